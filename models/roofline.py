@@ -6,7 +6,7 @@ import torch
 
 from splitserve.models.config import ModelConfig
 from splitserve.models.step_costs import decode_bytes, head_flops, kv_token_elements, pair_flops, token_flops
-from splitserve.protocol.step_model import StepModel
+from splitserve.protocol.placement.step_model import StepModel
 
 ATTAINED = 0.7
 """Share of a device's rates that steps usually attain."""

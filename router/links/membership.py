@@ -24,8 +24,8 @@ from splitserve.protocol.cluster_report import WorkerState
 from splitserve.protocol.counters import WorkerLoad
 from splitserve.protocol.memory_records import LayoutRecord
 from splitserve.protocol.messages.membership import PeerLink, WorkerInfo
+from splitserve.protocol.placement.step_model import StepModel
 from splitserve.protocol.request import Party
-from splitserve.protocol.step_model import StepModel
 from splitserve.router.links.worker_record import Charge, WorkerRecord
 from splitserve.router.placement.policies import (
     NO_STEP_MODEL,

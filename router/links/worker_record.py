@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from splitserve.protocol.cluster_report import WorkerState
 from splitserve.protocol.counters import WorkerLoad
 from splitserve.protocol.messages.membership import PeerLink, WorkerInfo
-from splitserve.protocol.step_model import StepModel
+from splitserve.protocol.placement.step_model import StepModel
 from splitserve.router.placement.breaker import Breaker
 from splitserve.router.placement.policies import NO_LOAD, NO_STEP_MODEL, WorkerView
 from splitserve.router.placement.prefill_queue import PrefillQueue

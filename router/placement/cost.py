@@ -8,8 +8,8 @@ objectives every second counts.
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
+from splitserve.protocol.placement.step_model import StepWork, pairs
 from splitserve.protocol.request import Role
-from splitserve.protocol.step_model import StepWork, pairs
 from splitserve.router.placement.policies import (
     NoWorker,
     Placed,

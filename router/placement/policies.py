@@ -11,9 +11,9 @@ from typing import TypeAlias
 
 from splitserve.common.errors import ConfigError
 from splitserve.protocol.counters import WorkerLoad
-from splitserve.protocol.placement_policies import PLACEMENT_POLICIES
+from splitserve.protocol.placement.policies import PLACEMENT_POLICIES
+from splitserve.protocol.placement.step_model import StepModel
 from splitserve.protocol.request import Party, Role
-from splitserve.protocol.step_model import StepModel
 from splitserve.router.requests.objectives import NO_OBJECTIVES, Objectives
 
 NO_LOAD = WorkerLoad()

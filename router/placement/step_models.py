@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from statistics import median
 
-from splitserve.protocol.step_model import StepModel
+from splitserve.protocol.placement.step_model import StepModel
 
 TRUSTED_STEPS = 200
 """Steps below which a worker's fit says less than its pool's."""

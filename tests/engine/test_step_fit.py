@@ -5,8 +5,8 @@ import random
 import pytest
 
 from splitserve.engine.steps.step_fit import MIN_FITTED_STEPS, StepFit, work_of
+from splitserve.protocol.placement.step_model import StepModel, StepWork, pairs
 from splitserve.protocol.step import SampleSpec, ScheduledChunk, StepPlan
-from splitserve.protocol.step_model import StepModel, StepWork, pairs
 
 TRUE = StepModel(base=4e-3, per_decode=2e-5, per_context=3e-9, per_token=2.5e-5, per_pair=2e-10)
 ESTIMATE = StepModel(base=2e-3, per_decode=5e-5, per_context=1e-8, per_token=1e-5, per_pair=1e-9)

@@ -5,7 +5,7 @@ import torch
 
 from splitserve.models.demo.checkpoint import shape_config
 from splitserve.models.roofline import ATTAINED, DEVICE_RATES, DeviceRates, device_rates, estimate_steps
-from splitserve.protocol.step_model import StepWork
+from splitserve.protocol.placement.step_model import StepWork
 
 RATES = DeviceRates(flops_per_second=1e14, bytes_per_second=1e12, overhead_seconds=1e-3)
 

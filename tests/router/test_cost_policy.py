@@ -2,8 +2,8 @@
 
 import pytest
 
+from splitserve.protocol.placement.step_model import StepModel
 from splitserve.protocol.request import Party, Role
-from splitserve.protocol.step_model import StepModel
 from splitserve.router.placement.cost import cost
 from splitserve.router.placement.policies import Disaggregated, Local, NoWorker, RequestShape, Snapshot
 from splitserve.router.placement.prefill_queue import BUSY_SECONDS, PrefillQueue

@@ -12,7 +12,7 @@ from splitserve.benchmarks.router.worker_script import DEFAULT_LAYOUT
 from splitserve.common.errors import ConfigError
 from splitserve.protocol.cluster_report import WorkerState
 from splitserve.protocol.counters import WorkerLoad
-from splitserve.protocol.placement_policies import PLACEMENT_POLICIES
+from splitserve.protocol.placement.policies import PLACEMENT_POLICIES
 from splitserve.protocol.request import Party, Role
 from splitserve.router.links.membership import Membership
 from splitserve.router.placement.policies import (

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from splitserve.protocol.placement_policies import PLACEMENT_POLICIES
+from splitserve.protocol.placement.policies import PLACEMENT_POLICIES
 from splitserve.protocol.request import Party, Role
 from splitserve.router.placement.policies import Disaggregated, RequestShape, Snapshot, policy_by_name
 from splitserve.router.placement.simple import power_of_two, prefix, round_robin, session

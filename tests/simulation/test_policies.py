@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from schedules import random_schedule, run_schedule
-from splitserve.protocol.placement_policies import PLACEMENT_POLICIES
+from splitserve.protocol.placement.policies import PLACEMENT_POLICIES
 
 NUM_SCHEDULES = 8
 

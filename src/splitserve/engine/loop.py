@@ -34,8 +34,8 @@ from splitserve.kvconnector.transfer.connector import KVConnector
 from splitserve.protocol.config import WorkerConfig
 from splitserve.protocol.messages.membership import Leave
 from splitserve.protocol.messages.requests import Profile, Profiled
+from splitserve.protocol.placement.step_model import StepModel
 from splitserve.protocol.request import Party
-from splitserve.protocol.step_model import StepModel
 
 logger = logging.getLogger(__name__)
 

@@ -3,8 +3,8 @@
 import numpy as np
 import numpy.typing as npt
 
+from splitserve.protocol.placement.step_model import StepModel, StepWork, pairs
 from splitserve.protocol.step import StepPlan
-from splitserve.protocol.step_model import StepModel, StepWork, pairs
 
 MIN_FITTED_STEPS = 200
 """Number of steps below which an estimate is better than a fit."""

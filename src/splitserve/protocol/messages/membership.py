@@ -7,8 +7,8 @@ import msgspec
 from splitserve.protocol.counters import WorkerLoad
 from splitserve.protocol.memory_records import LayoutRecord
 from splitserve.protocol.messages.base import Message
+from splitserve.protocol.placement.step_model import StepModel
 from splitserve.protocol.request import Party, Role
-from splitserve.protocol.step_model import StepModel
 from splitserve.protocol.wire_numbers import Count, NonNegative, Size
 
 MAX_CPUS = 4096

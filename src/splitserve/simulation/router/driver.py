@@ -18,8 +18,8 @@ from splitserve.protocol.kv_event_batch import KVEvent
 from splitserve.protocol.messages.envelope import Body
 from splitserve.protocol.messages.membership import WorkerInfo
 from splitserve.protocol.messages.requests import Abort, PromptLogprobs, RequestFailed, StepTokens, TokenDelta
+from splitserve.protocol.placement.step_model import StepModel
 from splitserve.protocol.request import Party, Role, SamplingParams
-from splitserve.protocol.step_model import StepModel
 from splitserve.router.links.membership import Membership
 from splitserve.router.placement.prefix_view import PrefixView
 from splitserve.router.requests.core import RouterCore

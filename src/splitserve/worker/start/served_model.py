@@ -31,7 +31,7 @@ from splitserve.models.weights.loader import load_model, resolve_dtype
 from splitserve.models.weights.shard import local_config
 from splitserve.protocol.config import EngineConfig
 from splitserve.protocol.memory_records import LayoutRecord
-from splitserve.protocol.step_model import StepModel
+from splitserve.protocol.placement.step_model import StepModel
 from splitserve.worker.start.clock import StartClock
 from splitserve.worker.start.memory_plan import MemoryPlan, free_kv_bytes, plan_kv_memory
 from splitserve.worker.start.preload import AttentionPreload
