@@ -97,7 +97,8 @@ class ForkServerLink:
                 env={**environment, "OPENBLAS_NUM_THREADS": "1"},
                 process_group=0,
             )
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # one request at a time
+        self._ended = threading.Event()
         self._replies: queue.SimpleQueue[ForkedProcess | str] = queue.SimpleQueue()
         self._children: dict[int, ForkedProcess] = {}
         self._reader = threading.Thread(target=self._read, name="fork-server", daemon=True)
@@ -118,22 +119,24 @@ class ForkServerLink:
         return answer
 
     def is_running(self) -> bool:
-        return self._reader.is_alive()
+        return not self._ended.is_set()
 
     def close(self) -> None:
         """End the server, and with it its children."""
         with suppress(OSError):  # it has ended
             self._control.shutdown(socket.SHUT_RDWR)
         self._reader.join()
-        self._control.close()
 
     def _read(self) -> None:
         """Read replies up to the server's end. The kernel ends its children then; wait for each of them."""
         with suppress(OSError):
             while self._handle_next():
                 pass
+        self._ended.set()
         status = self._popen.wait()
         self._replies.put(f"the fork server ended with exit status {status}")
+        with self._lock:
+            self._control.close()
         for child in self._children.values():
             child.end_when_gone(LOST_STATUS)
 
@@ -169,13 +172,18 @@ def can_fork() -> bool:
 
 def fork_server(environment: Mapping[str, str]) -> ForkServerLink:
     """Return the server for children with these variables, started if there is none."""
-    read_at_load = {name: value for name, value in environment.items() if name.startswith(_READ_AT_LOAD)}
-    key = (frozenset(read_at_load.items() - {(name, environment.get(name)) for name in _THREADS}), _affinity())
+    key = key_of(environment)
     with _servers_lock:
         server = _servers.get(key)
         if server is None or not server.is_running():
             server = _servers[key] = ForkServerLink(environment)
         return server
+
+
+def key_of(environment: Mapping[str, str]) -> object:
+    """Return what children of one server have in common: variables read at load, and affinity."""
+    names = [name for name in environment if name.startswith(_READ_AT_LOAD) and name not in _THREADS]
+    return frozenset((name, environment[name]) for name in names), frozenset(os.sched_getaffinity(0))
 
 
 def fork_child(environment: Mapping[str, str], descriptors: Sequence[int]) -> ForkedProcess:
@@ -188,11 +196,6 @@ def fork_child(environment: Mapping[str, str], descriptors: Sequence[int]) -> Fo
         return fork_server(environment).fork(order, descriptors)
     except ForkError:
         return fork_server(environment).fork(order, descriptors)
-
-
-def _affinity() -> frozenset[int]:
-    """Return the hardware threads of a server that is started now, which its children inherit."""
-    return frozenset(os.sched_getaffinity(0))
 
 
 @atexit.register
