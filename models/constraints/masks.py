@@ -41,8 +41,7 @@ def apply_masks(logits: Tensor, rows: Tensor, bits: Tensor) -> None:
     :data:`FORBIDDEN`, in place. All are on one device; a GPU isn't waited for."""
     if logits.device.type == "cpu":
         values = logits.numpy()
-        unpacked = np.unpackbits(bits.numpy().view(np.uint8), axis=1, count=logits.shape[1], bitorder="little")
-        for row, allowed in zip(rows.tolist(), unpacked.view(np.bool_), strict=True):
+        for row, allowed in zip(rows.tolist(), bits.numpy().view(np.uint8), strict=True):
             _apply_on_host(values[row], allowed)
     else:
         logits[rows] = masked(logits[rows], bits)
@@ -55,12 +54,16 @@ def masked(logits: Tensor, bits: Tensor) -> Tensor:
     return logits.masked_fill(~allowed, FORBIDDEN)
 
 
-def _apply_on_host(row: Float32Array, allowed: npt.NDArray[np.bool_]) -> None:
-    """Apply one mask [vocab] to one row of logits. The shorter list, of what is allowed or of what isn't, is copied."""
-    if 2 * int(np.count_nonzero(allowed)) > allowed.size:
-        row[np.flatnonzero(~allowed)] = FORBIDDEN
-        return
-    ids = np.flatnonzero(allowed)
-    kept = row[ids]
-    row.fill(FORBIDDEN)
-    row[ids] = kept
+def _apply_on_host(row: Float32Array, bits: npt.NDArray[np.uint8]) -> None:
+    """Apply one mask, uint8 [vocab / 8, rounded up], to one row of logits, without a branch for each token."""
+    highest = np.take(_HIGHEST, bits, axis=0).reshape(-1)[: row.size]
+    np.minimum(row, highest, out=row)
+
+
+def _highest_logits() -> Float32Array:
+    """Return the highest logits of eight tokens by the byte of a mask that stands for them -> [256, 8]."""
+    allowed = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
+    return np.where(allowed, np.float32(np.inf), np.float32(FORBIDDEN))
+
+
+_HIGHEST = _highest_logits()
