@@ -12,11 +12,9 @@ def test_a_used_port_is_refused_before_the_first_router_serves():
     """Both set SO_REUSEADDR, with which Linux lets several sockets bind a port as long as none of them listens."""
     with listening_socket("127.0.0.1", 0) as first:
         port = first.getsockname()[1]
-        with pytest.raises(ConfigError, match=f"127.0.0.1 port {port}: Address already in use; choose another --port"):
-            with listening_socket("127.0.0.1", port):
-                pass
-        with pytest.raises(ConfigError, match=f"0.0.0.0 port {port}: Address already in use"):
-            with listening_socket("0.0.0.0", port):
+        for host in ("127.0.0.1", "0.0.0.0"):
+            message = f"{host} port {port}: Address already in use; choose another --port"
+            with pytest.raises(ConfigError, match=message), listening_socket(host, port):
                 pass
     with listening_socket("127.0.0.1", port):
         pass  # free again
