@@ -82,7 +82,7 @@ def download(model_id: str, revision: str = "", *, with_weights: bool = True) ->
         ) from None
     except errors.RevisionNotFoundError:
         raise CheckpointError(
-            f"the model {model_id} has no revision {revision!r}: see its branches, tags and commits on {page}/tree/main, "
+            f"the model {model_id} has no revision {revision!r}: see its branches and tags on {page}/tree/main, "
             f"or leave the revision out; to download its main branch: {download_command(model_id, '', wanted)}"
         ) from None
     except (errors.LocalEntryNotFoundError, errors.IncompleteSnapshotError, errors.OfflineModeIsEnabled):

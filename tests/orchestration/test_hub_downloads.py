@@ -12,7 +12,7 @@ from local_hub import COMMIT, LocalHub, running
 MODEL = "Some-Org/served.model"
 FILES = {
     "config.json": b"{}",
-    "tokenizer.json": b"{}",
+    "tokenizer.json": b"{ }",
     "model.safetensors": b"weights" * 1000,
     "README.md": b"not needed",
     "onnx/model.onnx": b"not needed",
