@@ -1,10 +1,5 @@
 """Several choices of a prompt on real clusters: the same tokens everywhere, one prefill and one hand-over for all."""
 
-import json
-import re
-import signal
-import urllib.request
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +7,7 @@ from typing import Any
 import openai
 import pytest
 
-from serving import complete_all, wait_until_quiet, worker_metrics
+from serving import complete_all, wait_until_quiet
 from small_clusters import BLOCK_SIZE, body, cluster
 from splitserve.orchestration.cluster.launcher import LocalCluster
 
@@ -76,62 +71,3 @@ def test_a_streamed_chat_has_the_choices_of_a_whole_one(disaggregated: LocalClus
     with pytest.raises(openai.BadRequestError, match=r"n .*16") as caught:
         client.chat.completions.create(**{**asked, "n": 17})
     assert caught.value.param == "n"
-
-
-def test_after_the_loss_of_a_worker_only_unfinished_choices_go_on(tiny_qwen3: Path) -> None:
-    """One of four choices ends early, at a token that no other one draws; then their decode worker is killed."""
-    request = body(tiny_qwen3, PROMPT, n=4, max_tokens=400, ignore_eos=False, min_tokens=8, **SAMPLED)
-    with cluster(tiny_qwen3, "2P2D", max_model_len=1024) as running:
-        whole = choices_of(running.url, request)
-        finished, stop = token_of_one_choice(whole)
-        expected = [tokens[: tokens.index(stop) + 1] if stop in tokens else tokens for tokens in whole]
-        steps = ladder_steps(running.url)
-        got = stream_and_kill(running, {**request, "stop_token_ids": [stop]}, finished)
-        assert got == expected
-        num_unfinished = sum(len(tokens) == max(map(len, expected)) for tokens in expected)
-        assert ladder_steps(running.url) - steps == num_unfinished == 3, "each unfinished choice has one attempt more"
-
-
-def token_of_one_choice(choices: list[list[int]]) -> tuple[int, int]:
-    """Return the earliest token that only one of the choices has: the choice's index, and the token."""
-    counts = Counter(token for tokens in choices for token in set(tokens))
-    found = [
-        (position, index, token)
-        for index, tokens in enumerate(choices)
-        for position, token in enumerate(tokens)
-        if counts[token] == 1 and position >= 8
-    ]
-    _, index, token = min(found)
-    return index, token
-
-
-def stream_and_kill(running: LocalCluster, request: dict[str, Any], finished: int) -> list[list[int]]:
-    """Stream the choices; once choice ``finished`` has ended, kill the decode worker that has the others."""
-    got: list[list[int]] = [[] for _ in range(request["n"])]
-    data = json.dumps(request | {"stream": True}).encode()
-    asked = urllib.request.Request(f"{running.url}/v1/completions", data, {"Content-Type": "application/json"})
-    is_killed = False
-    with urllib.request.urlopen(asked, timeout=120) as answer:
-        for line in answer:
-            if not line.startswith(b"data: {"):
-                continue
-            for choice in json.loads(line.removeprefix(b"data: "))["choices"]:
-                got[choice["index"]] += choice["token_ids"]
-                if choice["index"] == finished and choice["finish_reason"] and not is_killed:
-                    running.send_signal(decode_worker(running), signal.SIGKILL)
-                    is_killed = True
-    assert is_killed
-    return got
-
-
-def decode_worker(running: LocalCluster) -> str:
-    """Return the decode worker whose requests are in flight."""
-    in_flight = {name: each["requests_in_flight"] for name, each in worker_metrics(running.url).items()}
-    return max((name for name in in_flight if name.startswith("decode")), key=lambda name: in_flight[name])
-
-
-def ladder_steps(url: str) -> float:
-    """Return the number of failed attempts so far."""
-    with urllib.request.urlopen(f"{url}/metrics") as page:
-        lines = re.findall(r"^splitserve_ladder_steps_total\{.*\} (\S+)$", page.read().decode(), re.MULTILINE)
-    return sum(map(float, lines))
