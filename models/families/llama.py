@@ -16,7 +16,11 @@ class LlamaLayer(DecoderLayer):
     """Attention and an MLP, each behind a norm of its own. Similar families replace them."""
 
     def __init__(
-        self, name: str, config: ModelConfig, attention: GroupedAttention, mlp: GatedMlp | Mlp | ExpertsMlp | None = None
+        self,
+        name: str,
+        config: ModelConfig,
+        attention: GroupedAttention,
+        mlp: GatedMlp | Mlp | ExpertsMlp | None = None,
     ) -> None:
         self.input_norm = RmsNorm(f"{name}.input_layernorm", config)
         self.attention = attention

@@ -6,10 +6,10 @@ from splitserve.kernels.experts.spec import RouterSpec, Score
 from splitserve.models.config import ConfigFields, ModelConfig, full_attention_only, partial_rotary_factor
 from splitserve.models.experts import ExpertsSpec, check_router
 from splitserve.models.families.llama import LlamaLayer
+from splitserve.models.families.mixtral import PROJECTIONS
 from splitserve.models.layers.attention import GroupedAttention
 from splitserve.models.layers.decoder import Decoder
 from splitserve.models.layers.experts import ExpertsMlp
-from splitserve.models.families.mixtral import PROJECTIONS
 
 
 def features(given: ConfigFields) -> dict[str, Any]:
@@ -43,7 +43,5 @@ def _layer(name: str, config: ModelConfig, index: int) -> LlamaLayer:
         name,
         config,
         GroupedAttention(f"{name}.self_attn", config, index, joint_norms=True),
-        ExpertsMlp(
-            f"{name}.block_sparse_moe", config, correction="e_score_correction_bias", projections=PROJECTIONS
-        ),
+        ExpertsMlp(f"{name}.block_sparse_moe", config, correction="e_score_correction_bias", projections=PROJECTIONS),
     )

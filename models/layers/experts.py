@@ -13,7 +13,7 @@ from splitserve.models.layers.weight import OfExpert, Role, Stack, Units, Weight
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from splitserve.kernels.api import Experts, Kernels, Linear
+    from splitserve.kernels.api import Experts, Linear
     from splitserve.models.parallel.ranks import Collectives
 
 

@@ -265,7 +265,7 @@ class _Source:
         return self._kernels.pack_experts(weights)
 
     def _stacked(self, stack: Stack, count: int) -> tuple[Tensor, Tensor | None]:
-        """Return a stack of ``count`` experts' matrices as one [count, rows, columns], and its scales, if it has any."""
+        """Return ``count`` experts' matrices as one [count, rows, columns], and its scales, if it has any."""
         parts = self._parts(stack)
         if not self._reader.is_fp8(parts):
             return _by_expert(self._reader.read(parts), count), None

@@ -160,7 +160,7 @@ class DummyReader:
 def _joined(views: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     """Return ``views`` stacked along their rows; nothing else of that size is made."""
     joined = torch.empty((sum(view.shape[0] for view in views), *views[0].shape[1:]), dtype=dtype)
-    for view, rows in zip(views, joined.split([view.shape[0] for view in views]), strict=True):
+    for view, rows in zip(views, torch.split(joined, [view.shape[0] for view in views]), strict=True):
         rows.copy_(view)
     return joined
 
