@@ -72,6 +72,7 @@ class Features(DecoderSizes):
     residual_scale: float = 1.0
     logits_scale: float = 1.0
     experts: ExpertsSpec | None = None
+    num_speculator_layers: int = 0  # stored behind the model's own, and not used (multi-token prediction)
 
 
 @dataclass(frozen=True, slots=True)

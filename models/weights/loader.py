@@ -31,8 +31,9 @@ from splitserve.models.layers.decoder import HEAD_NAME, Decoder, Progress
 from splitserve.models.layers.layer import Order
 from splitserve.models.layers.weight import Stack, Weight, stack_parts
 from splitserve.models.parallel.ranks import Alone, Collectives, RowParallelLinear, VocabParallelHead
-from splitserve.models.weights.checkpoint import TensorRecord, read_records, text_records
+from splitserve.models.weights.checkpoint import TensorRecord, read_records, text_records, without_layers
 from splitserve.models.weights.fp8_scales import FP8, ScaleReader
+from splitserve.models.weights.fused_experts import expert_records
 from splitserve.models.weights.kv_scales import KVScales, read_kv_scales, scaled_fp8_rows, scaled_rows
 from splitserve.models.weights.reading import (
     MAX_THREADS,
@@ -87,6 +88,10 @@ def load_model(
     if records is not None and config.text_of is not None:
         records = text_records(records)
     decoder = declare(config)
+    if records is not None:
+        records = expert_records(
+            without_layers(records, config.num_layers, config.num_speculator_layers), decoder.weights()
+        )
     reader = _make_reader(records, config, decoder, dtype, device, is_part=group.shard.size > 1)
     pack_fp8, description = select_fp8(
         device, dtype, pack_linear=kernels.pack_linear, rms_norm=kernels.rms_norm, silu_mul=kernels.silu_mul
