@@ -11,6 +11,7 @@ from splitserve.kernels.api import Experts, Kernels
 from splitserve.kernels.experts import reference
 from splitserve.kernels.experts.spec import RouterSpec
 from splitserve.kernels.experts.weights import ExpertWeights
+from splitserve.kernels.tuning.tunables import num_copies
 from splitserve.models.experts import ExpertsSpec
 
 _SMALL = ExpertsSpec(RouterSpec(8, 2, normalised=True), 64)
@@ -40,14 +41,14 @@ def expert_products(target: Target, rows: int) -> Iterator[Case]:
     experts, factors = reference.route(target.normal(rows, count), None, sizes.router)
     one_bytes = 3 * hidden * inner * target.dtype.itemsize
     num_bytes = int(torch.unique(experts).numel()) * one_bytes + 3 * x.nbytes
-    layers = target.copies(
-        count * one_bytes,
-        lambda: ExpertWeights(
+    layers = [
+        ExpertWeights(
             target.normal(count, 2 * inner, hidden, scale=hidden**-0.5),
             target.normal(count, hidden, inner, scale=inner**-0.5),
             sizes.activation,
-        ),
-    )
+        )
+        for _ in range(num_copies(count * one_bytes, target.device))
+    ]
 
     def make_calls(kernels: Kernels) -> list[Call]:
         return [partial(_product, kernels.pack_experts(layer), x, experts, factors) for layer in layers]
