@@ -48,12 +48,13 @@ class Attempts:
             self._begin(sibling, placement, replace(request.shape, num_prompt_tokens=0), now)
         for party, body in self.messages(request, placement, now, [sibling.state.key for sibling in siblings]):
             self._outbox.put(Send(party, body))
+        self._placer.note_sent(placement.parties, request.hashes)
 
     def _begin(self, request: ActiveRequest, placement: Placed, shape: RequestShape, now: float) -> None:
         request.state.begin(placement)
         request.attempt_began_at = now
         request.stranded_at, request.num_waits = None, 0
-        request.charge = self._membership.charge(placement, shape)
+        request.charge = self._membership.charge(placement, shape, now)
 
     def go_on(self, request: ActiveRequest, now: float) -> Failure | None:
         """Begin the attempt that follows a failed one on the ladder, or wait for workers. Return None for both.

@@ -6,23 +6,32 @@ import msgspec
 
 from splitserve.protocol.messages.logprobs import Logprobs
 from splitserve.router.requests.state import Update
-from splitserve.router.scores.forms import Json, LogprobsForm, joined, prompt_logprobs
+from splitserve.router.scores.forms import CompletionLogprobs, Json, LogprobsForm, joined, prompt_logprobs
 from splitserve.router.scores.token_texts import TokenTexts
 from splitserve.router.scores.wanted import WantedScores
 from splitserve.router.text.choice import Piece
 
 
 class ChoiceScores:
-    """Adds to the pieces of one choice, in their order. ``form`` writes log-probabilities, ``text`` is the prompt's."""
+    """Adds to the pieces of one choice, in their order. ``form`` writes log-probabilities, ``echo`` those of an echoed
+    prompt, whose text is ``text``."""
 
     def __init__(
-        self, wanted: WantedScores, token_ids: Sequence[int], text: str, form: LogprobsForm, texts: TokenTexts
+        self,
+        wanted: WantedScores,
+        token_ids: Sequence[int],
+        text: str,
+        form: LogprobsForm,
+        texts: TokenTexts,
+        *,
+        echo: CompletionLogprobs | None = None,
     ) -> None:
         self.hides_output = wanted.hides_output
         self._wanted = wanted
         self._token_ids = token_ids
         self._text = text
         self._form = form
+        self._echo = echo
         self._texts = texts
         self._of_prompt: Logprobs | None = None
         self._is_first = True
@@ -51,10 +60,10 @@ class ChoiceScores:
 
     def _of_echo(self) -> Json | None:
         """Return the echoed prompt's log-probabilities."""
-        if self._wanted.logprobs is None:
+        if self._echo is None or self._wanted.logprobs is None:
             return None
         of_prompt = None if self._of_prompt is None else self._of_prompt.narrowed(self._wanted.logprobs)
-        return self._form.of_prompt(self._token_ids, of_prompt)
+        return self._echo.of_prompt(self._token_ids, of_prompt)
 
     def _extension(self) -> list[Json | None] | None:
         """Return the extension ``prompt_logprobs``."""

@@ -32,10 +32,6 @@ class LogprobsForm(ABC):
     def of(self, token_ids: Sequence[int], logprobs: Logprobs) -> Json:
         """Return the object of the next tokens of the output."""
 
-    @abstractmethod
-    def of_prompt(self, token_ids: Sequence[int], logprobs: Logprobs | None) -> Json:
-        """Return the object of an echoed prompt, whose first token has no log-probability."""
-
 
 class CompletionLogprobs(LogprobsForm):
     """The form of ``/v1/completions``. ``text_offset`` counts characters of the choice's text."""
@@ -58,6 +54,7 @@ class CompletionLogprobs(LogprobsForm):
         }
 
     def of_prompt(self, token_ids: Sequence[int], logprobs: Logprobs | None) -> Json:
+        """Return the object of an echoed prompt, whose first token has no log-probability."""
         first: Json = {
             "tokens": [self._texts.shown(token_ids[0])],
             "token_logprobs": [None],
@@ -91,9 +88,6 @@ class ChatLogprobs(LogprobsForm):
         ]
         return {"content": content, "refusal": None}
 
-    def of_prompt(self, token_ids: Sequence[int], logprobs: Logprobs | None) -> Json:
-        raise NotImplementedError("a chat's prompt isn't echoed")
-
     def _entry(self, token_id: int, value: float) -> Json:
         return {"token": self._texts.shown(token_id), "logprob": value, "bytes": self._texts.content(token_id)}
 
@@ -108,9 +102,6 @@ class TokenIdLogprobs(LogprobsForm):
             "token_logprobs": [values[0] for values, _ in rows],
             "top_logprobs": [list(zip(top_ids, values[1:], strict=True)) for values, top_ids in rows],
         }
-
-    def of_prompt(self, token_ids: Sequence[int], logprobs: Logprobs | None) -> Json:
-        raise NotImplementedError("a prompt of token ids isn't echoed")
 
 
 def prompt_logprobs(token_ids: Sequence[int], logprobs: Logprobs | None, texts: TokenTexts) -> list[Json | None]:

@@ -17,7 +17,7 @@ from splitserve.protocol.messages.requests import (
     TokenDelta,
 )
 from splitserve.protocol.request import Party, RequestKey, Role
-from splitserve.router.links.membership import Charges
+from splitserve.router.links.worker_record import Charges
 from splitserve.router.placement.policies import Disaggregated, NoWorker, Placement
 from splitserve.router.requests.core import Question
 from splitserve.router.requests.effects import Count
@@ -69,9 +69,11 @@ class RouterChecks:
         assert record is not None and state is WorkerState.READY, f"{body.key} goes to {to}, which is {state}"
         role = record.info.role
         is_prompt_only = body.sampling.max_tokens == 1 and isinstance(body, LocalRequest)  # nothing to decode
-        assert role in ROLES[type(body)] or is_prompt_only, f"{to} gets a {type(body).__name__}, but its role is {role}"
-        needed, room = len(body.token_ids) + body.sampling.max_tokens, record.view().context_tokens_limit
-        if role is Role.PREFILL:
+        is_spare = isinstance(body, LocalRequest) and self._router.sim.shape.policy == "cost"  # a worker's spare time
+        may_run = role in ROLES[type(body)] or is_prompt_only or is_spare
+        assert may_run, f"{to} gets a {type(body).__name__}, but its role is {role}"
+        needed, room = len(body.token_ids) + body.sampling.max_tokens, record.view(0.0).context_tokens_limit
+        if isinstance(body, PrefillRequest):
             needed = min(needed, len(body.token_ids) + len(body.output_ids) + 1)
         assert needed <= room, f"{to} gets a sequence of {needed} tokens, but holds {room}"
         prefix = body.prefix if isinstance(body, LocalRequest) else None
