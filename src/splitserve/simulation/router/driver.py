@@ -26,6 +26,7 @@ from splitserve.router.requests.effects import (
     CancelTimer,
     Count,
     CountTokens,
+    Ended,
     Deliver,
     Effect,
     Log,
@@ -79,6 +80,7 @@ class SimRouter:
             Count: self.checks.on_count,
             CountTokens: self._observe,
             Observe: self._observe,
+            Ended: self.checks.on_ended,
             Stale: self._drop,
             Log: lambda effect: sim.note(effect.text),
         }
