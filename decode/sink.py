@@ -51,8 +51,8 @@ class SinkSide:
 
     Calls ``on_ready(sequence, first_token, report, now)`` when all KV is here and verified, and
     ``on_failed(sequence, reason, now)`` when a hand-over failed; the sequence then holds no blocks, and no read in
-    flight targets its blocks. Calls ``on_prefix(sequence, now)`` when a prefix was read, or couldn't be read: in that case
-    the sequence holds no blocks.
+    flight targets its blocks. Calls ``on_prefix(sequence, now)`` when a prefix was read, or couldn't be read: in that
+    case the sequence holds no blocks.
     """
 
     def __init__(

@@ -169,6 +169,12 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     """Add options for running a cluster, which are independent of its spec."""
     parser.add_argument("--restart", action=argparse.BooleanOptionalAction, default=True, help="start what ends again")
     parser.add_argument("--log-level", choices=LOG_LEVELS, default="info", help="of every process")
+    parser.add_argument(
+        "--log-format",
+        choices=LOG_FORMATS,
+        default=os.environ.get(FORMAT_VARIABLE, "text"),
+        help=f"of every process on this machine: lines of text, or JSON objects; also {FORMAT_VARIABLE}",
+    )
 
 
 def cluster_spec(options: argparse.Namespace) -> ClusterSpec:

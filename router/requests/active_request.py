@@ -51,6 +51,7 @@ class ActiveRequest:
         sampling: SamplingParams,
         arrived_at: float,
         context: RequestContext = NO_CONTEXT,
+        *,
         prepared_at: float | None = None,
     ) -> "ActiveRequest":
         """Return a new request; ``prepared_at``: when its prompt was tokens, by default at its arrival."""

@@ -104,7 +104,19 @@ class Log(msgspec.Struct, frozen=True, gc=False):
 
 
 Effect: TypeAlias = (
-    Send | Deliver | Begun | TellLimits | Refuse | SetTimer | CancelTimer | Count | CountTokens | Observe | Ended | Stale | Log
+    Send
+    | Deliver
+    | Begun
+    | TellLimits
+    | Refuse
+    | SetTimer
+    | CancelTimer
+    | Count
+    | CountTokens
+    | Observe
+    | Ended
+    | Stale
+    | Log
 )
 
 

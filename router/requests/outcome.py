@@ -59,4 +59,4 @@ def _handover(report: HandoverReport, attempt: AttemptTimeline) -> dict[str, Any
     """Return decode's report with its times: since the first read posted, and since the last offer's arrival."""
     seconds, exposed_seconds = read_times(attempt)
     times = {"seconds": seconds, "exposed_seconds": exposed_seconds, "stages": handover_stages(attempt)}
-    return msgspec.to_builtins(report) | times
+    return {**msgspec.to_builtins(report), **times}

@@ -13,9 +13,7 @@ from splitserve.router.requests.token_sequence import MAX_HELD_TOKENS
 
 P, D, M = Party("p0", 1), Party("d0", 2), Party("m0", 3)
 STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
-REPORT = HandoverReport(
-    prefill="p0", transport="x", blocks=2, bytes=8, cached_tokens=0, reads=1
-)
+REPORT = HandoverReport(prefill="p0", transport="x", blocks=2, bytes=8, cached_tokens=0, reads=1)
 
 
 def begin(max_tokens=8, placement=None):

@@ -14,7 +14,7 @@ PREFILL_SPANS = {
     MarkKind.PREFIX: "prefix_read",
     MarkKind.BEGUN: "prefill_queue",
     MarkKind.CHUNK: "chunk",
-    MarkKind.TOKEN: "first_token",
+    MarkKind.DRAWN: "first_token",
 }
 """Spans of the worker that computes the prompt, by the mark that ends them; each begins at the mark before."""
 
@@ -26,7 +26,7 @@ DECODE_SPANS = {
     MarkKind.READ: "wire",
     MarkKind.VERIFIED: "verify",
     MarkKind.BEGUN: "decode_queue",
-    MarkKind.TOKEN: "first_step",
+    MarkKind.DRAWN: "first_step",
 }
 """Spans of the decode worker, likewise."""
 
@@ -37,7 +37,7 @@ def spans_of(timeline: Timeline) -> list[TraceSpan]:
     spans = [TraceSpan("request", ROUTER, 0.0, ended_at - origin, timeline.num_tokens)]
     if timeline.attempts:
         first_began_at = timeline.attempts[0].began_at
-        prepared_at = min(timeline.prepared_at or origin, first_began_at)
+        prepared_at = min(max(timeline.prepared_at, origin), first_began_at)
         spans.append(TraceSpan("prepare", ROUTER, 0.0, prepared_at - origin))
         spans.append(TraceSpan("queue", ROUTER, prepared_at - origin, first_began_at - prepared_at))
     for number, attempt in enumerate(timeline.attempts):

@@ -63,19 +63,19 @@ def _worker_boundaries(attempt: AttemptTimeline) -> list[Boundary]:
         boundaries.append(("grant_wait", at.get(MarkKind.GRANTED)))
     elif MarkKind.PREFIX in at:
         boundaries.append(("prefix_read", at[MarkKind.PREFIX]))
-    boundaries += [("prefill_queue", at.get(MarkKind.BEGUN)), ("prefill", at.get(MarkKind.TOKEN))]
+    boundaries += [("prefill_queue", at.get(MarkKind.BEGUN)), ("prefill", at.get(MarkKind.DRAWN))]
     if attempt.primary is not None:
         if attempt.is_disaggregated:
             boundaries.append(("handover", at_decode.get(MarkKind.VERIFIED)))
         own_at, own_at_decode = attempt.by_kind()
-        boundaries.append(("choice", own_at.get(MarkKind.TOKEN) or own_at_decode.get(MarkKind.TOKEN)))
+        boundaries.append(("choice", own_at.get(MarkKind.DRAWN) or own_at_decode.get(MarkKind.DRAWN)))
     return boundaries
 
 
 def handover_stages(attempt: AttemptTimeline) -> dict[str, float]:
     """Return the seconds of each stage from prefill's token to decode's first one; {} if either is unknown."""
     at, at_decode = attempt.by_kind()
-    begin, end = at.get(MarkKind.TOKEN), at_decode.get(MarkKind.TOKEN)
+    begin, end = at.get(MarkKind.DRAWN), at_decode.get(MarkKind.DRAWN)
     if begin is None or end is None or MarkKind.VERIFIED not in at_decode:
         return {}
     boundaries: list[Boundary] = [("offer", at_decode.get(MarkKind.OFFERED))]
@@ -110,11 +110,11 @@ def _split(begin: float, end: float, boundaries: Iterable[Boundary]) -> dict[str
         if at is None:
             is_known = False
             continue
-        at = min(max(at, cursor), end)
+        stop = min(max(at, cursor), end)
         if is_known:
-            stages[name] = at - cursor
+            stages[name] = stop - cursor
         else:
-            unexplained += at - cursor
-        cursor, is_known = at, True
+            unexplained += stop - cursor
+        cursor, is_known = stop, True
     stages[UNEXPLAINED] = unexplained + end - cursor
     return stages

@@ -1,4 +1,4 @@
-"""Summary of a request that has ended, made once from its state and timeline: metrics, logs and traces show it. Pure."""
+"""Summary of a request that has ended, made once from its state and timeline for metrics, logs and traces. Pure."""
 
 import msgspec
 
@@ -51,7 +51,8 @@ def line_of(summary: RequestSummary) -> str:
     workers = summary.prefill
     if summary.decode != summary.prefill:
         workers += f" -> {summary.decode}"
-    parts = [f"prompt={summary.num_prompt_tokens} cached={summary.num_cached_tokens} output={summary.num_output_tokens}"]
+    prompt, cached, output = summary.num_prompt_tokens, summary.num_cached_tokens, summary.num_output_tokens
+    parts = [f"prompt={prompt} cached={cached} output={output}"]
     if summary.num_attempts > 1:
         parts.append(f"attempts={summary.num_attempts}")
     if summary.ttft_seconds is not None:

@@ -103,8 +103,7 @@ class Timeline:
             seconds = now - self.arrived_at
         else:
             seconds = now - self.last_token_at
-            if seconds > self.longest_gap_seconds:
-                self.longest_gap_seconds = seconds
+            self.longest_gap_seconds = max(self.longest_gap_seconds, seconds)
             if seconds > self.gap_seconds:
                 self._add_gap(seconds)
         self.last_token_at = now

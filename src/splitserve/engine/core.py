@@ -133,7 +133,7 @@ class EngineCore:
                 self._fail(step, outcome, now)
 
     def _commit(self, step: list[Planned], output: StepOutput, now: float) -> None:
-        self.state.counters.steps += 1
+        self.state.counters.count_step(len(step), sum([len(planned.chunk.token_ids) for planned in step]))
         prefilling = Stage.PREFILLING
         for index, ((sequence, chunk), draw) in enumerate(zip(step, output.draws, strict=True)):
             sequence.on_completed(chunk)
@@ -196,7 +196,7 @@ class EngineCore:
             return
         marks: list[Mark] = []
         if sequence.marks is not None:
-            sequence.marks.add(MarkKind.TOKEN, now)
+            sequence.marks.add(MarkKind.DRAWN, now)
             marks, sequence.marks = sequence.marks.take(), None
         position, num_cached_tokens = sequence.num_output_tokens, sequence.num_cached_tokens
         delta = TokenDelta(

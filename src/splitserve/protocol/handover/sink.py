@@ -49,7 +49,6 @@ class SinkStatistics:
     last_bytes_at: float | None = None  # when the last read to end had ended on the wire
     complete_at: float | None = None
 
-
     def marks(self) -> list[tuple[MarkKind, float]]:
         """Return the events of a complete hand-over, in order of time."""
         found = (

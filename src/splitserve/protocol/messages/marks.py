@@ -23,7 +23,7 @@ class MarkKind(StrEnum):
     POSTED = "posted"  # the last read was posted
     READ = "read"  # its bytes had arrived
     VERIFIED = "verified"  # every block was verified
-    TOKEN = "token"  # the request's first token here was drawn
+    DRAWN = "drawn"  # the request's first token here was drawn
 
 
 class Mark(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
