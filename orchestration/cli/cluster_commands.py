@@ -83,12 +83,13 @@ def _say(line: str) -> None:
 
 
 def _up(options: argparse.Namespace) -> int:
-    from splitserve.common.logs import set_up_logging
+    from splitserve.common.logs import FORMAT_VARIABLE, set_up_logging
     from splitserve.orchestration.cli.display import print_progress
     from splitserve.orchestration.cluster.detached import start_detached
     from splitserve.orchestration.control.state_folder import StateFolder
     from splitserve.orchestration.spec.start_checks import check_start
 
+    os.environ[FORMAT_VARIABLE] = options.log_format  # child processes inherit it
     set_up_logging("up", options.log_level)
     if options.api_key and options.ray:
         raise ConfigError("--api-key stays on this machine: give --api-key-file, a file on the router's node")

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from splitserve.common.errors import ConfigError
-from splitserve.common.logs import LOG_LEVELS
+from splitserve.common.logs import LOG_FORMATS, LOG_LEVELS
 from splitserve.orchestration.cli.option_types import (
     COUNT,
     absolute_path,
@@ -172,8 +172,8 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--log-format",
         choices=LOG_FORMATS,
-        default=os.environ.get(FORMAT_VARIABLE, "text"),
-        help=f"of every process on this machine: lines of text, or JSON objects; also {FORMAT_VARIABLE}",
+        default="text",
+        help="of every process on this machine: lines of text, or JSON objects",
     )
 
 

@@ -64,6 +64,34 @@ class RouterMetrics:
         self.requests_waiting = Gauge(
             "splitserve_requests_waiting", "New requests that wait because no worker can take them", registry=registry
         )
+        self._add_histograms(registry)
+        self.prompt_tokens = _counter(registry, "prompt_tokens", "Prompt tokens of placed requests")
+        self.output_tokens = _counter(registry, "output_tokens", "Output tokens received and delivered in order")
+        self.objectives = Counter(
+            "splitserve_objectives",
+            "Requests by objective of the cluster spec and whether they met it; a failed one did not",
+            ("objective", "met"),
+            registry=registry,
+        )
+        self.ladder_steps = Counter(
+            "splitserve_ladder_steps",
+            "Attempts that failed, by what came next (handover, local, gave_up) and why",
+            ("rung", "reason"),
+            registry=registry,
+        )
+        self.stale_messages = _counter(registry, "stale_messages", "Messages dropped: old attempt, incarnation, ended")
+        self.wire_errors = _counter(registry, "wire_errors", "Bytes from sockets that were no message of our schema")
+        self.workers_refused = _counter(registry, "workers_refused", "Registrations of workers that were refused")
+        self.handshakes_failed = _counter(
+            registry, "handshakes_failed", "Connections to membership without the cluster's shared secret"
+        )
+        self.workers_lost = _counter(
+            registry,
+            "workers_lost",
+            "Workers that died or sent no heartbeats; not those that left in order",
+        )
+
+    def _add_histograms(self, registry: CollectorRegistry) -> None:
         self.ttft_seconds = _histogram(registry, "ttft", "Arrival of an HTTP request to its first token", _TTFT_BUCKETS)
         self.itl_seconds = _histogram(registry, "itl", "Time between deliveries of tokens of a request", _ITL_BUCKETS)
         self.e2e_seconds = _histogram(
@@ -99,31 +127,6 @@ class RouterMetrics:
             "Output tokens of a request that ended",
             buckets=_LENGTH_BUCKETS,
             registry=registry,
-        )
-        self.prompt_tokens = _counter(registry, "prompt_tokens", "Prompt tokens of placed requests")
-        self.output_tokens = _counter(registry, "output_tokens", "Output tokens received and delivered in order")
-        self.objectives = Counter(
-            "splitserve_objectives",
-            "Requests by objective of the cluster spec and whether they met it; a failed one did not",
-            ("objective", "met"),
-            registry=registry,
-        )
-        self.ladder_steps = Counter(
-            "splitserve_ladder_steps",
-            "Attempts that failed, by what came next (handover, local, gave_up) and why",
-            ("rung", "reason"),
-            registry=registry,
-        )
-        self.stale_messages = _counter(registry, "stale_messages", "Messages dropped: old attempt, incarnation, ended")
-        self.wire_errors = _counter(registry, "wire_errors", "Bytes from sockets that were no message of our schema")
-        self.workers_refused = _counter(registry, "workers_refused", "Registrations of workers that were refused")
-        self.handshakes_failed = _counter(
-            registry, "handshakes_failed", "Connections to membership without the cluster's shared secret"
-        )
-        self.workers_lost = _counter(
-            registry,
-            "workers_lost",
-            "Workers that died or sent no heartbeats; not those that left in order",
         )
 
     def watch_workers(self, records: Callable[[], list[WorkerRecord]]) -> None:
