@@ -13,7 +13,7 @@ from splitserve.protocol.cluster_report import RequestSummary, WorkerState
 from splitserve.protocol.counters import Counter as CounterField
 from splitserve.protocol.counters import Distribution, TierLoad, WorkerLoad, metrics_of
 from splitserve.protocol.counters import Histogram as HistogramField
-from splitserve.router.links.membership import WorkerRecord
+from splitserve.router.links.worker_record import WorkerRecord
 from splitserve.router.requests.effects import Count, CountTokens, Observe
 from splitserve.router.requests.timeline.stages import HANDOVER_STAGES, TTFT_STAGES
 

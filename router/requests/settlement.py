@@ -1,6 +1,7 @@
 """Settlement of requests: charges, breakers, and the metrics of tokens, hand-overs, attempts and ends. Pure."""
 
 import math
+from collections.abc import Callable
 
 from splitserve.router.links.membership import Membership
 from splitserve.router.requests.active_request import ActiveRequest
@@ -11,7 +12,11 @@ from splitserve.router.requests.state import FailureReason, RequestPhase, Update
 
 
 class Settlement:
-    def __init__(self, membership: Membership, objectives: Objectives, outbox: Outbox) -> None:
+    def __init__(
+        self, membership: Membership, objectives: Objectives, outbox: Outbox, note_output: Callable[[int], None]
+    ) -> None:
+        """``note_output`` is called with the number of tokens of each finished output."""
+        self._note_output = note_output
         self._membership = membership
         self._objectives = objectives
         self._outbox = outbox
@@ -24,7 +29,7 @@ class Settlement:
     def on_tokens(self, request: ActiveRequest, count: int, now: float) -> None:
         """Count new tokens that are delivered to the client."""
         if request.charge is not None:
-            request.charge.first_token_out()  # of each attempt: a retry computes the prompt again
+            request.charge.first_token_out(now)  # of each attempt: a retry computes the prompt again
         are_first = not request.timeline.num_tokens
         self._outbox.put(CountTokens(count, request.timeline.on_tokens(count, now), are_first))
 
@@ -38,7 +43,7 @@ class Settlement:
 
     def on_attempt_failed(self, request: ActiveRequest, now: float) -> None:
         """Take the failed attempt off its workers' counts, and count the failure against its culprit."""
-        self._release(request)
+        self._release(request, now)
         attempt = request.state.history[-1]
         request.timeline.fail_attempt(attempt.failure.reason.value, attempt.culprit.engine_id)
         record = self._membership.get(attempt.culprit)
@@ -47,8 +52,10 @@ class Settlement:
 
     def on_end(self, request: ActiveRequest, now: float) -> None:
         """Count the request once, by its outcome."""
-        self._release(request)
+        self._release(request, now)
         state = request.state
+        if state.phase is RequestPhase.FINISHED:
+            self._note_output(len(state.delivered_ids))
         if state.phase is RequestPhase.FINISHED and state.placement is not None:
             for party in state.placement.parties:
                 record = self._membership.get(party)
@@ -60,9 +67,9 @@ class Settlement:
         request.timeline.ended_at = now
 
     @staticmethod
-    def _release(request: ActiveRequest) -> None:
+    def _release(request: ActiveRequest, now: float) -> None:
         if request.charge is not None:
-            request.charge.release()
+            request.charge.release(now)
             request.charge = None
 
     def _judge(self, request: ActiveRequest) -> None:
