@@ -4,6 +4,7 @@ import asyncio
 import logging
 import time
 from collections import OrderedDict
+from functools import partial
 
 from splitserve.protocol.cluster_report import RequestRates, RequestSummary, RequestTrace, RequestTraces
 from splitserve.router.admin.activity import WINDOW_SECONDS, Activity, line_of
@@ -53,7 +54,7 @@ class RequestReports:
             self._kept.popitem(last=False)
         level = logging.WARNING if summary.status == "failed" else logging.INFO
         if self._writes_lines and log.isEnabledFor(level):
-            log.log(level, "%s", summaries.line_of(summary), extra={"fields": summaries.fields_of(summary)})
+            log.log(level, "%s", summaries.line_of(summary), extra={"fields": partial(summaries.fields_of, summary)})
 
     def rates(self) -> RequestRates:
         """Return the rates of the last seconds."""

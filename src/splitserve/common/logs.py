@@ -1,7 +1,7 @@
 """Logging of every process: one line per record on standard error, with the name of the process (the engine id).
 
 A line is text, or a JSON object where the environment variable of :data:`FORMAT_VARIABLE` is "json"; child processes
-inherit it. A record's attribute ``fields`` is a mapping of further values for JSON.
+inherit it. A record's attribute ``fields`` is a function that returns further values for JSON.
 """
 
 import json
@@ -40,7 +40,7 @@ class _JsonFormatter(logging.Formatter):
         }
         if record.exc_info:
             shown["traceback"] = self.formatException(record.exc_info)
-        shown.update(getattr(record, "fields", {}))
+        shown.update(getattr(record, "fields", dict)())
         return json.dumps(shown, default=str)
 
 

@@ -58,7 +58,7 @@ def test_json_lines_have_the_fields(capsys: pytest.CaptureFixture[str], monkeypa
     monkeypatch.setenv(FORMAT_VARIABLE, "json")
     try:
         set_up_logging("router", "info")
-        logging.getLogger("some.where").warning("two\nlines", extra={"fields": fields_of(ended())})
+        logging.getLogger("some.where").warning("two\nlines", extra={"fields": lambda: fields_of(ended())})
     finally:
         root.handlers[:] = handlers
         root.setLevel(level)
