@@ -1,5 +1,6 @@
 """Timelines of real requests over a prefill and a decode worker: their stages, the client's view, the reports."""
 
+import http.client
 import json
 import math
 import os
@@ -9,6 +10,7 @@ import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import msgspec
 import pytest
@@ -50,14 +52,17 @@ def stream(cluster: LocalCluster, number: int) -> tuple[float, dict[str, Any]]:
         "stream": True, "return_route": True,
     }  # fmt: skip
     headers = {"Content-Type": "application/json", "X-Request-Id": f"timeline-{number:05}."}
-    request = urllib.request.Request(f"{cluster.url}/v1/completions", json.dumps(body).encode(), headers)
+    connection = http.client.HTTPConnection(urlsplit(cluster.url).netloc)
+    connection.connect()
     began_at, ttft, route = time.monotonic(), math.inf, {}
-    with urllib.request.urlopen(request) as response:
+    connection.request("POST", "/v1/completions", json.dumps(body).encode(), headers)
+    with connection.getresponse() as response:
         assert response.headers["X-Request-Id"] == headers["X-Request-Id"]
         for line in response:
             if line.startswith(b"data: {"):
                 ttft = min(ttft, time.monotonic() - began_at)
                 route = json.loads(line[6:]).get("splitserve", route)
+    connection.close()
     return ttft, route
 
 
