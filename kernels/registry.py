@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from splitserve.kernels.api import Kernels
+from splitserve.kernels.experts import reference as experts
 from splitserve.kernels.reference import attention, kv_copy, linear, sampling
 from splitserve.kernels.reference import operations as reference
 
@@ -89,6 +90,14 @@ _CANDIDATES: Mapping[str, tuple[Candidate, ...]] = {
         _triton("triton.linear", "TritonLinear"),
         Candidate("onednn", _onednn_missing, lambda: linear.OneDnnLinear),
         Candidate("reference", _always, lambda: linear.PlainLinear),
+    ),
+    "route": (
+        _triton("experts.triton.routing", "route"),
+        Candidate("reference", _always, lambda: experts.route),
+    ),
+    "pack_experts": (
+        _triton("experts.triton.experts", "TritonExperts"),
+        Candidate("reference", _always, lambda: experts.LoopedExperts),
     ),
     "make_attention": (
         Candidate("hybrid", _flashinfer_missing, _load("flashinfer.hybrid", "HybridPagedAttention")),

@@ -34,8 +34,10 @@ _NEUTRAL = frozenset(
     image_token_index initializer_range is_decoder keys_to_ignore_at_inference label2id layer_norm_type length_penalty
     max_length max_window_layers min_length mm_tokens_per_image model_type no_repeat_ngram_size num_beam_groups
     num_beams num_return_sequences
-    original_max_position_embeddings output_attentions output_hidden_states output_scores pad_token_id pretraining_tp
-    prefix problem_type pruned_heads remove_invalid_values repetition_penalty resid_pdrop
+    original_max_position_embeddings output_attentions output_hidden_states output_router_logits
+    output_scores pad_token_id pretraining_tp
+    prefix problem_type pruned_heads remove_invalid_values repetition_penalty resid_pdrop router_aux_loss_coef
+    router_jitter_noise
     residual_dropout return_dict return_dict_in_generate sep_token_id suppress_tokens task_specific_params
     temperature tf_legacy_loss tie_encoder_decoder tokenizer_class top_k top_p torch_dtype torchscript
     transformers_version typical_p unsloth_fixed unsloth_version use_bfloat16 use_cache use_mrope vision_config
@@ -107,6 +109,12 @@ class ConfigFields:
                 f"config.json: {name} is {shown(value)}; a positive integer of at most {most} is needed"
             )
         return value
+
+    def natural(self, name: str, default: int) -> int:
+        """Return a positive integer, or 0."""
+        value = self.get(name)
+        value = default if value is None else value
+        return 0 if type(value) is int and value == 0 else self.positive(name, default)
 
     def optional_positive(self, name: str) -> int | None:
         """Return a positive integer, None if it is missing or null."""

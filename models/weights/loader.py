@@ -18,19 +18,23 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from splitserve.common.errors import CheckpointError
-from splitserve.kernels.api import Kernels, Linear, NormedLinear, ResidualLinear
+from splitserve.kernels.api import Experts, Kernels, Linear, NormedLinear, ResidualLinear
+from splitserve.kernels.experts.spec import GatedActivation
+from splitserve.kernels.experts.weights import ExpertWeights
 from splitserve.kernels.fp8.linear import Pack as PackFp8
-from splitserve.kernels.fp8.linear import select_fp8
+from splitserve.kernels.fp8.linear import fp8_unavailable_reason, select_fp8
+from splitserve.kernels.fp8.weight import GROUP
 from splitserve.kernels.registry import select_kernels
 from splitserve.models.config import ModelConfig
 from splitserve.models.declared import declare
 from splitserve.models.decoder import DecoderModel
 from splitserve.models.layers.decoder import HEAD_NAME, Decoder, Progress
 from splitserve.models.layers.layer import Order
-from splitserve.models.layers.weight import Stack, Weight
+from splitserve.models.layers.weight import Stack, Weight, stack_parts
 from splitserve.models.parallel.ranks import Alone, Collectives, RowParallelLinear, VocabParallelHead
-from splitserve.models.weights.checkpoint import TensorRecord, read_records, text_records
+from splitserve.models.weights.checkpoint import TensorRecord, read_records, text_records, without_layers
 from splitserve.models.weights.fp8_scales import FP8, ScaleReader
+from splitserve.models.weights.fused_experts import dequantised_experts, expert_records
 from splitserve.models.weights.kv_scales import KVScales, read_kv_scales, scaled_fp8_rows, scaled_rows
 from splitserve.models.weights.reading import (
     MAX_THREADS,
@@ -85,6 +89,10 @@ def load_model(
     if records is not None and config.text_of is not None:
         records = text_records(records)
     decoder = declare(config)
+    if records is not None:
+        records = expert_records(
+            without_layers(records, config.num_layers, config.num_speculator_layers), decoder.weights()
+        )
     reader = _make_reader(records, config, decoder, dtype, device, is_part=group.shard.size > 1)
     pack_fp8, description = select_fp8(
         device, dtype, pack_linear=kernels.pack_linear, rms_norm=kernels.rms_norm, silu_mul=kernels.silu_mul
@@ -93,8 +101,18 @@ def load_model(
         logger.info("%s", description)
     kv_records = records if records is not None and kv_dtype == torch.float8_e4m3fn else {}
     with torch.inference_mode(), closing(reader):
-        reader.announce([tuple(weight.part(group.shard) for weight in stack) for stack in decoder.stacks()])
-        decoder.load(_Source(reader, kernels, pack_fp8, group=group, kv_records=kv_records), progress)
+        reader.announce([stack_parts(stack, group.shard) for stack in decoder.stacks()])
+        source = _Source(
+            reader,
+            kernels,
+            pack_fp8,
+            group=group,
+            kv_records=kv_records,
+            dtype=dtype,
+            keeps_fp8_experts=kernels.backends.get("pack_experts") == "triton"
+            and fp8_unavailable_reason(device, dtype) is None,
+        )
+        decoder.load(source, progress)
     return DecoderModel(
         local_config(config, group.shard.size), decoder, kernels, dtype=dtype, device=device, group=group
     )
@@ -174,13 +192,22 @@ class _Source:
         *,
         group: Collectives,
         kv_records: Mapping[str, TensorRecord],
+        dtype: torch.dtype,
+        keeps_fp8_experts: bool,
     ) -> None:
-        """``kv_records``: the checkpoint, where KV memory is in FP8 and scales of keys and values are to be used."""
+        """``kv_records``: the checkpoint, where KV memory is in FP8 and scales of keys and values are to be used.
+        ``keeps_fp8_experts``: the experts' kernels take weights in FP8."""
         self._reader = reader
         self._kernels = kernels
         self._pack_fp8 = pack_fp8
         self._group = group
         self._kv_records = kv_records
+        self._dtype = dtype
+        self._keeps_fp8_experts = keeps_fp8_experts
+
+    @property
+    def kernels(self) -> Kernels:
+        return self._kernels
 
     @property
     def shard(self) -> Shard:
@@ -228,6 +255,45 @@ class _Source:
     def kv_scales(self, key_names: Sequence[str], value_names: Sequence[str]) -> KVScales:
         return read_kv_scales(self._kv_records, key_names, value_names)
 
+    def experts(
+        self,
+        gate_up: Stack,
+        down: Stack,
+        activation: GatedActivation,
+        biases: tuple[Stack, Stack] | None = None,
+    ) -> Experts:
+        first = next(index for index, weight in enumerate(down) if weight.is_on(self.shard))
+        count = sum(weight.is_on(self.shard) for weight in down)
+        gate_up_weight, gate_up_scales = self._stacked(gate_up, count)
+        down_weight, down_scales = self._stacked(down, count)
+        gate_up_bias = down_bias = None
+        if biases is not None:
+            gate_up_bias, down_bias = (self._reader.read(self._parts(stack)).view(count, -1) for stack in biases)
+            if self.shard.rank and not self.shard.has_whole_experts:
+                down_bias = torch.zeros_like(down_bias)
+        weights = ExpertWeights(
+            gate_up_weight,
+            down_weight,
+            activation,
+            first,
+            gate_up_bias=gate_up_bias,
+            down_bias=down_bias,
+            gate_up_scales=gate_up_scales,
+            down_scales=down_scales,
+        )
+        return self._kernels.pack_experts(weights)
+
+    def _stacked(self, stack: Stack, count: int) -> tuple[Tensor, Tensor | None]:
+        """Return ``count`` experts' matrices as one [count, rows, columns], and its scales, if it has any."""
+        parts = self._parts(stack)
+        if not self._reader.is_fp8(parts):
+            return _by_expert(self._reader.read(parts), count), None
+        stored = self._reader.read_fp8(parts)
+        has_whole_groups = stored.group == GROUP and not stored.skipped and stored.weight.shape[1] % GROUP == 0
+        if self._keeps_fp8_experts and has_whole_groups:
+            return _by_expert(stored.weight, count), _by_expert(stored.scales, count)
+        return dequantised_experts(stored, count, self._dtype), None
+
     def _head(self, rows: Tensor, head: Weight) -> NormedLinear:
         """``rows``: this rank's, as stored."""
         missing = head_rows(head.shape[0], self.shard.size) - rows.shape[0]
@@ -235,7 +301,12 @@ class _Source:
         return local if self.shard.size == 1 else VocabParallelHead(local, self._group, head.shape[0])
 
     def _parts(self, weights: Stack) -> Parts:
-        return tuple(weight.part(self.shard) for weight in weights)
+        return stack_parts(weights, self.shard)
+
+
+def _by_expert(stacked: Tensor, count: int) -> Tensor:
+    """Return the matrices [count, rows, columns] of ``stacked`` [count * rows, columns]."""
+    return stacked.view(count, -1, stacked.shape[1])
 
 
 def _scaled_parts(weight: Tensor, parts: Parts, factors: Sequence[float]) -> list[tuple[int, float]]:

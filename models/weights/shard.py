@@ -17,6 +17,7 @@ class Shard:
 
     rank: int = 0
     size: int = 1
+    has_whole_experts: bool = False  # ranks share the experts of a layer, else each expert's inner dimension
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +27,7 @@ class Part:
     name: str
     rows: range | None = None
     columns: range | None = None
+    is_wide: bool = False  # read as float32, whatever the model's dtype is
 
 
 Parts: TypeAlias = tuple[Part, ...]
@@ -33,7 +35,8 @@ Parts: TypeAlias = tuple[Part, ...]
 
 
 def local_config(config: ModelConfig, size: int) -> ModelConfig:
-    """The configuration of one rank's part: its heads and its share of the MLP; the vocabulary is the model's."""
+    """The configuration of one rank's part: its heads and its share of the MLP; the vocabulary is the model's, and the
+    experts are all there."""
     return replace(
         config,
         num_heads=config.num_heads // size,

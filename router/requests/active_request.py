@@ -55,12 +55,7 @@ class ActiveRequest:
         prepared_at: float | None = None,
     ) -> "ActiveRequest":
         """Return a new request; ``prepared_at``: when its prompt was tokens, by default at its arrival."""
-        scores = None
-        if sampling.prompt_logprobs is not None:
-            first = sampling.prompt_logprobs_start
-            scores = PromptScores(max(0, len(token_ids) - first), first)
-        wants_logprobs = sampling.logprobs is not None
-        state = RequestState(request_id, sampling.max_tokens, wants_logprobs=wants_logprobs, prompt_scores=scores)
+        state = _new_state(request_id, len(token_ids), sampling)
         hashes = PromptHashes(token_ids, context.cache_salt)
         timeline = Timeline(arrived_at, arrived_at if prepared_at is None else prepared_at)
         return cls(token_ids, sampling, timeline, state, hashes, context)
@@ -68,7 +63,7 @@ class ActiveRequest:
     def add_sibling(self, request_id: str, choice: int) -> "ActiveRequest":
         """Add another choice of the prompt, and return its request."""
         sampling = msgspec.structs.replace(self.sampling, choice=choice)
-        state = RequestState(request_id, sampling.max_tokens)
+        state = _new_state(request_id, len(self.token_ids), sampling)
         timeline = Timeline(self.arrived_at, self.timeline.prepared_at)
         sibling = ActiveRequest(self.token_ids, sampling, timeline, state, self.hashes, self.context)
         self.siblings += (sibling,)
@@ -117,3 +112,12 @@ class ActiveRequest:
         )
         if self.charge is not None and state.num_attempt_tokens > 0:
             assert not self.charge.is_prefilling, f"{self.request_id} is charged for a prompt that has been computed"
+
+
+def _new_state(request_id: str, num_prompt_tokens: int, sampling: SamplingParams) -> RequestState:
+    scores = None
+    if sampling.prompt_logprobs is not None:
+        first = sampling.prompt_logprobs_start
+        scores = PromptScores(max(0, num_prompt_tokens - first), first)
+    wants_logprobs = sampling.logprobs is not None
+    return RequestState(request_id, sampling.max_tokens, wants_logprobs=wants_logprobs, prompt_scores=scores)

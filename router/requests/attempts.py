@@ -49,6 +49,7 @@ class Attempts:
             self._begin(sibling, placement, replace(request.shape, num_prompt_tokens=0), now, request.timeline)
         for party, body in self.messages(request, placement, now, [sibling.state.key for sibling in siblings]):
             self._outbox.put(Send(party, body))
+        self._placer.note_sent(placement.parties, request.hashes)
 
     def _begin(
         self,

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from splitserve.kernels.experts.spec import GroupScore, Score
 from splitserve.kernels.fp8.kv import FP8, DequantisingAttention
 from splitserve.kernels.reference import operations as reference
 from splitserve.kernels.reference.attention import ReferencePagedAttention
@@ -60,6 +61,7 @@ BY_KIND = {"sliding_attention": {"rope_type": "default", "rope_theta": 100.0}}
 KINDS = ["sliding_attention", "full_attention", "sliding_attention"]
 WINDOW = {"sliding_window": 8, "layer_types": KINDS}
 SCALES = {"embedding_multiplier": 3.0, "logits_scaling": 2.0, "residual_multiplier": 0.4, "attention_multiplier": 0.3}
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
 # Features that are off by default, or that default to sizes of large models
 OWN_SIZES: dict[str, dict[str, Any]] = {
     "ArceeForCausalLM": {**BIASED, "rope_parameters": YARN},
@@ -81,18 +83,44 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
         "rope_parameters": {**BY_KIND, "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e4}},
     },
     "Glm4ForCausalLM": {"attention_bias": True},
+    "Glm4MoeForCausalLM": {
+        **EXPERTS,
+        "attention_bias": True,
+        "use_qk_norm": True,
+        "n_routed_experts": 8,
+        "n_shared_experts": 2,
+        "n_group": 4,
+        "topk_group": 2,
+        "first_k_dense_replace": 1,
+        "routed_scaling_factor": 1.5,
+        "norm_topk_prob": True,
+    },
     "GraniteForCausalLM": {**BIASED, **SCALES},
     "LlamaForCausalLM": BIASED,
+    "MiniMaxM2ForCausalLM": {
+        "num_experts_per_tok": 2,
+        "num_local_experts": 4,
+        "intermediate_size": 32,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+    },
     "Ministral3ForCausalLM": {
         "sliding_window": 20,
         "rope_parameters": {**YARN, "llama_4_scaling_beta": 0.5, "mscale": 1.0, "mscale_all_dim": 0.5},
     },
     "MistralForCausalLM": {"sliding_window": 17},
+    "MixtralForCausalLM": {"num_experts_per_tok": 2, "num_local_experts": 4, "intermediate_size": 32},
     "NemotronForCausalLM": {**BIASED, "initializer_range": 0.1},  # squares grow: large ones hide biases
     "Olmo3ForCausalLM": {**WINDOW, "rope_parameters": {**BY_KIND, "full_attention": YARN}},
     "Phi3ForCausalLM": {"head_dim": 16, "rope_parameters": {**LONG, "partial_rotary_factor": 0.75}},
     "Qwen2ForCausalLM": {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1},
     "Qwen3ForCausalLM": {"attention_bias": True},
+    "Qwen3MoeForCausalLM": {
+        **EXPERTS,
+        "num_experts": 6,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [0],
+        "attention_bias": True,
+    },
     "SeedOssForCausalLM": {"attention_out_bias": True, "mlp_bias": True},
     "SmolLM3ForCausalLM": {"no_rope_layers": [1, 0, 1]},
 }
@@ -115,6 +143,9 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
                 parameter.add_(
                     (BIAS if name.endswith(".bias") and "norm" not in name else NOISE) * torch.randn_like(parameter)
                 )
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.add_(NOISE * torch.randn_like(buffer))
         logits = model(torch.tensor([PROMPTS[1]])).logits[0, -1]
     path = tmp_path_factory.mktemp("families") / request.param
     model.save_pretrained(path)
@@ -196,20 +227,45 @@ MISTAKES: list[tuple[str, dict[str, Any]]] = [
     ("Gemma3ForCausalLM", {"rope_scaling": None}),
     ("Glm4ForCausalLM", {"rotary_dim": None}),
     ("Glm4ForCausalLM", {"rotates_neighbours": False}),
+    ("Glm4MoeForCausalLM", {"rotary_dim": None}),
+    ("Glm4MoeForCausalLM", {"experts": {"router": {"score": Score.SOFTMAX}}}),
+    ("Glm4MoeForCausalLM", {"experts": {"router": {"normalised": False}}}),
+    ("Glm4MoeForCausalLM", {"experts": {"router": {"scale": 1.0}}}),
+    ("Glm4MoeForCausalLM", {"experts": {"router": {"num_groups": 1, "kept_groups": 1}}}),
+    ("Glm4MoeForCausalLM", {"experts": {"router": {"num_groups": 2, "kept_groups": 1}}}),
+    ("Glm4MoeForCausalLM", {"experts": {"router": {"kept_groups": 3}}}),
+    ("Glm4MoeForCausalLM", {"experts": {"router": {"group_score": GroupScore.MAX}}}),
+    ("Glm4MoeForCausalLM", {"experts": {"router": {"top_k": 1}}}),
     ("GraniteForCausalLM", {"attention_scale": None}),
     ("GraniteForCausalLM", {"embedding_scale": 1.0}),
     ("GraniteForCausalLM", {"residual_scale": 1.0}),
+    ("MiniMaxM2ForCausalLM", {"rotary_dim": None}),
+    ("MiniMaxM2ForCausalLM", {"experts": {"router": {"score": Score.SOFTMAX}}}),
+    ("MiniMaxM2ForCausalLM", {"experts": {"router": {"normalised": False}}}),
     ("Ministral3ForCausalLM", {"query_beta": 0.0}),
     ("Ministral3ForCausalLM", {"rope_scaling": None}),
     ("Ministral3ForCausalLM", {"window": 21}),
     ("MistralForCausalLM", {"window": 16}),
+    ("MixtralForCausalLM", {"experts": {"router": {"normalised": False}}}),
+    ("MixtralForCausalLM", {"experts": {"router": {"top_k": 1}}}),
+    ("MixtralForCausalLM", {"experts": {"activation": {"interleaved": True}}}),
     ("NemotronForCausalLM", {"rotary_dim": None}),
     ("Olmo3ForCausalLM", {"sliding_rope": None}),
     ("Phi3ForCausalLM", {"rope_scaling": None}),
     ("Phi3ForCausalLM", {"rotary_dim": 8, "rope_scaling": None}),
     ("Qwen2ForCausalLM", {"sliding_layers": (0, 1, 2)}),
+    ("Qwen3MoeForCausalLM", {"experts": {"router": {"normalised": False}}}),
+    ("Qwen3MoeForCausalLM", {"experts": {"router": {"score": Score.SIGMOID}}}),
     ("SmolLM3ForCausalLM", {"unrotated_layers": ()}),
 ]
+
+
+def changed(value: Any, change: dict[str, Any]) -> Any:
+    """Replace fields of ``value``, and fields of those whose change is a dict itself."""
+    fields = {
+        name: changed(getattr(value, name), new) if isinstance(new, dict) else new for name, new in change.items()
+    }
+    return replace(value, **fields)
 
 
 def test_every_feature_changes_the_tokens(family: tuple[Path, list[list[int]]]) -> None:
@@ -217,7 +273,7 @@ def test_every_feature_changes_the_tokens(family: tuple[Path, list[list[int]]]) 
     config = load_model_config(path)
     for architecture, change in MISTAKES:
         if architecture == path.name:
-            runner = make_runner(path, config=replace(config, **change))
+            runner = make_runner(path, config=changed(config, change))
             assert any(greedy(runner, PROMPTS[index], 512) != expected[index] for index in (2, 1, 0)), change
 
 
@@ -254,8 +310,8 @@ class Ranks:
 
 
 class Rank(Alone):
-    def __init__(self, rank: int, ranks: Ranks) -> None:
-        self.shard = Shard(rank, 2)
+    def __init__(self, rank: int, ranks: Ranks, *, has_whole_experts: bool = False) -> None:
+        self.shard = Shard(rank, 2, has_whole_experts)
         self._ranks = ranks
 
     def add_reduced(
@@ -271,11 +327,17 @@ class Rank(Alone):
 
 def test_two_ranks_draw_the_same_tokens(family: tuple[Path, list[list[int]]]) -> None:
     path, expected = family
+    assert tokens_of_two_ranks(path) == {0: expected[:3], 1: expected[:3]}
+    if load_model_config(path).experts is not None:
+        assert tokens_of_two_ranks(path, has_whole_experts=True) == {0: expected[:3], 1: expected[:3]}
+
+
+def tokens_of_two_ranks(path: Path, *, has_whole_experts: bool = False) -> dict[int, list[list[int]]]:
     ranks = Ranks()
     tokens: dict[int, list[list[int]]] = {}
 
     def run(rank: int) -> None:
-        runner = make_runner(path, Rank(rank, ranks))
+        runner = make_runner(path, Rank(rank, ranks, has_whole_experts=has_whole_experts))
         tokens[rank] = [greedy(runner, prompt, 512) for prompt in PROMPTS[:3]]
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
@@ -283,7 +345,7 @@ def test_two_ranks_draw_the_same_tokens(family: tuple[Path, list[list[int]]]) ->
         thread.start()
     for thread in threads:
         thread.join()
-    assert tokens == {0: expected[:3], 1: expected[:3]}
+    return tokens
 
 
 def test_every_weight_changes_the_tokens(family: tuple[Path, list[list[int]]], tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from splitserve.orchestration.spec.conversion import convert_spec
 from splitserve.orchestration.spec.expansion import Secrets, router_config
 from splitserve.orchestration.spec.settings import spec_settings
 from splitserve.protocol.config import EngineConfig, HttpLimits, LMCacheConfig, RouterConfig
-from splitserve.protocol.counters import Counter, Histogram, TierCounters, WorkerCounters, metrics_of
+from splitserve.protocol.counters import (
     Counter,
     Gauge,
     Histogram,
