@@ -61,6 +61,7 @@ class TokenRows:
     # What some models need besides, made by the model: rotations of other layers by name, factors [T, 1, 1] of queries
     other_rotations: Mapping[str | None, tuple[Tensor, Tensor]] = field(default_factory=dict)
     query_factors: Tensor | None = None
+    other_slots: Sequence[Tensor] = ()  # as ``slots``, for layers in the cache's groups after the first
 
 
 class BeginStep(Protocol):
@@ -123,14 +124,6 @@ class PagedAttention(Protocol):
 
         The keys and values of the query tokens themselves must have been written to ``kv_layer`` before.
         """
-        ...
-
-
-class SlidingAttention(PagedAttention, Protocol):
-    """Attention of a model some of whose layers attend to a window; :meth:`run` is that of the others."""
-
-    def run_sliding(self, query: Tensor, kv_layer: Tensor, plan: AttentionPlan) -> Tensor:
-        """Attend as :meth:`run` does, to the window."""
         ...
 
 
