@@ -29,6 +29,7 @@ class AttentionShape:
     scale: float | None = None  # of scores; None: 1 / sqrt(head_dim)
     soft_cap: float | None = None  # scores are bounded by it: cap * tanh(score / cap)
     window: int | None = None  # tokens that a query attends to, the last one its own; None: all
+    has_sinks: bool = False  # whether run gets them
 
     @property
     def score_scale(self) -> float:
@@ -119,10 +120,12 @@ class PagedAttention(Protocol):
         """
         ...
 
-    def run(self, query: Tensor, kv_layer: Tensor, plan: AttentionPlan) -> Tensor:
+    def run(self, query: Tensor, kv_layer: Tensor, plan: AttentionPlan, sinks: Tensor | None = None) -> Tensor:
         """Attend with ``query`` [T, H, D] over ``kv_layer`` [num_blocks, G, 2, B, D] -> [T, H, D].
 
-        The keys and values of the query tokens themselves must have been written to ``kv_layer`` before.
+        The keys and values of the query tokens themselves must have been written to ``kv_layer`` before. ``sinks``:
+        float32 [H], a score of each head that no token has (arXiv:2309.17453): it takes its share of the softmax and
+        adds nothing. Given if the shape says so, and only then.
         """
         ...
 

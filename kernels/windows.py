@@ -76,7 +76,14 @@ class LayeredAttention:
         sizes = (num_decodes, num_chunk_tokens, num_chunks, max_blocks)
         return FixedLayerPlans({kind: backend.make_mixed_plan(*sizes) for kind, backend in self._backends.items()})
 
-    def run(self, query: Tensor, kv_layer: Tensor, plan: LayerPlans | FixedLayerPlans, layer: int) -> Tensor:
+    def run(
+        self,
+        query: Tensor,
+        kv_layer: Tensor,
+        plan: LayerPlans | FixedLayerPlans,
+        layer: int,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         """Attend over the keys and values of ``layer``, as :meth:`splitserve.kernels.api.PagedAttention.run` does."""
         kind = self._layers[layer]
-        return self._backends[kind].run(query, kv_layer, plan.plans[kind])
+        return self._backends[kind].run(query, kv_layer, plan.plans[kind], sinks)

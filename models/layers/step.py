@@ -57,7 +57,7 @@ class Step:
         """Return where the keys and values of ``layer`` go: int64 [T, G]."""
         return self.slots[self.attention.group(layer)]
 
-    def attend(self, query: "Tensor", layer: int) -> "tuple[Tensor, Tensor | None]":
+    def attend(self, query: "Tensor", layer: int, sinks: "Tensor | None" = None) -> "tuple[Tensor, Tensor | None]":
         """Attend to the KV of ``layer``: ``query`` [T, H, D] -> [T, H * D], None.
 
         After the last layer's attention all else works row by row: there only the rows to sample from are returned,
@@ -68,5 +68,5 @@ class Step:
             raise NothingToSample
         if self.query_factors is not None:
             query = query * self.query_factors
-        context = self.attention.run(query, self.kv_layers[layer], self.plan, layer).flatten(1)
+        context = self.attention.run(query, self.kv_layers[layer], self.plan, layer, sinks).flatten(1)
         return (context if rows is None else context[rows]), rows

@@ -25,6 +25,7 @@ BESIDE_OTHERS = {
     "models/test_hostile_checkpoints",
     "kernels/test_gather",
     "kernels/test_sampling",
+    "kernels/test_sinks",
     "kernels/test_thresholds",
     "kernels/test_triton",
     "orchestration/test_launcher",
