@@ -1,5 +1,6 @@
 """A worker of a model with sliding windows: its tokens are those of transformers, and its windows' blocks are few."""
 
+import itertools
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -73,7 +74,8 @@ class Worker:
             ModelBounds(self.served.max_model_len, self.served.vocab_size),
         )
         self.most_held = [0, 0]
-        self.deltas: dict[int, list[TokenDelta]] = {}
+        self.deltas: dict[int, list[TokenDelta]] = {}  # by the prompt's index
+        self.numbers = itertools.count()
 
     @property
     def pools(self) -> list[int]:
@@ -83,7 +85,7 @@ class Worker:
     def ask(self, prompts: list[list[int]], max_tokens: int = MAX_TOKENS) -> None:
         for index, prompt in enumerate(prompts):
             request = LocalRequest(
-                RequestKey(f"r{len(self.deltas)}-{index}", 0),
+                RequestKey(f"{next(self.numbers)}-{index}", 0),
                 prompt,
                 SamplingParams(max_tokens=max_tokens, temperature=0.0),
                 60.0,
@@ -155,7 +157,7 @@ def test_tokens_of_chunks_prefixes_and_repetitions_are_those_of_transformers(
 def test_preempted_sequences_draw_the_same_tokens(checkpoint: tuple[Path, list[Reference]]) -> None:
     path, _ = checkpoint
     prompts = [prompt[:60] for prompt in PROMPTS]
-    plenty, small = Worker(path, num_blocks=100), Worker(path, num_blocks=26)
+    plenty, small = (Worker(path, num_blocks=number) for number in (100, 26))
     assert small.run(prompts, 100) == plenty.run(prompts, 100)
     assert small.core.state.counters.preemptions > 0 and plenty.core.state.counters.preemptions == 0
 
