@@ -32,6 +32,7 @@ class AttentionShape:
     scale: float | None = None  # of scores; None: 1 / sqrt(head_dim)
     soft_cap: float | None = None  # scores are bounded by it: cap * tanh(score / cap)
     window: int | None = None  # tokens that a query attends to, the last one its own; None: all
+    has_sinks: bool = False  # whether run gets them
 
     @property
     def score_scale(self) -> float:
@@ -64,6 +65,7 @@ class TokenRows:
     # What some models need besides, made by the model: rotations of other layers by name, factors [T, 1, 1] of queries
     other_rotations: Mapping[str | None, tuple[Tensor, Tensor]] = field(default_factory=dict)
     query_factors: Tensor | None = None
+    other_slots: Sequence[Tensor] = ()  # as ``slots``, for layers in the cache's groups after the first
 
 
 class BeginStep(Protocol):
@@ -121,19 +123,13 @@ class PagedAttention(Protocol):
         """
         ...
 
-    def run(self, query: Tensor, kv_layer: Tensor, plan: AttentionPlan) -> Tensor:
+    def run(self, query: Tensor, kv_layer: Tensor, plan: AttentionPlan, sinks: Tensor | None = None) -> Tensor:
         """Attend with ``query`` [T, H, D] over ``kv_layer`` [num_blocks, G, 2, B, D] -> [T, H, D].
 
-        The keys and values of the query tokens themselves must have been written to ``kv_layer`` before.
+        The keys and values of the query tokens themselves must have been written to ``kv_layer`` before. ``sinks``:
+        float32 [H], a score of each head that no token has (arXiv:2309.17453): it takes its share of the softmax and
+        adds nothing. Given if the shape says so, and only then.
         """
-        ...
-
-
-class SlidingAttention(PagedAttention, Protocol):
-    """Attention of a model some of whose layers attend to a window; :meth:`run` is that of the others."""
-
-    def run_sliding(self, query: Tensor, kv_layer: Tensor, plan: AttentionPlan) -> Tensor:
-        """Attend as :meth:`run` does, to the window."""
         ...
 
 

@@ -1,61 +1,89 @@
-"""Attention of models in which layers attend to all tokens or to a window: both kinds over the same blocks."""
+"""Attention of a model's layers, which may attend to all tokens or to a window, over the groups of its cache."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from torch import Tensor
 
 from splitserve.kernels.api import AttentionPlan, AttentionShape, DecodePlan, PagedAttention, PagedBatch
 
 
-@dataclass(frozen=True, slots=True)
-class _Plans:
-    full: AttentionPlan
-    sliding: AttentionPlan
+class LayerAttention(NamedTuple):
+    """A layer's kind of attention. ``group``: the group of the cache that has its keys and values."""
+
+    group: int = 0
+    is_sliding: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class _DecodePlans:
-    full: DecodePlan
-    sliding: DecodePlan
+class LayerPlans:
+    """A plan for each kind of attention that a model's layers have."""
 
-    def update(self, batch: PagedBatch) -> None:
-        self.full.update(batch)
-        self.sliding.update(batch)
+    plans: Mapping[LayerAttention, AttentionPlan]
+
+
+@dataclass(frozen=True, slots=True)
+class FixedLayerPlans:
+    """Plans of fixed size (:class:`splitserve.kernels.api.DecodePlan`)."""
+
+    plans: Mapping[LayerAttention, DecodePlan]
+
+    def update(self, batches: Sequence[PagedBatch]) -> None:
+        """Fill the plans for a batch, given for each group with the tables of that group."""
+        for kind, plan in self.plans.items():
+            plan.update(batches[kind.group])
 
 
 class LayeredAttention:
-    """Implements :class:`splitserve.kernels.api.SlidingAttention` with one backend for each kind of layer."""
+    """The attention of all layers: a backend for each kind that they have.
 
-    def __init__(self, shape: AttentionShape, make_attention: Callable[[AttentionShape], PagedAttention]) -> None:
-        """``shape``: with the window of sliding layers."""
-        self._full = make_attention(replace(shape, window=None))
-        self._sliding = make_attention(shape)
+    A group's table may begin behind the sequence's first tokens. Its batch then counts positions from there, which
+    changes no score: attention depends on distances alone.
+    """
 
-    def plan(self, batch: PagedBatch) -> AttentionPlan:
-        return _Plans(self._full.plan(batch), self._sliding.plan(batch))
+    def __init__(
+        self,
+        shapes: Sequence[AttentionShape],
+        layers: Sequence[LayerAttention],
+        make_attention: Callable[[AttentionShape], PagedAttention],
+    ) -> None:
+        """``shapes``: of each group of the cache, with the window of its sliding layers; ``layers``: of each layer."""
+        self._layers = list(layers)
+        self._backends = {
+            kind: make_attention(shapes[kind.group] if kind.is_sliding else replace(shapes[kind.group], window=None))
+            for kind in dict.fromkeys(layers)
+        }
 
-    def make_decode_plan(self, batch_size: int, max_blocks: int) -> DecodePlan:
+    def group(self, layer: int) -> int:
+        """Return the group of the cache that has a layer's keys and values."""
+        return self._layers[layer].group
+
+    def plan(self, batches: Sequence[PagedBatch]) -> LayerPlans:
+        """Plan a step. ``batches``: the batch with the tables of each group."""
+        return LayerPlans({kind: backend.plan(batches[kind.group]) for kind, backend in self._backends.items()})
+
+    def make_decode_plan(self, batch_size: int, max_blocks: int) -> FixedLayerPlans:
         """See :class:`splitserve.kernels.api.PagedAttention`."""
-        return _DecodePlans(
-            self._full.make_decode_plan(batch_size, max_blocks), self._sliding.make_decode_plan(batch_size, max_blocks)
+        return FixedLayerPlans(
+            {kind: backend.make_decode_plan(batch_size, max_blocks) for kind, backend in self._backends.items()}
         )
 
-    def make_mixed_plan(self, num_decodes: int, num_chunk_tokens: int, num_chunks: int, max_blocks: int) -> DecodePlan:
+    def make_mixed_plan(
+        self, num_decodes: int, num_chunk_tokens: int, num_chunks: int, max_blocks: int
+    ) -> FixedLayerPlans:
         """See :class:`splitserve.kernels.api.PagedAttention`."""
         sizes = (num_decodes, num_chunk_tokens, num_chunks, max_blocks)
-        return _DecodePlans(self._full.make_mixed_plan(*sizes), self._sliding.make_mixed_plan(*sizes))
+        return FixedLayerPlans({kind: backend.make_mixed_plan(*sizes) for kind, backend in self._backends.items()})
 
-    def run(self, query: Tensor, kv_layer: Tensor, plan: AttentionPlan) -> Tensor:
-        assert isinstance(plan, _Plans | _DecodePlans)
-        return self._full.run(query, kv_layer, plan.full)
-
-    def run_sliding(self, query: Tensor, kv_layer: Tensor, plan: AttentionPlan) -> Tensor:
-        """See :class:`splitserve.kernels.api.SlidingAttention`."""
-        assert isinstance(plan, _Plans | _DecodePlans)
-        return self._sliding.run(query, kv_layer, plan.sliding)
-
-
-def make_layered(shape: AttentionShape, make_attention: Callable[[AttentionShape], PagedAttention]) -> PagedAttention:
-    """Return the attention of a model: of one kind of layer, or of both if ``shape`` has a window."""
-    return make_attention(shape) if shape.window is None else LayeredAttention(shape, make_attention)
+    def run(
+        self,
+        query: Tensor,
+        kv_layer: Tensor,
+        plan: LayerPlans | FixedLayerPlans,
+        layer: int,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """Attend over the keys and values of ``layer``, as :meth:`splitserve.kernels.api.PagedAttention.run` does."""
+        kind = self._layers[layer]
+        return self._backends[kind].run(query, kv_layer, plan.plans[kind], sinks)

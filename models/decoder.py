@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from splitserve.kernels.api import AttentionPlan, AttentionShape, Kernels, PagedAttention, TokenRows
+from splitserve.kernels.api import AttentionShape, Kernels, TokenRows
+from splitserve.kernels.windows import FixedLayerPlans, LayeredAttention, LayerPlans
 from splitserve.models.config import ModelConfig
 from splitserve.models.layers.decoder import Decoder
 from splitserve.models.layers.residual import Residual
@@ -29,7 +30,7 @@ class ForwardBatch:
 
     tokens: TokenRows
     sample_rows: Tensor | None
-    attention_plan: AttentionPlan
+    attention_plan: LayerPlans | FixedLayerPlans
     scored: ScoredRows | None = None
 
 
@@ -90,7 +91,7 @@ class DecoderModel:
         self,
         batch: ForwardBatch,
         kv_layers: Sequence[Tensor],
-        attention: PagedAttention,
+        attention: LayeredAttention,
         before_layer: BeforeLayer | None = None,
     ) -> Tensor | None:
         """Write the KV of all tokens and return logits [R, vocab] of ``batch.sample_rows``, None if R is 0.
@@ -102,7 +103,7 @@ class DecoderModel:
             kernels=self.kernels,
             rotations={"main": batch.tokens.rotation, **batch.tokens.other_rotations},
             query_factors=batch.tokens.query_factors,
-            slots=batch.tokens.slots,
+            slots=(batch.tokens.slots, *batch.tokens.other_slots),
             rows=batch.sample_rows,
             kv_layers=kv_layers,
             attention=attention,

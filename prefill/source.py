@@ -298,11 +298,11 @@ class SourcePart(Part):
         """Offer what is computed, as far as its digests are known; :meth:`poll` tries again with the rest."""
         block_size, key = self._state.blocks.block_size, sequence.key
         first_token = self._first_tokens.get(key)
-        if first_token is None:
-            end = min(sequence.num_computed, len(sequence.token_ids) - 1) // block_size
-        else:
-            end = num_blocks_for(sequence.num_computed, block_size)
+        num_full = min(sequence.num_computed, len(sequence.token_ids) - 1) // block_size
+        end = num_full if first_token is None else num_blocks_for(sequence.num_computed, block_size)
         blocks, is_whole = self._digested(sequence, handover, end)
+        if first_token is not None and not is_whole:  # one group may be: its last block still goes with the last offer
+            blocks, _ = self._digested(sequence, handover, num_full)
         (self._undigested.discard if is_whole else self._undigested.add)(key)
         if first_token is not None and is_whole:
             logprobs = () if first_token.logprobs is None else (first_token.logprobs,)

@@ -103,8 +103,9 @@ class FlashInferPagedAttention:
 
     # ---- once per layer ----
 
-    def run(self, query: Tensor, kv_layer: Tensor, plan: AttentionPlan) -> Tensor:
+    def run(self, query: Tensor, kv_layer: Tensor, plan: AttentionPlan, sinks: Tensor | None = None) -> Tensor:
         """See :class:`splitserve.kernels.api.PagedAttention`."""
+        assert sinks is None, "FlashInfer attention takes no sinks"
         keys_values = (kv_layer[:, :, 0], kv_layer[:, :, 1])
         out = torch.empty_like(query)
         if isinstance(plan, FlashInferDecodePlan):
@@ -198,6 +199,8 @@ def unsupported_reason(shape: AttentionShape) -> str | None:
         return f"FlashInfer attention takes bfloat16 and float16, not {shape.dtype}; use the triton backend"
     if shape.head_dim not in (64, 128, 256):
         return f"FlashInfer attention has no kernel for head_dim {shape.head_dim}; use the triton backend"
+    if shape.has_sinks:
+        return "FlashInfer attention takes no sinks; use the triton backend"
     if shape.num_heads % shape.num_kv_heads:
         return f"{shape.num_heads} query heads can't share {shape.num_kv_heads} key/value heads"
     return None

@@ -54,8 +54,9 @@ class HybridPagedAttention:
         """See :class:`splitserve.kernels.api.PagedAttention`."""
         return self._triton.make_mixed_plan(num_decodes, num_chunk_tokens, num_chunks, max_blocks)
 
-    def run(self, query: Tensor, kv_layer: Tensor, plan: AttentionPlan) -> Tensor:
+    def run(self, query: Tensor, kv_layer: Tensor, plan: AttentionPlan, sinks: Tensor | None = None) -> Tensor:
         """See :class:`splitserve.kernels.api.PagedAttention`."""
+        assert sinks is None, "FlashInfer attention takes no sinks"
         if isinstance(plan, TritonDecodePlan | TritonMixedPlan):
             return self._triton.run(query, kv_layer, plan)
         assert isinstance(plan, HybridPlan)

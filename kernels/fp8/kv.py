@@ -54,6 +54,6 @@ class DequantisingAttention:
         """See :class:`splitserve.kernels.api.PagedAttention`."""
         raise NotImplementedError("CUDA graphs of mixed steps over FP8 KV need the triton attention backend")
 
-    def run(self, query: Tensor, kv_layer: Tensor, plan: AttentionPlan) -> Tensor:
+    def run(self, query: Tensor, kv_layer: Tensor, plan: AttentionPlan, sinks: Tensor | None = None) -> Tensor:
         assert isinstance(plan, _Plan) and kv_layer.dtype == FP8
-        return self._inner.run(query, kv_layer[plan.block_ids].to(query.dtype).contiguous(), plan.inner)
+        return self._inner.run(query, kv_layer[plan.block_ids].to(query.dtype).contiguous(), plan.inner, sinks)

@@ -68,3 +68,16 @@ def merge(left: tuple[Tensor, Tensor], right: tuple[Tensor, Tensor]) -> tuple[Te
     lse = torch.logaddexp(left[1], right[1])
     out = left[0] * (left[1] - lse).exp().unsqueeze(-1) + right[0] * (right[1] - lse).exp().unsqueeze(-1)
     return out.to(left[0].dtype), lse
+
+
+def with_sinks(sinks: Tensor, out: Tensor, lse: Tensor) -> Tensor:
+    """Give each head's sink (float32 [H]) its share of the softmax: ``out`` [1, H, L, D], ``lse`` [1, H, L]."""
+    return (out * torch.sigmoid(lse - sinks.view(1, -1, 1)).unsqueeze(-1)).to(out.dtype)
+
+
+def softmax_with(sinks: Tensor | None, scores: Tensor) -> Tensor:
+    """Return the weights of tokens, float32, for ``scores`` [S, G, heads that share keys, C] beside the sinks [H]."""
+    if sinks is None:
+        return torch.softmax(scores, dim=-1, dtype=torch.float32)
+    shared = sinks.view(1, *scores.shape[1:3], 1).expand(scores.shape[0], -1, -1, -1)
+    return torch.softmax(torch.cat((scores.float(), shared), -1), dim=-1)[..., :-1]

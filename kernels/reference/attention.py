@@ -21,7 +21,14 @@ import torch
 from torch import Tensor
 
 from splitserve.kernels.api import AttentionPlan, AttentionShape, DecodePlan, PagedBatch
-from splitserve.kernels.reference.attend import QUERY_BLOCK, attend_segment, merge, soft_capped
+from splitserve.kernels.reference.attend import (
+    QUERY_BLOCK,
+    attend_segment,
+    merge,
+    soft_capped,
+    softmax_with,
+    with_sinks,
+)
 
 GATHER_BYTES = 4 * 1024 * 1024
 """Bytes gathered at a time: this and the activations fit a level-3 cache. 2 to 8 MiB measured about the same."""
@@ -226,14 +233,14 @@ class ReferencePagedAttention:
 
     # ---- once per layer ----
 
-    def run(self, query: Tensor, kv_layer: Tensor, plan: AttentionPlan) -> Tensor:
-        assert isinstance(plan, ReferencePlan)
+    def run(self, query: Tensor, kv_layer: Tensor, plan: AttentionPlan, sinks: Tensor | None = None) -> Tensor:
+        assert isinstance(plan, ReferencePlan) and self._shape.has_sinks == (sinks is not None)
         out = torch.empty_like(query)
         kv_rows = self._kv_rows(kv_layer)
         for group in plan.groups:
-            out[group.query_rows] = self._attend_group(query[group.query_rows], kv_rows, group)
+            out[group.query_rows] = self._attend_group(query[group.query_rows], kv_rows, group, sinks)
         for span in plan.spans:
-            out[span.first : span.last] = self._attend_span(query[span.first : span.last], kv_rows, span)
+            out[span.first : span.last] = self._attend_span(query[span.first : span.last], kv_rows, span, sinks)
         return out
 
     def _kv_rows(self, kv_layer: Tensor) -> Tensor:
@@ -249,7 +256,7 @@ class ReferencePagedAttention:
         gathered = self._buffer[: rows.numel()]
         return torch.index_select(kv_rows, 0, rows, out=gathered)
 
-    def _attend_group(self, query: Tensor, kv_rows: Tensor, group: _DecodeGroup) -> Tensor:
+    def _attend_group(self, query: Tensor, kv_rows: Tensor, group: _DecodeGroup, sinks: Tensor | None) -> Tensor:
         """Attend with ``query`` [S, H, D] -> [S, H, D]. Query heads that share keys are the rows of one product."""
         shape = self._shape
         num_seqs = query.shape[0]
@@ -264,7 +271,7 @@ class ReferencePagedAttention:
             scores = soft_capped(scores, shape.soft_cap)
         if group.unseen is not None:
             scores = scores.masked_fill(group.unseen, -math.inf)
-        weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype).flatten()
+        weights = softmax_with(sinks, scores).to(query.dtype).flatten()
         token_rows = kv_rows.view(-1, shape.head_dim)
         out = torch.embedding_bag(
             token_rows,
@@ -276,7 +283,7 @@ class ReferencePagedAttention:
         )[0]
         return out.view(query.shape)
 
-    def _attend_span(self, query: Tensor, kv_rows: Tensor, span: _Span) -> Tensor:
+    def _attend_span(self, query: Tensor, kv_rows: Tensor, span: _Span, sinks: Tensor | None) -> Tensor:
         """Attend with ``query`` [L, H, D] -> [L, H, D]."""
         shape = self._shape
         heads_first = query.transpose(0, 1).unsqueeze(0)  # [1, H, L, D]
@@ -287,4 +294,6 @@ class ReferencePagedAttention:
             part = attend_segment(heads_first, keys, values, segment.mask, self._scale, soft_cap=shape.soft_cap)
             merged = part if merged is None else merge(merged, part)
         assert merged is not None
+        if sinks is not None:
+            merged = with_sinks(sinks, *merged), merged[1]
         return merged[0].squeeze(0).transpose(0, 1)

@@ -87,7 +87,7 @@ class TritonPagedAttention:
 
     # ---- once per layer ----
 
-    def run(self, query: Tensor, kv_layer: Tensor, plan: AttentionPlan) -> Tensor:
+    def run(self, query: Tensor, kv_layer: Tensor, plan: AttentionPlan, sinks: Tensor | None = None) -> Tensor:
         """See :class:`splitserve.kernels.api.PagedAttention`."""
         if isinstance(plan, TritonDecodePlan | TritonMixedPlan):
             plan = plan.fixed
@@ -97,12 +97,12 @@ class TritonPagedAttention:
         assert kv_layer.stride()[1:] == (2 * block_elements, block_elements, shape.head_dim, 1)
         out = torch.empty_like(query)
         if plan.decode is not None:
-            self._run_decode(query, kv_layer, out, plan.decode)
+            self._run_decode(query, kv_layer, out, plan.decode, sinks)
         if plan.chunks is not None:
-            run_chunks(shape, query, kv_layer, out, plan.chunks)
+            run_chunks(shape, query, kv_layer, out, plan.chunks, sinks)
         return out
 
-    def _run_decode(self, query: Tensor, kv_layer: Tensor, out: Tensor, part: DecodePart) -> None:
+    def _run_decode(self, query: Tensor, kv_layer: Tensor, out: Tensor, part: DecodePart, sinks: Tensor | None) -> None:
         shape = self._shape
         launch, num_parts = part.launch, part.launch.num_parts
         group = shape.num_heads // shape.num_kv_heads
@@ -112,6 +112,7 @@ class TritonPagedAttention:
             part.indptr,
             part.indices,
             part.context_lens,
+            query if sinks is None else sinks,
             part.partial,
             part.partial_lse,
             part.tickets,
@@ -125,6 +126,7 @@ class TritonPagedAttention:
             HEAD_DIM=shape.head_dim,
             WINDOW=shape.window or 0,
             SOFT_CAP=(shape.soft_cap or 0.0) * math.log2(math.e),
+            SINKS=sinks is not None,
             DIM=triton.next_power_of_2(shape.head_dim),
             TILE=launch.tile,
             PARTS=num_parts,
@@ -153,6 +155,7 @@ def _decode_kernel(
     indptr_ptr,
     indices_ptr,
     context_ptr,
+    sinks_ptr,
     partial_ptr,
     lse_ptr,
     tickets_ptr,
@@ -166,6 +169,7 @@ def _decode_kernel(
     HEAD_DIM: tl.constexpr,
     WINDOW: tl.constexpr,  # 0: none
     SOFT_CAP: tl.constexpr,  # in units of scores, whose base is 2; 0: none
+    SINKS: tl.constexpr,
     DIM: tl.constexpr,
     TILE: tl.constexpr,
     PARTS: tl.constexpr,
@@ -207,6 +211,10 @@ def _decode_kernel(
     top = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     mixed = tl.zeros((ROWS, DIM), tl.float32)
+    if SINKS:
+        sink = tl.load(sinks_ptr + kv_head * GROUP + row, mask=is_head, other=0.0) * 1.4426950408889634
+        top = tl.where(part == 0, sink, top)  # as if a token without a value had come before all others
+        total = tl.where(part == 0, 1.0, total)
     for tile in tl.range(first, last, TILE):
         token = tile + inner
         is_token = token < last

@@ -20,7 +20,14 @@ from splitserve.kernels.triton.plans import CONTEXT_TILE, QUERY_TILE, ChunkPart
 _JOIN_ROWS = 4
 
 
-def run_chunks(shape: AttentionShape, query: Tensor, kv_layer: Tensor, out: Tensor, part: ChunkPart) -> None:
+def run_chunks(
+    shape: AttentionShape,
+    query: Tensor,
+    kv_layer: Tensor,
+    out: Tensor,
+    part: ChunkPart,
+    sinks: Tensor | None = None,
+) -> None:
     """Fill the rows of ``out`` [T, H, D] that belong to ``part``, from those of ``query`` [T, H, D]."""
     num_items, workspace = part.items.shape[1], part.workspace
     _chunk_kernel[(num_items, shape.num_heads)](
@@ -29,6 +36,7 @@ def run_chunks(shape: AttentionShape, query: Tensor, kv_layer: Tensor, out: Tens
         part.indptr,
         part.indices,
         part.items,
+        query if sinks is None else sinks,
         workspace.partial,
         workspace.partial_lse,
         out,
@@ -41,6 +49,7 @@ def run_chunks(shape: AttentionShape, query: Tensor, kv_layer: Tensor, out: Tens
         HEAD_DIM=shape.head_dim,
         WINDOW=shape.window or 0,
         SOFT_CAP=(shape.soft_cap or 0.0) * math.log2(math.e),
+        SINKS=sinks is not None,
         DIM=triton.next_power_of_2(shape.head_dim),
         TILE=CONTEXT_TILE,
         QUERIES=QUERY_TILE,
@@ -81,6 +90,7 @@ def _chunk_kernel(
     indptr_ptr,
     indices_ptr,
     items_ptr,
+    sinks_ptr,
     partial_ptr,
     lse_ptr,
     out_ptr,
@@ -93,6 +103,7 @@ def _chunk_kernel(
     HEAD_DIM: tl.constexpr,
     WINDOW: tl.constexpr,  # 0: none
     SOFT_CAP: tl.constexpr,  # in units of scores, whose base is 2; 0: none
+    SINKS: tl.constexpr,
     DIM: tl.constexpr,
     TILE: tl.constexpr,
     QUERIES: tl.constexpr,
@@ -123,6 +134,10 @@ def _chunk_kernel(
     top = tl.full((QUERIES,), float("-inf"), tl.float32)
     total = tl.zeros((QUERIES,), tl.float32)
     mixed = tl.zeros((QUERIES, DIM), tl.float32)
+    if SINKS:
+        sink = tl.load(sinks_ptr + head) * 1.4426950408889634
+        top = tl.where(first == 0, sink, top)  # in the first part, as if a token without a value had come before all
+        total = tl.where(first == 0, 1.0, total)
     inner = tl.arange(0, TILE)
     head_offset = (head // GROUP) * (2 * BLOCK_SIZE * HEAD_DIM)
     if WINDOW:  # tiles before the first row's window hold nothing for any row

@@ -110,6 +110,16 @@ class KVMemory:
         return self.kernel_view()
 
     @property
+    def kernel_views(self) -> list[torch.Tensor]:
+        """The kernels' view of each group."""
+        return [self.kernel_view(group) for group in range(len(self.groups))]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all groups, on this rank."""
+        return sum(group.num_blocks * group.block_bytes for group in self.groups)
+
+    @property
     def device(self) -> torch.device:
         return self.bytes.device
 

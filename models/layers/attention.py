@@ -84,9 +84,9 @@ class GroupedAttention(Layer):
             self._eps,
             step.rotation(self._spec.rope),
             kv_layer=step.kv_layers[self._layer],
-            slots=step.slots,
+            slots=step.slots_of(self._layer),
         )
-        context, rows = step.attend(query, self._layer, is_sliding=self._spec.kind == "sliding")
+        context, rows = step.attend(query, self._layer)
         return self.output(context, rows)
 
     def _jointly_normed(self, norms: JointNorms, x: Normed) -> "Tensor":

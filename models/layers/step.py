@@ -2,12 +2,13 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from splitserve.kernels.api import AttentionPlan, Kernels, PagedAttention, SlidingAttention
+    from splitserve.kernels.api import Kernels
+    from splitserve.kernels.windows import FixedLayerPlans, LayeredAttention, LayerPlans
 
 BeforeLayer = Callable[[int], None]
 """Called with the number of each layer, before anything reads the layer's KV."""
@@ -35,11 +36,11 @@ class Step:
         "Mapping[str | None, tuple[Tensor, Tensor]]"  # cos, sin [T, D] (kernels.api.PrepareQkv) by LayerSpec.rope
     )
     query_factors: "Tensor | None"  # [T, 1, 1] of queries, by their positions; None: 1
-    slots: "Tensor"  # int64 [T, G]: where keys and values go
+    slots: "Sequence[Tensor]"  # int64 [T, G] for each group of the cache: where keys and values go
     rows: "Tensor | None"  # int64 [R], rows of the flat batch to sample from; None: all of them
     kv_layers: "Sequence[Tensor]"  # per layer: [num_blocks, G, 2, B, D]
-    attention: "PagedAttention"
-    plan: "AttentionPlan"
+    attention: "LayeredAttention"
+    plan: "LayerPlans | FixedLayerPlans"
     before_layer: BeforeLayer | None  # may queue what a layer has to wait for
     scored: ScoredRows | None = None  # those among ``rows``; None: all are sampled from
 
@@ -52,7 +53,11 @@ class Step:
         """Return cos and sin of a layer's rotations."""
         return self.rotations[rope]
 
-    def attend(self, query: "Tensor", layer: int, *, is_sliding: bool = False) -> "tuple[Tensor, Tensor | None]":
+    def slots_of(self, layer: int) -> "Tensor":
+        """Return where the keys and values of ``layer`` go: int64 [T, G]."""
+        return self.slots[self.attention.group(layer)]
+
+    def attend(self, query: "Tensor", layer: int, sinks: "Tensor | None" = None) -> "tuple[Tensor, Tensor | None]":
         """Attend to the KV of ``layer``: ``query`` [T, H, D] -> [T, H * D], None.
 
         After the last layer's attention all else works row by row: there only the rows to sample from are returned,
@@ -63,8 +68,5 @@ class Step:
             raise NothingToSample
         if self.query_factors is not None:
             query = query * self.query_factors
-        run = self.attention.run
-        if is_sliding:
-            run = cast("SlidingAttention", self.attention).run_sliding
-        context = run(query, self.kv_layers[layer], self.plan).flatten(1)
+        context = self.attention.run(query, self.kv_layers[layer], self.plan, layer, sinks).flatten(1)
         return (context if rows is None else context[rows]), rows

@@ -16,7 +16,7 @@ layers at a time. Graphs of prefill alone are cut at these groups, and replayed 
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -24,14 +24,15 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from splitserve.kernels.api import AttentionPlan, DecodePlan
+from splitserve.kernels.windows import FixedLayerPlans, LayerPlans
 from splitserve.models.decoder import DecoderModel, ForwardBatch
 from splitserve.models.layers.step import BeforeLayer
 from splitserve.models.runner.graph_sizes import MAX_MIXED_CHUNKS, MixedSize, batch_sizes
+from splitserve.models.runner.graphs import DecodeGraph, MixedGraph
 from splitserve.models.runner.launched import Gates, PendingStep
-from splitserve.models.runner.runner import ModelRunner, paged_batch
+from splitserve.models.runner.runner import ModelRunner
 from splitserve.models.sampling.logprobs import PromptRows
-from splitserve.protocol.step import LaunchingRunner, SampleSpec, ScheduledChunk, StepOutput, StepPlan
+from splitserve.protocol.step import ChunkTable, LaunchingRunner, SampleSpec, ScheduledChunk, StepOutput, StepPlan
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -39,26 +40,6 @@ _WARM_UP_RUNS = 2
 _NO_ROW = -1
 _NO_BLOCK = -1
 _GREEDY = SampleSpec(temperature=0.0, top_k=0, top_p=1.0, seed=0, choice=0, position=1)
-
-
-@dataclass(frozen=True, slots=True)
-class _DecodeGraph:
-    """One captured batch size."""
-
-    graph: torch.cuda.CUDAGraph
-    inputs: Tensor  # int64 [4, S]: tokens, positions, blocks to write, rows of drawn tokens
-    plan: DecodePlan
-    logits: Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class _MixedGraph:
-    """One captured :class:`MixedSize` of S tokens."""
-
-    parts: dict[int, torch.cuda.CUDAGraph]  # replayed in this order, by the first layer of each
-    inputs: Tensor  # int64 [4 * S + R]: those of :class:`_DecodeGraph`, then the rows to sample
-    plan: DecodePlan
-    logits: Tensor  # [R, vocab], shared by all mixed graphs
 
 
 class CudaRunner(ModelRunner):
@@ -70,7 +51,7 @@ class CudaRunner(ModelRunner):
     def __init__(
         self,
         model: DecoderModel,
-        kv_cache: Tensor,
+        kv_cache: Tensor | Sequence[Tensor],
         *,
         max_num_seqs: int,
         max_model_len: int,
@@ -86,8 +67,8 @@ class CudaRunner(ModelRunner):
         self._drawn = torch.zeros(2 * max_num_seqs, dtype=torch.int64, device=model.device)  # of the last launched step
         self._row_of_chunk: dict[int, int] = {}  # row of _drawn, for each chunk of the last launched step
         self._pool = torch.cuda.graph_pool_handle()
-        self._graphs: dict[int, _DecodeGraph] = {}
-        self._mixed_graphs: dict[MixedSize, _MixedGraph] = {}
+        self._graphs: dict[int, DecodeGraph] = {}
+        self._mixed_graphs: dict[MixedSize, MixedGraph] = {}
 
     @property
     def launcher(self) -> LaunchingRunner | None:
@@ -175,19 +156,20 @@ class CudaRunner(ModelRunner):
     ) -> Tensor | None:
         """Run a step of any size, kernel by kernel."""
         num_tokens = sum(len(chunk.token_ids) for chunk in chunks)
-        flat = np.empty((4, num_tokens), dtype=np.int64)
+        flat = np.empty((self._num_rows, num_tokens), dtype=np.int64)
         rows = self._flatten(chunks, flat)
         if prompts is not None:
             rows = np.concatenate((rows, np.array(prompts.rows, dtype=np.int64)))
         packed = torch.from_numpy(np.concatenate((flat.ravel(), rows))).pin_memory()
         on_device = packed.to(self.model.device, non_blocking=True)
-        inputs = on_device[: 4 * num_tokens].view(4, num_tokens)
-        batch = self._forward_batch(inputs, on_device[4 * num_tokens :], self._attention.plan(paged_batch(chunks)))
+        inputs = on_device[: flat.size].view(flat.shape)
+        plan = self.cache.attention.plan(self.cache.batches(chunks))
+        batch = self._forward_batch(inputs, on_device[flat.size :], plan)
         batch = replace(batch, scored=prompts)
-        return self.model.forward(batch, self._kv_layers, self._attention, self._waiting(gates))
+        return self._forward(batch, self._waiting(gates))
 
     def _flatten(self, chunks: Sequence[ScheduledChunk], out: Int64Array) -> Int64Array:
-        """Fill ``out`` [4, T] as described in :class:`_DecodeGraph`; return the rows that draw."""
+        """Fill ``out`` [4 + N, T] as described in :class:`DecodeGraph`; return the rows that draw."""
         rows, first = [], 0
         for chunk in chunks:
             end = first + len(chunk.token_ids)
@@ -196,6 +178,8 @@ class CudaRunner(ModelRunner):
             out[1, first:end] = positions
             out[2, first:end] = np.asarray(chunk.block_ids)[positions // self.block_size]
             out[3, first:end] = self._previous_row(chunk)
+            for row, table in enumerate(chunk.other_tables, 4):
+                out[row, first:end] = np.asarray(table.block_ids)[positions // self.block_size - table.first_number]
             if chunk.sample is not None:
                 rows.append(end - 1)
             first = end
@@ -208,9 +192,17 @@ class CudaRunner(ModelRunner):
             return _NO_ROW
         return self._row_of_chunk.get(chunk.previous_chunk, 0)
 
-    def _forward_batch(self, inputs: Tensor, rows: Tensor | None, plan: AttentionPlan) -> ForwardBatch:
-        """Return the model's inputs. ``inputs`` [4, T] are on the device, as in :class:`_DecodeGraph`."""
-        return ForwardBatch(self.model.begin_step(inputs, self._drawn, self._shape), rows, plan)
+    @property
+    def _num_rows(self) -> int:
+        """The rows of a step's inputs: see :class:`DecodeGraph`."""
+        return 3 + self.cache.num_groups
+
+    def _forward_batch(self, inputs: Tensor, rows: Tensor | None, plan: LayerPlans | FixedLayerPlans) -> ForwardBatch:
+        """Return the model's inputs. ``inputs`` [4 + N, T] are on the device, as in :class:`DecodeGraph`."""
+        tokens = self.model.begin_step(inputs[:4], self._drawn, self.cache.shapes[0])
+        if self.cache.num_groups > 1:
+            tokens = replace(tokens, other_slots=self.cache.other_slots(inputs[4:], inputs[1]))
+        return ForwardBatch(tokens, rows, plan)
 
     # ---- graphs ----
 
@@ -226,7 +218,7 @@ class CudaRunner(ModelRunner):
         graph.graph.replay()
         return graph.logits[: len(chunks)]
 
-    def _fill(self, inputs: Tensor, plan: DecodePlan, chunks: Sequence[ScheduledChunk], size: int) -> None:
+    def _fill(self, inputs: Tensor, plan: FixedLayerPlans, chunks: Sequence[ScheduledChunk], size: int) -> None:
         padded = [*chunks, *[chunks[-1]] * (size - len(chunks))]
         numbers = [
             [chunk.token_ids[0] for chunk in padded],
@@ -234,8 +226,9 @@ class CudaRunner(ModelRunner):
             [chunk.block_ids[chunk.start // self.block_size] for chunk in padded],
             [self._previous_row(chunk) for chunk in padded],
         ]
+        numbers += [[chunk.table(group).block_ids[-1] for chunk in padded] for group in range(1, self.cache.num_groups)]
         inputs.copy_(torch.tensor(numbers, dtype=torch.int64).pin_memory(), non_blocking=True)
-        plan.update(paged_batch(padded))
+        plan.update(self.cache.batches(padded))
 
     def _mixed_size(self, chunks: Sequence[ScheduledChunk]) -> MixedSize | None:
         """Return the captured size that serves these chunks, or None."""
@@ -263,19 +256,21 @@ class CudaRunner(ModelRunner):
             part.replay()
         return graph.logits[: sum(chunk.sample is not None for chunk in chunks)]
 
-    def _fill_mixed(self, inputs: Tensor, plan: DecodePlan, chunks: Sequence[ScheduledChunk], size: MixedSize) -> None:
+    def _fill_mixed(
+        self, inputs: Tensor, plan: FixedLayerPlans, chunks: Sequence[ScheduledChunk], size: MixedSize
+    ) -> None:
         num_decodes = _num_leading_decodes(chunks)
         decodes, longer = chunks[:num_decodes], chunks[num_decodes:]
         repeated = [decodes[-1]] * (size.num_decodes - num_decodes) if decodes else []
         padded = [*decodes, *repeated, *longer]
-        flat = np.zeros((4, sum(size)), dtype=np.int64)
-        flat[2], flat[3] = _NO_BLOCK, _NO_ROW
+        flat = np.zeros((self._num_rows, sum(size)), dtype=np.int64)
+        flat[2], flat[3], flat[4:] = _NO_BLOCK, _NO_ROW, _NO_BLOCK
         rows = self._flatten(padded, flat)
         drawing = np.concatenate((rows[:num_decodes], rows[size.num_decodes :]))
         left_over = inputs.shape[0] - flat.size - len(drawing)
         packed = np.concatenate((flat.ravel(), drawing, np.zeros(left_over, dtype=np.int64)))
         inputs.copy_(torch.from_numpy(packed).pin_memory(), non_blocking=True)
-        plan.update(paged_batch(padded))
+        plan.update(self.cache.batches(padded))
 
     @torch.inference_mode()
     def capture(self, sizes: Sequence[int] | None = None) -> float:
@@ -301,39 +296,44 @@ class CudaRunner(ModelRunner):
         self._stream.synchronize()
         return time.perf_counter() - started
 
-    def _capture_size(self, size: int) -> _DecodeGraph:
-        chunks = [ScheduledChunk([0], 0, [0], _GREEDY)] * size
-        inputs = torch.zeros((4, size), dtype=torch.int64, device=self.model.device)
-        plan = self._attention.make_decode_plan(size, self._max_blocks)
+    def _capture_size(self, size: int) -> DecodeGraph:
+        chunks = [self._trial(1)] * size
+        inputs = torch.zeros((self._num_rows, size), dtype=torch.int64, device=self.model.device)
+        plan = self.cache.attention.make_decode_plan(size, self._max_blocks)
         for _ in range(_WARM_UP_RUNS if not self._graphs else 1):  # compiles kernels, sets libraries up
             self._fill(inputs, plan, chunks, size)
-            self.model.forward(self._forward_batch(inputs, None, plan), self._kv_layers, self._attention)
+            self._forward(self._forward_batch(inputs, None, plan))
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-            logits = self.model.forward(self._forward_batch(inputs, None, plan), self._kv_layers, self._attention)
+            logits = self._forward(self._forward_batch(inputs, None, plan))
         assert logits is not None
-        return _DecodeGraph(graph, inputs, plan, logits)
+        return DecodeGraph(graph, inputs, plan, logits)
 
-    def _capture_mixed_size(self, size: MixedSize, logits: Tensor) -> _MixedGraph:
+    def _capture_mixed_size(self, size: MixedSize, logits: Tensor) -> MixedGraph:
         num_tokens, num_rows = sum(size), size.num_decodes + MAX_MIXED_CHUNKS
-        num_blocks = -(-size.num_tokens // self.block_size)
-        chunks = [ScheduledChunk([0], 0, [0], _GREEDY)] * size.num_decodes
-        chunks.append(ScheduledChunk([0] * size.num_tokens, 0, [0] * num_blocks, _GREEDY))
-        inputs = torch.zeros(4 * num_tokens + num_rows, dtype=torch.int64, device=self.model.device)
-        plan = self._attention.make_mixed_plan(*size, MAX_MIXED_CHUNKS, self._max_blocks)
+        chunks = [*[self._trial(1)] * size.num_decodes, self._trial(size.num_tokens)]
+        num_numbers = self._num_rows * num_tokens
+        inputs = torch.zeros(num_numbers + num_rows, dtype=torch.int64, device=self.model.device)
+        plan = self.cache.attention.make_mixed_plan(*size, MAX_MIXED_CHUNKS, self._max_blocks)
         logits = logits[:num_rows]
 
         def run(before_layer: BeforeLayer | None = None) -> None:
-            tokens = inputs[: 4 * num_tokens].view(4, num_tokens)
-            batch = self._forward_batch(tokens, inputs[4 * num_tokens :], plan)
-            result = self.model.forward(batch, self._kv_layers, self._attention, before_layer)
+            tokens = inputs[:num_numbers].view(self._num_rows, num_tokens)
+            batch = self._forward_batch(tokens, inputs[num_numbers:], plan)
+            result = self._forward(batch, before_layer)
             assert result is not None
             logits.copy_(result)
 
         self._fill_mixed(inputs, plan, chunks, size)
         run()
         parts = self._capture_parts(run, self._first_layers if size.num_decodes == 0 else [0])
-        return _MixedGraph(parts, inputs, plan, logits)
+        return MixedGraph(parts, inputs, plan, logits)
+
+    def _trial(self, num_tokens: int) -> ScheduledChunk:
+        """Return a chunk to capture a graph with: the first block of each group, over and over."""
+        blocks = [0] * -(-num_tokens // self.block_size)
+        others = (ChunkTable(0, blocks),) * (self.cache.num_groups - 1)
+        return ScheduledChunk([0] * num_tokens, 0, blocks, _GREEDY, other_tables=others)
 
     def _capture_parts(
         self, run: Callable[[BeforeLayer], None], first_layers: Sequence[int]

@@ -5,6 +5,7 @@ later split into launch and wait can build the next step while this one runs.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeAlias
 
@@ -14,10 +15,9 @@ import torch
 from torch import Tensor
 
 from splitserve.common.errors import SplitserveError
-from splitserve.kernels.api import AttentionShape, PagedBatch
-from splitserve.kernels.fp8.kv import FP8
-from splitserve.kernels.windows import make_layered
 from splitserve.models.decoder import DecoderModel, ForwardBatch
+from splitserve.models.layers.step import BeforeLayer
+from splitserve.models.runner.cache import RunnerCache
 from splitserve.models.sampling.logprobs import PromptRows, StepScores
 from splitserve.models.sampling.sampler import Sampler
 from splitserve.protocol.messages.logprobs import Logprobs
@@ -41,41 +41,20 @@ class ModelRunner:
     """Runs steps of ``model`` over ``kv_cache``.
 
     ``kv_cache``: contiguous ``[num_blocks, num_layers, num_kv_heads, 2 (K/V), block_size, head_dim]``, on the model's
-    device and of its dtype, or float8_e4m3fn where the model's attention reads that. It belongs to the caller; the
-    runner writes only the slots of scheduled tokens. ``model_dir``: the checkpoint's, for structured output.
+    device and of its dtype, or float8_e4m3fn where the model's attention reads that. There's one for each group of the
+    model's cache (:mod:`splitserve.models.cache_groups`), or a single one for all layers. They belong to the caller;
+    the runner writes only the slots of scheduled tokens. ``model_dir``: the checkpoint's, for structured output.
     """
 
-    def __init__(self, model: DecoderModel, kv_cache: Tensor, *, model_dir: Path | None = None) -> None:
-        config = model.config
-        block_size = kv_cache.shape[4] if kv_cache.dim() == 6 else 0
-        expected = (config.num_layers, config.num_kv_heads, 2, block_size, config.head_dim)
-        if kv_cache.dim() != 6 or kv_cache.shape[1:] != expected or not kv_cache.is_contiguous():
-            raise ValueError(
-                f"kv_cache has shape {list(kv_cache.shape)}; needed is a contiguous "
-                f"[num_blocks, {config.num_layers}, {config.num_kv_heads}, 2, block_size, {config.head_dim}]"
-            )
-        if kv_cache.dtype not in (model.dtype, FP8) or kv_cache.device != model.device:
-            raise ValueError(
-                f"kv_cache is {kv_cache.dtype} on {kv_cache.device}; the model is {model.dtype} on {model.device}"
-            )
+    def __init__(
+        self, model: DecoderModel, kv_cache: Tensor | Sequence[Tensor], *, model_dir: Path | None = None
+    ) -> None:
         self.model = model
-        self.kv_cache = kv_cache
-        self.block_size = block_size
-        self._kv_layers = [kv_cache[:, layer] for layer in range(config.num_layers)]
-        self._shape = AttentionShape(
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            block_size=block_size,
-            num_layers=config.num_layers,
-            dtype=model.dtype,
-            device=model.device,
-            scale=config.attention_scale,
-            soft_cap=config.attention_soft_cap,
-            window=config.window,
+        self.cache = RunnerCache.of(model, kv_cache)
+        self.block_size = self.cache.block_size
+        self.sampler = Sampler(
+            model.kernels.sample, model.config.vocab_size, model.device, model_dir, is_lead=model.is_lead
         )
-        self._attention = make_layered(self._shape, model.kernels.make_attention)
-        self.sampler = Sampler(model.kernels.sample, config.vocab_size, model.device, model_dir, is_lead=model.is_lead)
 
     @property
     def launcher(self) -> LaunchingRunner | None:
@@ -98,10 +77,13 @@ class ModelRunner:
         """
         self.sampler.prepare(plan)
         prompts = PromptRows.of(plan.chunks, self.model.device, is_lead=self.model.is_lead)
-        logits = self.model.forward(self._batch(plan.chunks, prompts), self._kv_layers, self._attention)
+        logits = self._forward(self._batch(plan.chunks, prompts))
         drawn = None if logits is None else self.sampler.draw(logits, plan.chunks)
         numbers, scores = self._results(drawn, prompts)
         return output_of_step(plan, numbers.cpu().numpy(), scores, {} if drawn is None else self.sampler.errors)
+
+    def _forward(self, batch: ForwardBatch, before_layer: BeforeLayer | None = None) -> Tensor | None:
+        return self.model.forward(batch, self.cache.kv_layers, self.cache.attention, before_layer)
 
     def _results(self, drawn: Tensor | None, prompts: PromptRows | None) -> tuple[Tensor, StepScores | None]:
         """Return the results as an int64 tensor for :func:`output_of_step`, and what follows the drawn tokens."""
@@ -117,23 +99,28 @@ class ModelRunner:
     def _batch(self, chunks: Sequence[ScheduledChunk], prompts: PromptRows | None = None) -> ForwardBatch:
         token_ids: list[int] = []
         positions: list[int] = []
-        slot_blocks: list[int] = []
+        slot_blocks: list[list[int]] = [[] for _ in self.cache.groups]
         sample_rows: list[int] = []
         size = self.block_size
         for chunk in chunks:
             token_ids.extend(chunk.token_ids)
-            end = chunk.start + len(chunk.token_ids)
-            positions.extend(range(chunk.start, end))
-            slot_blocks.extend(chunk.block_ids[position // size] for position in range(chunk.start, end))
+            numbers = range(chunk.start, chunk.start + len(chunk.token_ids))
+            positions.extend(numbers)
+            slot_blocks[0].extend(chunk.block_ids[position // size] for position in numbers)
+            for blocks, table in zip(slot_blocks[1:], chunk.other_tables, strict=True):
+                blocks.extend(table.block_ids[position // size - table.first_number] for position in numbers)
             if chunk.sample is not None:
                 sample_rows.append(len(token_ids) - 1)
         if prompts is not None:
             sample_rows.extend(prompts.rows)
-        flat = torch.tensor([token_ids, positions, slot_blocks]).to(self.model.device)
+        flat = torch.tensor([token_ids, positions, *slot_blocks]).to(self.model.device)
+        tokens = self.model.tokens(flat[0], flat[1], self.cache.shapes[0].slots(flat[2], flat[1] % size))
+        if self.cache.num_groups > 1:
+            tokens = replace(tokens, other_slots=self.cache.other_slots(flat[3:], flat[1]))
         return ForwardBatch(
-            tokens=self.model.tokens(flat[0], flat[1], self._shape.slots(flat[2], flat[1] % size)),
+            tokens=tokens,
             sample_rows=torch.tensor(sample_rows, dtype=torch.int64, device=self.model.device),
-            attention_plan=self._attention.plan(paged_batch(chunks)),
+            attention_plan=self.cache.attention.plan(self.cache.batches(chunks)),
             scored=prompts,
         )
 
@@ -161,12 +148,3 @@ def output_of_step(
     for row, error in errors.items():
         draws[sampled[row]] = Draw((0,), error=error)
     return StepOutput(draws, of_prompts)
-
-
-def paged_batch(chunks: Sequence[ScheduledChunk]) -> PagedBatch:
-    """Return where the chunks' queries and contexts are, for attention."""
-    return PagedBatch(
-        query_lens=[len(chunk.token_ids) for chunk in chunks],
-        context_lens=[chunk.start + len(chunk.token_ids) for chunk in chunks],
-        block_tables=[chunk.block_ids for chunk in chunks],
-    )

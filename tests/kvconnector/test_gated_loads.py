@@ -148,8 +148,10 @@ def test_graphs_are_cut_where_groups_begin(host_runner: HostRunner) -> None:
 @WITHOUT_GPU
 def test_eager_steps_wait_before_each_group(host_runner: HostRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     log = FakeGraph.log
-    attend = host_runner._attention.run
-    monkeypatch.setattr(host_runner._attention, "run", lambda *args: (log.append(("layer", None)), attend(*args))[1])
+    attend = host_runner.cache.attention.run
+    monkeypatch.setattr(
+        host_runner.cache.attention, "run", lambda *args: (log.append(("layer", None)), attend(*args))[1]
+    )
     with torch.inference_mode():
         host_runner._logits([tail(3, (COPY_ID,))], None)
     layers = [("layer", None)]

@@ -120,7 +120,7 @@ def test_a_served_models_blocks_have_the_bytes_and_names_they_always_had(served:
     name, model = served
     memory, runner = model.memory, model.runner
     memory.blocks.zero_()
-    write_prompt(runner._kv_layers, runner._shape)
+    write_prompt(runner.cache.kv_layers, runner.cache.shapes[0])
     written = bytes_of(memory)
     layout = msgspec.structs.replace(memory.layout, weights_version="w1")
     dimensions = msgspec.structs.asdict(layout)

@@ -202,7 +202,7 @@ def test_logits_are_those_of_transformers(family: tuple[Path, list[list[int]]]) 
     runner = make_runner(path)
     chunk = ScheduledChunk(PROMPTS[1], 0, range(NUM_BLOCKS), SampleSpec(0.0, 0, 1.0, 0, 0, len(PROMPTS[1])))
     with torch.inference_mode():
-        logits = runner.model.forward(runner._batch([chunk]), runner._kv_layers, runner._attention)
+        logits = runner.model.forward(runner._batch([chunk]), runner.cache.kv_layers, runner.cache.attention)
     assert logits is not None
     expected = load_file(path.parent / f"{path.name}.logits")["logits"]
     torch.testing.assert_close(logits[0], expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max()))
@@ -383,6 +383,6 @@ def test_scales_of_keys_and_values_divide_what_is_stored(family: tuple[Path, lis
     for runner in (plain, scaled):
         greedy(runner, PROMPTS[1], 512, count=1)
     factors = torch.tensor([4.0, 0.25]).view(1, 2, 1, 1)
-    written = plain.kv_cache[:2, 0]  # two full blocks
-    assert torch.equal(scaled.kv_cache[:2, 0].float(), (written / factors).to(FP8).float())
+    written = plain.cache.groups[0][:2, 0]  # two full blocks
+    assert torch.equal(scaled.cache.groups[0][:2, 0].float(), (written / factors).to(FP8).float())
     assert float(written.abs().max()) < 100, "FP8 holds it"

@@ -41,7 +41,7 @@ def prefill(runner: ModelRunner, length: int = 40) -> Tensor:
     """The KV memory after a prompt, in float32."""
     spec = SampleSpec(0.0, 0, 1.0, 0, 0, length)
     runner.run(StepPlan([ScheduledChunk(list(range(300, 300 + length)), 0, [2, 0, 3], spec)]))
-    return runner.kv_cache.float()
+    return runner.cache.groups[0].float()
 
 
 def with_scales(source: Path, target: Path, scales: dict[str, Tensor]) -> Path:

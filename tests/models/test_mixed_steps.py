@@ -73,7 +73,7 @@ def test_filled_up_steps(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> N
     kv_caches[1].copy_(kv_caches[0])
     for step, size in zip(STEPS, [MixedSize(2, 20), MixedSize(8, 64), MixedSize(4, 70), MixedSize(0, 15)], strict=True):
         with torch.inference_mode():
-            expected = models[0].forward(eager._batch(step), eager._kv_layers, eager._attention)
+            expected = models[0].forward(eager._batch(step), eager.cache.kv_layers, eager.cache.attention)
         torch.testing.assert_close(filled.filled_up(step, size), expected, rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(kv_caches[1], kv_caches[0], rtol=1e-4, atol=1e-4)
 
@@ -98,7 +98,7 @@ def test_graphs_of_mixed_steps_give_the_tokens_of_eager_ones(checkpoint: Path, d
     for step in [PROMPTS, *STEPS]:
         eager, graph = (runner.run(StepPlan(step)) for runner in runners)
         assert eager == graph
-        torch.testing.assert_close(runners[1].kv_cache[1:], runners[0].kv_cache[1:], rtol=2e-2, atol=5e-2)
+        torch.testing.assert_close(runners[1].cache.groups[0][1:], runners[0].cache.groups[0][1:], rtol=2e-2, atol=5e-2)
 
 
 def test_sizes_cover_the_limits() -> None:

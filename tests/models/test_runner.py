@@ -150,9 +150,9 @@ def test_a_chunk_that_samples_nothing_yields_none_and_still_writes_its_kv(tiny_q
     runner = make_runner(tiny_qwen3)
     output = runner.run(StepPlan([ScheduledChunk([5, 6, 7], 0, [9], None)]))
     assert output.draws == output.token_ids == [None]
-    written = runner.kv_cache[9, :, :, :, :3]
-    assert bool(written.isfinite().all()) and bool(runner.kv_cache[9, :, :, :, 3:].isnan().all())
-    assert bool(runner.kv_cache[:9].isnan().all()) and bool(runner.kv_cache[10:].isnan().all())
+    written = runner.cache.groups[0][9, :, :, :, :3]
+    assert bool(written.isfinite().all()) and bool(runner.cache.groups[0][9, :, :, :, 3:].isnan().all())
+    assert bool(runner.cache.groups[0][:9].isnan().all()) and bool(runner.cache.groups[0][10:].isnan().all())
 
 
 def test_a_draw_of_several_tokens_has_no_single_one() -> None:

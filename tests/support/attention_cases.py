@@ -54,7 +54,9 @@ def paged_case(shape: AttentionShape, lengths: Lengths, seed: int = 0) -> tuple[
     return query.to(shape.dtype).to(shape.device), memory.to(shape.dtype).to(shape.device)[:, LAYER], batch
 
 
-def plain_attention(query: Tensor, kv_layer: Tensor, batch: PagedBatch) -> Tensor:
+def plain_attention(
+    query: Tensor, kv_layer: Tensor, batch: PagedBatch, sinks: Tensor | None = None, window: int | None = None
+) -> Tensor:
     """The definition, token by token, in float64: [T, H, D]."""
     wide, memory = query.double(), kv_layer.double()
     group = query.shape[1] // kv_layer.shape[1]
@@ -66,7 +68,11 @@ def plain_attention(query: Tensor, kv_layer: Tensor, batch: PagedBatch) -> Tenso
         for index in range(query_len):
             seen = context - query_len + index + 1
             scores = torch.einsum("hd,hcd->hc", wide[row], keys[:, :seen]) / math.sqrt(query.shape[2])
-            out[row] = torch.einsum("hc,hcd->hd", scores.softmax(-1), values[:, :seen])
+            if window is not None:
+                scores[:, : max(0, seen - window)] = -math.inf
+            extra = scores[:, :0] if sinks is None else sinks.double().view(-1, 1)
+            weights = torch.cat((scores, extra), 1).softmax(-1)[:, :seen]
+            out[row] = torch.einsum("hc,hcd->hd", weights, values[:, :seen])
             row += 1
     return out
 

@@ -7,6 +7,8 @@ import socket
 from collections.abc import Mapping
 from pathlib import Path
 
+from torch import Tensor
+
 from splitserve import __version__
 from splitserve.common.cores import available_cores, usable_cpus
 from splitserve.kvconnector.layout.memory import KVMemory
@@ -27,13 +29,14 @@ def setup_of(
 
     ``kernels``: the backend of each operation.
     """
-    num_bytes = memory.num_blocks * memory.block_bytes
     on_host = memory.device.type == "cpu"
-    pages = pages_by_node(memory.bytes.data_ptr(), num_bytes) if on_host else {}
-    remote = remote_bytes(pages, num_bytes, config.affinity.numa_node)
+    remote = sum(_remote_bytes(group.bytes, config.affinity.numa_node) for group in memory.groups) if on_host else 0
     if remote:
         logger.warning(
-            "%d of %d bytes of KV memory lie on other NUMA nodes than %s", remote, num_bytes, config.affinity.numa_node
+            "%d of %d bytes of KV memory lie on other NUMA nodes than %s",
+            remote,
+            memory.num_bytes,
+            config.affinity.numa_node,
         )
     memlock_bytes, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     max_open_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -45,7 +48,7 @@ def setup_of(
         num_threads=config.engine.threads,
         remote_bytes=remote + (0 if host is None else host.num_remote_bytes),
         num_cores=available_cores(),
-        kv_bytes=num_bytes,
+        kv_bytes=memory.num_bytes,
         host_kv_bytes=0 if host is None else len(host.bytes),
         memlock_bytes=None if memlock_bytes == resource.RLIM_INFINITY else memlock_bytes,
         max_open_files=max(0, max_open_files),
@@ -53,3 +56,8 @@ def setup_of(
         kernels=dict(kernels),
         rdma_devices=sorted(entry.name for entry in _RDMA_DEVICES.iterdir()) if _RDMA_DEVICES.is_dir() else [],
     )
+
+
+def _remote_bytes(blocks: Tensor, numa_node: int | None) -> int:
+    """Return the bytes of ``blocks`` on other NUMA nodes."""
+    return remote_bytes(pages_by_node(blocks.data_ptr(), blocks.nbytes), blocks.nbytes, numa_node)

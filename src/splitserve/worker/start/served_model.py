@@ -18,6 +18,7 @@ from splitserve.kernels.registry import select_kernels
 from splitserve.kvconnector.layout.memory import KVMemory
 from splitserve.kvconnector.tiers.host import load_gates
 from splitserve.kvconnector.tiers.load_gates import LoadGates
+from splitserve.models.cache_groups import cache_groups
 from splitserve.models.config import ModelConfig, load_model_config
 from splitserve.models.declared import check_tensor_parallel_size
 from splitserve.models.decoder import DecoderModel
@@ -92,7 +93,7 @@ def load_served_model(
         engine = msgspec.structs.replace(engine, kv_memory_bytes=kv_bytes)
     plan = plan_kv_memory(
         engine,
-        block_bytes=size * layout.block_bytes,
+        layout.cache,
         max_position_embeddings=model_config.max_position_embeddings,
         available_bytes=group.lowest(psutil.virtual_memory().available),
     )
@@ -149,6 +150,7 @@ def _load(
         num_kv_heads=model_config.num_kv_heads,
         head_dim=model_config.head_dim,
         tensor_parallel_size=group.shard.size,
+        groups=cache_groups(model_config, engine.block_size, str(kv_dtype).removeprefix("torch.")),
     )
     progress("weights", {"seconds": f"{time.monotonic() - started:.1f}", "dtype": str(dtype).removeprefix("torch.")})
     return model, layout
@@ -185,10 +187,10 @@ def _make_runner(
     gates: LoadGates | None,
 ) -> ModelRunner:
     if model.device.type != "cuda":
-        return ModelRunner(model, memory.blocks, model_dir=Path(engine.model))
+        return ModelRunner(model, memory.kernel_views, model_dir=Path(engine.model))
     runner = CudaRunner(
         model,
-        memory.blocks,
+        memory.kernel_views,
         max_num_seqs=engine.max_num_seqs,
         max_model_len=limits.max_model_len,
         gates=gates,
@@ -216,15 +218,16 @@ def _step_limits(engine: EngineConfig, plan: MemoryPlan) -> StepLimits:
         max_num_prefill_tokens_beside_decode=engine.max_num_prefill_tokens_beside_decode,
         max_num_seqs=engine.max_num_seqs,
         max_model_len=plan.max_model_len,
-        num_blocks=plan.num_blocks,
+        num_blocks=plan.num_blocks[0],
         block_size=engine.block_size,
+        other_blocks=plan.num_blocks[1:],
     )
 
 
 def _describe_memory(memory: KVMemory, plan: MemoryPlan) -> dict[str, str]:
     return {
         "blocks": str(memory.num_blocks),
-        "bytes": str(memory.num_blocks * memory.block_bytes * memory.layout.tensor_parallel_size),
+        "bytes": str(memory.num_bytes * memory.layout.tensor_parallel_size),
         "tokens": str(memory.num_blocks * memory.layout.block_size),
         "max_model_len": str(plan.max_model_len),
     }

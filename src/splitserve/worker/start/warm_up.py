@@ -8,9 +8,11 @@ draw. On CPU a step costs more than what it would save: two small ones do.
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import msgspec
+
 from splitserve.kvconnector.layout.shape import num_blocks_for
 from splitserve.models.runner.runner import ModelRunner
-from splitserve.protocol.step import UNKNOWN_TOKEN, SampleSpec, ScheduledChunk, StepPlan
+from splitserve.protocol.step import UNKNOWN_TOKEN, ChunkTable, SampleSpec, ScheduledChunk, StepPlan
 
 _GREEDY = SampleSpec(temperature=0.0, top_k=0, top_p=1.0, seed=0, choice=0, position=1)
 _RANDOM = SampleSpec(temperature=1.0, top_k=0, top_p=1.0, seed=0, choice=0, position=1)
@@ -24,7 +26,8 @@ _SAMPLES = (_GREEDY, _RANDOM, _TOP_K, _TOP_P, _FILTERED)
 
 @dataclass(frozen=True, slots=True)
 class StepLimits:
-    """The scheduler's bounds of a worker's steps. There are ``num_blocks`` blocks of ``block_size`` tokens."""
+    """The scheduler's bounds of a worker's steps. There are ``num_blocks`` blocks of ``block_size`` tokens, and
+    ``other_blocks`` in the groups of the cache after the first."""
 
     max_num_batched_tokens: int
     max_num_prefill_tokens_beside_decode: int
@@ -32,6 +35,7 @@ class StepLimits:
     max_model_len: int
     num_blocks: int
     block_size: int
+    other_blocks: tuple[int, ...] = ()
 
     @property
     def longest_chunk(self) -> int:
@@ -49,8 +53,10 @@ def warm_up(runner: ModelRunner, limits: StepLimits) -> int:
             pending = [launcher.launch(first), launcher.launch(second)]
             for step in pending:
                 step.wait()
-    used = max(block_id for plan in plans for chunk in plan.chunks for block_id in chunk.block_ids)
-    runner.kv_cache[: used + 1].zero_()
+    chunks = [chunk for plan in plans for chunk in plan.chunks]
+    runner.cache.clear(
+        [1 + max(max(chunk.table(group).block_ids) for chunk in chunks) for group in range(runner.cache.num_groups)]
+    )
     return len(plans)
 
 
@@ -85,7 +91,7 @@ def overlapped_plans(limits: StepLimits) -> Iterator[tuple[StepPlan, StepPlan]]:
     """Pairs to be launched one right after the other: the second one continues what the first one draws."""
     prompt = StepPlan([_chunk(limits, min(limits.block_size, limits.longest_chunk))])
     decode = StepPlan([_decode(limits, 0, _GREEDY)])
-    follower = StepPlan([ScheduledChunk([UNKNOWN_TOKEN], 1, _table(limits, 2), _GREEDY, 0)])
+    follower = StepPlan([_of_limits(limits, ScheduledChunk([UNKNOWN_TOKEN], 1, (), _GREEDY, 0))])
     for first in (prompt, decode, follower):
         yield first, follower
     if limits.longest_chunk > limits.block_size and limits.max_num_seqs > 1:
@@ -135,13 +141,17 @@ def _counts(most: int) -> list[int]:
 
 
 def _chunk(limits: StepLimits, length: int, *, start: int = 0, sample: SampleSpec | None = _GREEDY) -> ScheduledChunk:
-    return ScheduledChunk([0] * length, start, _table(limits, start + length), sample)
+    return _of_limits(limits, ScheduledChunk([0] * length, start, (), sample))
 
 
 def _decode(limits: StepLimits, start: int, sample: SampleSpec) -> ScheduledChunk:
-    return ScheduledChunk([0], start, _table(limits, start + 1), sample)
+    return _of_limits(limits, ScheduledChunk([0], start, (), sample))
 
 
-def _table(limits: StepLimits, num_tokens: int) -> list[int]:
-    """Blocks for that many tokens. There may be fewer: what is written twice and read is of no interest."""
-    return [index % limits.num_blocks for index in range(num_blocks_for(num_tokens, limits.block_size))]
+def _of_limits(limits: StepLimits, chunk: ScheduledChunk) -> ScheduledChunk:
+    """Return ``chunk`` with blocks for its tokens. There may be fewer: what is written twice and read is of no
+    interest."""
+    numbers = range(num_blocks_for(chunk.start + len(chunk.token_ids), limits.block_size))
+    first, *others = [[index % count for index in numbers] for count in (limits.num_blocks, *limits.other_blocks)]
+    tables = tuple(ChunkTable(0, table) for table in others)
+    return msgspec.structs.replace(chunk, block_ids=first, other_tables=tables)

@@ -1,0 +1,28 @@
+"""Captured CUDA graphs of steps, with the tensors that a replay reads and writes."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from splitserve.kernels.windows import FixedLayerPlans
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeGraph:
+    """One captured batch size."""
+
+    graph: torch.cuda.CUDAGraph
+    inputs: Tensor  # int64 [4 + N, S]: tokens, positions, blocks to write, rows of drawn tokens, N other groups' blocks
+    plan: FixedLayerPlans
+    logits: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class MixedGraph:
+    """One captured :class:`MixedSize` of S tokens."""
+
+    parts: dict[int, torch.cuda.CUDAGraph]  # replayed in this order, by the first layer of each
+    inputs: Tensor  # int64 [(4 + N) * S + R]: those of :class:`DecodeGraph`, then the rows to sample
+    plan: FixedLayerPlans
+    logits: Tensor  # [R, vocab], shared by all mixed graphs
