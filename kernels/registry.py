@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from splitserve.kernels.api import Kernels
-from splitserve.kernels.reference import attention, kv_copy, linear, sampling
+from splitserve.kernels.reference import attention, kv_copy, latent, linear, sampling
 from splitserve.kernels.reference import operations as reference
 
 
@@ -96,6 +96,8 @@ _CANDIDATES: Mapping[str, tuple[Candidate, ...]] = {
         _triton("triton.attention", "TritonPagedAttention"),
         Candidate("reference", _always, lambda: attention.ReferencePagedAttention),
     ),
+    "prepare_latent": (Candidate("reference", _always, lambda: latent.prepare_latent),),
+    "make_latent_attention": (Candidate("reference", _always, lambda: latent.ReferenceLatentAttention),),
     "gather_kv": (_triton("triton.gather", "gather_kv"), Candidate("reference", _always, lambda: kv_copy.gather_kv)),
     "scatter_kv": (_triton("triton.gather", "scatter_kv"), Candidate("reference", _always, lambda: kv_copy.scatter_kv)),
 }

@@ -16,6 +16,7 @@ from splitserve.common.errors import CheckpointError
 from splitserve.common.model_files import MAX_CONFIG_BYTES, check_token_id, end_token_ids, few, read_json_object, shown
 from splitserve.models.families.registry import FAMILIES, TEXT_OF
 from splitserve.models.fields import ConfigFields
+from splitserve.models.latent import LatentSizes
 from splitserve.models.rope import LongScaling, Rope, RopeScaling, read_rope
 from splitserve.models.weights.checkpoint import weights_version
 
@@ -69,6 +70,8 @@ class Features(DecoderSizes):
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     logits_scale: float = 1.0
+    latent: LatentSizes | None = None  # then there is 1 key/value head, and head_dim is the rotated part
+    num_extra_layers: int = 0  # stored behind the others, which predict further tokens; they are not loaded
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +102,13 @@ class ModelConfig(Features):
     def rope(self) -> Rope:
         """The rotations of layers that have no others."""
         return Rope(self.rope_theta, self.rope_scaling)
+
+    def block_shape(self, block_size: int) -> tuple[int, ...]:
+        """Return the sizes of a KV block as kernels see it: ``[layer, kv_head, 2 (K/V), token, head_dim]``, or
+        ``[layer, token, latent]``."""
+        if self.latent is not None:
+            return self.num_layers, block_size, self.latent.width
+        return self.num_layers, self.num_kv_heads, 2, block_size, self.head_dim
 
     def layer(self, index: int) -> LayerSpec:
         """Return what kind of layer ``index`` is."""

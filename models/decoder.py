@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from splitserve.kernels.api import AttentionPlan, AttentionShape, Kernels, PagedAttention, TokenRows
+from splitserve.kernels.api import AnyAttention, AttentionPlan, AttentionShape, Kernels, TokenRows
 from splitserve.models.config import ModelConfig
 from splitserve.models.layers.decoder import Decoder
 from splitserve.models.layers.residual import Residual
@@ -90,13 +90,13 @@ class DecoderModel:
         self,
         batch: ForwardBatch,
         kv_layers: Sequence[Tensor],
-        attention: PagedAttention,
+        attention: AnyAttention,
         before_layer: BeforeLayer | None = None,
     ) -> Tensor | None:
         """Write the KV of all tokens and return logits [R, vocab] of ``batch.sample_rows``, None if R is 0.
 
-        ``kv_layers``: per layer the view ``[num_blocks, G, 2, B, D]`` of the KV memory. ``before_layer`` may queue what
-        a layer has to wait for.
+        ``kv_layers``: per layer the view ``[num_blocks, G, 2, B, D]`` of the KV memory, or ``[num_blocks, B, width]``.
+        ``before_layer`` may queue what a layer has to wait for.
         """
         step = Step(
             kernels=self.kernels,

@@ -108,6 +108,11 @@ class ConfigFields:
             )
         return value
 
+    def count(self, name: str, default: int = 0) -> int:
+        """Return a number of things, which may be 0."""
+        value = self.get(name)
+        return 0 if value == 0 and type(value) is int else self.positive(name, default) if value or default else 0
+
     def optional_positive(self, name: str) -> int | None:
         """Return a positive integer, None if it is missing or null."""
         return None if self.get(name) is None else self.positive(name)

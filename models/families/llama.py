@@ -5,6 +5,7 @@ from typing import Any
 from splitserve.models.config import ConfigFields, ModelConfig, check_rotated_whole, full_attention_only
 from splitserve.models.layers.attention import GroupedAttention
 from splitserve.models.layers.decoder import Decoder, DecoderLayer
+from splitserve.models.layers.latent import LatentAttention
 from splitserve.models.layers.mlp import GatedMlp, Mlp
 from splitserve.models.layers.norm import RmsNorm
 from splitserve.models.layers.residual import Residual
@@ -15,7 +16,11 @@ class LlamaLayer(DecoderLayer):
     """Attention and an MLP, each behind a norm of its own. Similar families replace them."""
 
     def __init__(
-        self, name: str, config: ModelConfig, attention: GroupedAttention, mlp: GatedMlp | Mlp | None = None
+        self,
+        name: str,
+        config: ModelConfig,
+        attention: GroupedAttention | LatentAttention,
+        mlp: GatedMlp | Mlp | None = None,
     ) -> None:
         self.input_norm = RmsNorm(f"{name}.input_layernorm", config)
         self.attention = attention

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 FAMILIES: Mapping[str, str] = {
     "ArceeForCausalLM": "arcee",
     "Cohere2ForCausalLM": "cohere2",
+    "DeepseekV3ForCausalLM": "deepseek_v3",
     "Gemma2ForCausalLM": "gemma2",
     "Gemma3ForCausalLM": "gemma3",
     "Glm4ForCausalLM": "glm4",

@@ -7,7 +7,14 @@ from typing import TYPE_CHECKING, Protocol, cast
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from splitserve.kernels.api import AttentionPlan, Kernels, PagedAttention, SlidingAttention
+    from splitserve.kernels.api import (
+        AnyAttention,
+        AttentionPlan,
+        Kernels,
+        LatentAttention,
+        PagedAttention,
+        SlidingAttention,
+    )
 
 BeforeLayer = Callable[[int], None]
 """Called with the number of each layer, before anything reads the layer's KV."""
@@ -37,8 +44,8 @@ class Step:
     query_factors: "Tensor | None"  # [T, 1, 1] of queries, by their positions; None: 1
     slots: "Tensor"  # int64 [T, G]: where keys and values go
     rows: "Tensor | None"  # int64 [R], rows of the flat batch to sample from; None: all of them
-    kv_layers: "Sequence[Tensor]"  # per layer: [num_blocks, G, 2, B, D]
-    attention: "PagedAttention"
+    kv_layers: "Sequence[Tensor]"  # per layer: [num_blocks, G, 2, B, D], or latents [num_blocks, B, width]
+    attention: "AnyAttention"
     plan: "AttentionPlan"
     before_layer: BeforeLayer | None  # may queue what a layer has to wait for
     scored: ScoredRows | None = None  # those among ``rows``; None: all are sampled from
@@ -58,13 +65,26 @@ class Step:
         After the last layer's attention all else works row by row: there only the rows to sample from are returned,
         [R, H * D], with their numbers. Raises :class:`NothingToSample` if there are none.
         """
-        rows = self.rows if layer == len(self.kv_layers) - 1 else None
-        if rows is not None and rows.shape[0] == 0:
-            raise NothingToSample
+        rows = self._rows_after(layer)
         if self.query_factors is not None:
             query = query * self.query_factors
-        run = self.attention.run
+        run = cast("PagedAttention", self.attention).run
         if is_sliding:
             run = cast("SlidingAttention", self.attention).run_sliding
         context = run(query, self.kv_layers[layer], self.plan).flatten(1)
         return (context if rows is None else context[rows]), rows
+
+    def attend_latent(self, query: "Tensor", expansion: "Tensor", layer: int) -> "tuple[Tensor, Tensor | None]":
+        """Attend to the latents of ``layer``: ``query`` [T, H, query_dim] -> [T, H * value_dim], None; after the last
+        layer as :meth:`attend` does. ``expansion``: see :class:`splitserve.kernels.api.LatentAttention`."""
+        rows = self._rows_after(layer)
+        attention = cast("LatentAttention", self.attention)
+        context = attention.run_latent(query, expansion, self.kv_layers[layer], self.plan).flatten(1)
+        return (context if rows is None else context[rows]), rows
+
+    def _rows_after(self, layer: int) -> "Tensor | None":
+        """Return the rows that are kept after the attention of ``layer``; None: all. Raises NothingToSample."""
+        rows = self.rows if layer == len(self.kv_layers) - 1 else None
+        if rows is not None and rows.shape[0] == 0:
+            raise NothingToSample
+        return rows

@@ -57,6 +57,15 @@ class TokenUnits:
         return range(start, min(start + rows, extent))
 
 
+@dataclass(frozen=True, slots=True)
+class AllRows:
+    """Rows that every rank has all of, of a matrix that is stacked with matrices whose rows ranks share."""
+
+    def part(self, extent: int, shard: Shard) -> range:  # noqa: ARG002 -- as the other kinds of rows
+        """Return all rows."""
+        return range(extent)
+
+
 def fp8_scale_name(name: str, *, in_blocks: bool) -> str:
     """Return the name of the scales of the FP8 matrix ``name``: one per block, or one for all of it."""
     return f"{name}_scale_inv" if in_blocks else f"{name}_scale"
@@ -72,7 +81,7 @@ class Weight:
     name: str
     shape: tuple[int, ...]
     role: Role
-    rows: Units | TokenUnits | None = None
+    rows: Units | TokenUnits | AllRows | None = None
     columns: Units | None = None
     section: range | None = None  # the rows of ``shape`` that this declaration is about, where others share the tensor
 

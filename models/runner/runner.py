@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from splitserve.common.errors import SplitserveError
-from splitserve.kernels.api import AttentionShape, PagedBatch
+from splitserve.kernels.api import AnyAttention, AttentionShape, PagedBatch
 from splitserve.kernels.fp8.kv import FP8
 from splitserve.kernels.windows import make_layered
 from splitserve.models.decoder import DecoderModel, ForwardBatch
@@ -40,19 +40,20 @@ class NonFiniteLogitsError(SplitserveError):
 class ModelRunner:
     """Runs steps of ``model`` over ``kv_cache``.
 
-    ``kv_cache``: contiguous ``[num_blocks, num_layers, num_kv_heads, 2 (K/V), block_size, head_dim]``, on the model's
-    device and of its dtype, or float8_e4m3fn where the model's attention reads that. It belongs to the caller; the
-    runner writes only the slots of scheduled tokens. ``model_dir``: the checkpoint's, for structured output.
+    ``kv_cache``: contiguous ``[num_blocks, num_layers, num_kv_heads, 2 (K/V), block_size, head_dim]``, or of latents
+    ``[num_blocks, num_layers, block_size, width]``, on the model's device and of its dtype, or float8_e4m3fn where the
+    model's attention reads that. It belongs to the caller; the runner writes only the slots of scheduled tokens.
+    ``model_dir``: the checkpoint's, for structured output.
     """
 
     def __init__(self, model: DecoderModel, kv_cache: Tensor, *, model_dir: Path | None = None) -> None:
         config = model.config
-        block_size = kv_cache.shape[4] if kv_cache.dim() == 6 else 0
-        expected = (config.num_layers, config.num_kv_heads, 2, block_size, config.head_dim)
-        if kv_cache.dim() != 6 or kv_cache.shape[1:] != expected or not kv_cache.is_contiguous():
+        block_size = kv_cache.shape[-2] if kv_cache.dim() > 2 else 0
+        if kv_cache.shape[1:] != config.block_shape(block_size) or not kv_cache.is_contiguous():
+            needed = ["num_blocks", *config.block_shape(0)[:-2], "block_size", config.block_shape(0)[-1]]
             raise ValueError(
                 f"kv_cache has shape {list(kv_cache.shape)}; needed is a contiguous "
-                f"[num_blocks, {config.num_layers}, {config.num_kv_heads}, 2, block_size, {config.head_dim}]"
+                f"[{', '.join(str(size) for size in needed)}]"
             )
         if kv_cache.dtype not in (model.dtype, FP8) or kv_cache.device != model.device:
             raise ValueError(
@@ -73,8 +74,13 @@ class ModelRunner:
             scale=config.attention_scale,
             soft_cap=config.attention_soft_cap,
             window=config.window,
+            latent=None if config.latent is None else config.latent.of_kernels(),
         )
-        self._attention = make_layered(self._shape, model.kernels.make_attention)
+        self._attention: AnyAttention
+        if config.latent is not None:
+            self._attention = model.kernels.make_latent_attention(self._shape)
+        else:
+            self._attention = make_layered(self._shape, model.kernels.make_attention)
         self.sampler = Sampler(model.kernels.sample, config.vocab_size, model.device, model_dir, is_lead=model.is_lead)
 
     @property

@@ -94,7 +94,7 @@ def load_model(
     kv_records = records if records is not None and kv_dtype == torch.float8_e4m3fn else {}
     with torch.inference_mode(), closing(reader):
         reader.announce([tuple(weight.part(group.shard) for weight in stack) for stack in decoder.stacks()])
-        decoder.load(_Source(reader, kernels, pack_fp8, group=group, kv_records=kv_records), progress)
+        decoder.load(_Source(reader, kernels, pack_fp8, dtype=dtype, group=group, kv_records=kv_records), progress)
     return DecoderModel(
         local_config(config, group.shard.size), decoder, kernels, dtype=dtype, device=device, group=group
     )
@@ -133,6 +133,8 @@ def _check_records(records: Mapping[str, TensorRecord], weights: Mapping[str, We
     # A tied head may be stored all the same, and old Llama files carry a buffer that is computed today.
     unexpected = [name for name in sorted(records) if name not in expected and name != HEAD_NAME]
     unexpected = [name for name in unexpected if not name.endswith(_IGNORED_ENDINGS)]
+    extra = tuple(f"model.layers.{config.num_layers + index}." for index in range(config.num_extra_layers))
+    unexpected = [name for name in unexpected if not name.startswith(extra or ("\0",))]
     if unexpected:
         raise CheckpointError(f"the checkpoint has tensors that its config.json doesn't explain: {_few(unexpected)}")
     for name, shape in expected.items():
@@ -172,6 +174,7 @@ class _Source:
         kernels: Kernels,
         pack_fp8: PackFp8,
         *,
+        dtype: torch.dtype,
         group: Collectives,
         kv_records: Mapping[str, TensorRecord],
     ) -> None:
@@ -179,6 +182,7 @@ class _Source:
         self._reader = reader
         self._kernels = kernels
         self._pack_fp8 = pack_fp8
+        self._dtype = dtype
         self._group = group
         self._kv_records = kv_records
 
@@ -210,6 +214,12 @@ class _Source:
             )
         weight = scaled_rows(read := self._reader.read(parts), _scaled_parts(read, parts, factors))
         return self._kernels.pack_linear(_ordered(weight, _row_order(weight, parts, orders)))
+
+    def matrix(self, weight: Weight) -> Tensor:
+        parts = self._parts((weight,))
+        if self._reader.is_fp8(parts):
+            return self._reader.read_fp8(parts).dequantised(self._dtype)
+        return self._reader.read(parts, own=True)
 
     def summed(self, weight: Weight, factor: float = 1.0) -> ResidualLinear:
         local = self.linear((weight,), (factor,))
