@@ -13,6 +13,9 @@ from typing import Protocol, TypeAlias
 import torch
 from torch import Tensor
 
+from splitserve.kernels.experts.spec import RouterSpec
+from splitserve.kernels.experts.weights import ExpertWeights
+
 
 @dataclass(frozen=True, slots=True)
 class LatentShape:
@@ -291,6 +294,28 @@ class SiluMul(Protocol):
         ...
 
 
+class Route(Protocol):
+    def __call__(self, logits: Tensor, bias: Tensor | None, spec: RouterSpec) -> tuple[Tensor, Tensor]:
+        """Choose experts by ``logits`` [T, E], any float dtype -> experts int32 [T, k], weights float32 [T, k].
+
+        ``bias`` float32 [E]: the correction bias, None without one. The order of a token's experts is not defined.
+        Experts of rows that are not finite are any valid ones.
+        """
+        ...
+
+
+class Experts(Protocol):
+    """MLPs of a layer's experts on one rank (:class:`splitserve.kernels.experts.weights.ExpertWeights`)."""
+
+    def __call__(self, x: Tensor, experts: Tensor, factors: Tensor) -> Tensor:
+        """Return the sum of each row's experts' products, times their factors -> float32 [T, hidden].
+
+        ``x`` [T, hidden]; ``experts`` int32 [T, k], distinct in each row; ``factors`` float32 [T, k]. Experts of other
+        ranks add nothing. The order of each sum depends on the row's experts alone.
+        """
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingBatch:
     """Sampling parameters of each row, as plain numbers."""
@@ -339,6 +364,8 @@ class Kernels:
     silu_mul: SiluMul
     sample: Sample
     pack_linear: Callable[[Tensor], Linear]
+    route: Route
+    pack_experts: Callable[[ExpertWeights], Experts]
     make_attention: Callable[[AttentionShape], PagedAttention]
     prepare_latent: PrepareLatent
     make_latent_attention: Callable[[AttentionShape], LatentAttention]

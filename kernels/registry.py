@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from splitserve.kernels.api import Kernels
+from splitserve.kernels.experts import reference as experts
 from splitserve.kernels.reference import attention, kv_copy, latent, linear, sampling
 from splitserve.kernels.reference import operations as reference
 
@@ -90,6 +91,8 @@ _CANDIDATES: Mapping[str, tuple[Candidate, ...]] = {
         Candidate("onednn", _onednn_missing, lambda: linear.OneDnnLinear),
         Candidate("reference", _always, lambda: linear.PlainLinear),
     ),
+    "route": (Candidate("reference", _always, lambda: experts.route),),
+    "pack_experts": (Candidate("reference", _always, lambda: experts.LoopedExperts),),
     "make_attention": (
         Candidate("hybrid", _flashinfer_missing, _load("flashinfer.hybrid", "HybridPagedAttention")),
         Candidate("flashinfer", _flashinfer_missing, _load("flashinfer.attention", "FlashInferPagedAttention")),

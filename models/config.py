@@ -14,6 +14,7 @@ from typing import Any
 
 from splitserve.common.errors import CheckpointError
 from splitserve.common.model_files import MAX_CONFIG_BYTES, check_token_id, end_token_ids, few, read_json_object, shown
+from splitserve.models.experts import ExpertsSpec
 from splitserve.models.families.registry import FAMILIES, TEXT_OF
 from splitserve.models.fields import ConfigFields
 from splitserve.models.latent import LatentSizes
@@ -55,6 +56,7 @@ class Features(DecoderSizes):
     activation: str = "silu"
     qkv_bias: bool = False
     output_bias: bool = False
+    head_norms: bool = False  # where a family's models differ in it
     mlp_bias: bool = False
     rotary_dim: int | None = None  # elements of a head that are rotated; None: all
     rotates_neighbours: bool = False  # elements 2 * i and 2 * i + 1 are rotated together, instead of the halves
@@ -70,6 +72,7 @@ class Features(DecoderSizes):
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     logits_scale: float = 1.0
+    experts: ExpertsSpec | None = None
     latent: LatentSizes | None = None  # then there is 1 key/value head, and head_dim is the rotated part
     num_extra_layers: int = 0  # stored behind the others, which predict further tokens; they are not loaded
 

@@ -263,9 +263,9 @@ def demo_tensor(weight: Weight, num_probable: int, seed: int) -> Tensor:
             uniform.mul_(_EMBEDDING_STD * math.sqrt(3.0))
             uniform[num_probable:] *= _IMPROBABLE
             return uniform
-        case Role.BIAS:
+        case Role.BIAS | Role.CORRECTION_BIAS:
             return uniform.mul_(_BIAS_RANGE)
-        case Role.PROJECTION:
+        case Role.PROJECTION | Role.EXPERT | Role.ROUTER:
             return uniform.mul_(_LAYER_GAIN * math.sqrt(3.0 / weight.shape[1]))
 
 

@@ -5,6 +5,7 @@ from typing import Any
 from splitserve.models.config import ConfigFields, ModelConfig, check_rotated_whole, full_attention_only
 from splitserve.models.layers.attention import GroupedAttention
 from splitserve.models.layers.decoder import Decoder, DecoderLayer
+from splitserve.models.layers.experts import ExpertsMlp
 from splitserve.models.layers.latent import LatentAttention
 from splitserve.models.layers.mlp import GatedMlp, Mlp
 from splitserve.models.layers.norm import RmsNorm
@@ -20,7 +21,7 @@ class LlamaLayer(DecoderLayer):
         name: str,
         config: ModelConfig,
         attention: GroupedAttention | LatentAttention,
-        mlp: GatedMlp | Mlp | None = None,
+        mlp: GatedMlp | Mlp | ExpertsMlp | None = None,
     ) -> None:
         self.input_norm = RmsNorm(f"{name}.input_layernorm", config)
         self.attention = attention

@@ -7,13 +7,14 @@ it can be called. A layer made of others has them as attributes, and declares an
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
+from splitserve.kernels.experts.spec import GatedActivation
 from splitserve.models.layers.weight import Stack, Weight
 from splitserve.models.weights.shard import Shard
 
 if TYPE_CHECKING:  # the command line reads declarations, and starts without torch
     from torch import Tensor
 
-    from splitserve.kernels.api import Linear, NormedLinear, ResidualLinear
+    from splitserve.kernels.api import Experts, Kernels, Linear, NormedLinear, ResidualLinear
     from splitserve.models.parallel.ranks import Collectives
     from splitserve.models.weights.kv_scales import KVScales
 
@@ -27,6 +28,9 @@ class WeightSource(Protocol):
 
     @property
     def shard(self) -> Shard: ...
+
+    @property
+    def kernels(self) -> "Kernels": ...
 
     @property
     def group(self) -> "Collectives": ...
@@ -51,6 +55,17 @@ class WeightSource(Protocol):
 
     def summed(self, weight: Weight, factor: float = 1.0) -> "ResidualLinear":
         """Return a product whose inputs are split over the ranks: what is added is the sum of all ranks' products."""
+        ...
+
+    def experts(
+        self,
+        gate_up: Stack,
+        down: Stack,
+        activation: GatedActivation,
+        biases: tuple[Stack, Stack] | None = None,
+    ) -> "Experts":
+        """Return the rank's experts: ``down`` has a matrix of each expert, ``gate_up`` one or two (gate, then up);
+        ``biases`` likewise."""
         ...
 
     def embedding_and_head(self, embedding: Weight, head: Weight) -> "tuple[Tensor, NormedLinear]":

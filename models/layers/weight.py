@@ -9,7 +9,7 @@ from enum import Enum, auto
 from typing import TypeAlias
 
 from splitserve.models.config import Fp8Format
-from splitserve.models.weights.shard import Part, Shard, head_rows
+from splitserve.models.weights.shard import Part, Parts, Shard, head_rows
 
 
 class Role(Enum):
@@ -20,6 +20,9 @@ class Role(Enum):
     PROJECTION = auto()
     BIAS = auto()
     NORM = auto()
+    EXPERT = auto()  # a matrix of one of many experts
+    ROUTER = auto()
+    CORRECTION_BIAS = auto()  # of experts' scores, kept in float32
     HEAD_NORM = auto()  # one weight for all query heads, or all key heads
     FINAL_NORM = auto()
 
@@ -66,6 +69,18 @@ class AllRows:
         return range(extent)
 
 
+@dataclass(frozen=True, slots=True)
+class OfExpert:
+    """The expert that a weight belongs to. Ranks may share experts evenly instead of what is in them."""
+
+    index: int
+    experts: Units
+
+    def is_on(self, shard: Shard) -> bool:
+        """Return whether the rank has it, where ranks share the experts."""
+        return self.index in self.experts.part(self.experts.count, shard)
+
+
 def fp8_scale_name(name: str, *, in_blocks: bool) -> str:
     """Return the name of the scales of the FP8 matrix ``name``: one per block, or one for all of it."""
     return f"{name}_scale_inv" if in_blocks else f"{name}_scale"
@@ -84,25 +99,32 @@ class Weight:
     rows: Units | TokenUnits | AllRows | None = None
     columns: Units | None = None
     section: range | None = None  # the rows of ``shape`` that this declaration is about, where others share the tensor
+    expert: OfExpert | None = None
 
     @property
     def num_rows(self) -> int:
         """Rows that this declaration is about."""
         return self.shape[0] if self.section is None else len(self.section)
 
+    def is_on(self, shard: Shard) -> bool:
+        """Return whether the rank has anything of it."""
+        return self.expert is None or not shard.has_whole_experts or self.expert.is_on(shard)
+
     def part(self, shard: Shard) -> Part:
         """Return what the rank has of it."""
+        if self.expert is not None and shard.has_whole_experts:
+            shard = Shard()
         rows = None if self.rows is None else self.rows.part(self.num_rows, shard)
         if self.section is not None:
             rows = range(self.num_rows) if rows is None else rows
             rows = range(self.section.start + rows.start, self.section.start + rows.stop)
         columns = None if self.columns is None or shard.size == 1 else self.columns.part(self.shape[1], shard)
-        return Part(self.name, rows, columns)
+        return Part(self.name, rows, columns, is_wide=self.role is Role.CORRECTION_BIAS)
 
     @property
     def may_be_fp8(self) -> bool:
         """Return whether the weight may be stored in FP8: true for the matrices of layers."""
-        return self.role is Role.PROJECTION
+        return self.role in (Role.PROJECTION, Role.EXPERT)
 
     def scale_shapes(self, fp8: Fp8Format) -> dict[str, tuple[int, ...]]:
         """Return the scales that a checkpoint must have if it has this matrix in FP8, by name."""
@@ -113,3 +135,8 @@ class Weight:
 
 Stack: TypeAlias = tuple[Weight, ...]
 """Weights that are loaded as one, stacked along their rows."""
+
+
+def stack_parts(stack: Stack, shard: Shard) -> Parts:
+    """Return what the rank has of a stack."""
+    return tuple(weight.part(shard) for weight in stack if weight.is_on(shard))

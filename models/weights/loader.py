@@ -18,7 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from splitserve.common.errors import CheckpointError
-from splitserve.kernels.api import Kernels, Linear, NormedLinear, ResidualLinear
+from splitserve.kernels.api import Experts, Kernels, Linear, NormedLinear, ResidualLinear
+from splitserve.kernels.experts.spec import GatedActivation
+from splitserve.kernels.experts.weights import ExpertWeights
 from splitserve.kernels.fp8.linear import Pack as PackFp8
 from splitserve.kernels.fp8.linear import select_fp8
 from splitserve.kernels.registry import select_kernels
@@ -27,7 +29,7 @@ from splitserve.models.declared import declare
 from splitserve.models.decoder import DecoderModel
 from splitserve.models.layers.decoder import HEAD_NAME, Decoder, Progress
 from splitserve.models.layers.layer import Order
-from splitserve.models.layers.weight import Stack, Weight
+from splitserve.models.layers.weight import Stack, Weight, stack_parts
 from splitserve.models.parallel.ranks import Alone, Collectives, RowParallelLinear, VocabParallelHead
 from splitserve.models.weights.checkpoint import TensorRecord, read_records, text_records
 from splitserve.models.weights.fp8_scales import FP8, ScaleReader
@@ -93,8 +95,8 @@ def load_model(
         logger.info("%s", description)
     kv_records = records if records is not None and kv_dtype == torch.float8_e4m3fn else {}
     with torch.inference_mode(), closing(reader):
-        reader.announce([tuple(weight.part(group.shard) for weight in stack) for stack in decoder.stacks()])
-        decoder.load(_Source(reader, kernels, pack_fp8, dtype=dtype, group=group, kv_records=kv_records), progress)
+        reader.announce([stack_parts(stack, group.shard) for stack in decoder.stacks()])
+        decoder.load(_Source(reader, kernels, pack_fp8, group=group, kv_records=kv_records, dtype=dtype), progress)
     return DecoderModel(
         local_config(config, group.shard.size), decoder, kernels, dtype=dtype, device=device, group=group
     )
@@ -174,17 +176,21 @@ class _Source:
         kernels: Kernels,
         pack_fp8: PackFp8,
         *,
-        dtype: torch.dtype,
         group: Collectives,
         kv_records: Mapping[str, TensorRecord],
+        dtype: torch.dtype,
     ) -> None:
         """``kv_records``: the checkpoint, where KV memory is in FP8 and scales of keys and values are to be used."""
         self._reader = reader
         self._kernels = kernels
         self._pack_fp8 = pack_fp8
-        self._dtype = dtype
         self._group = group
         self._kv_records = kv_records
+        self._dtype = dtype
+
+    @property
+    def kernels(self) -> Kernels:
+        return self._kernels
 
     @property
     def shard(self) -> Shard:
@@ -238,6 +244,42 @@ class _Source:
     def kv_scales(self, key_names: Sequence[str], value_names: Sequence[str]) -> KVScales:
         return read_kv_scales(self._kv_records, key_names, value_names)
 
+    def experts(
+        self,
+        gate_up: Stack,
+        down: Stack,
+        activation: GatedActivation,
+        biases: tuple[Stack, Stack] | None = None,
+    ) -> Experts:
+        first = next(index for index, weight in enumerate(down) if weight.is_on(self.shard))
+        count = sum(weight.is_on(self.shard) for weight in down)
+        gate_up_weight, gate_up_scales = self._stacked(gate_up, count)
+        down_weight, down_scales = self._stacked(down, count)
+        gate_up_bias = down_bias = None
+        if biases is not None:
+            gate_up_bias, down_bias = (self._reader.read(self._parts(stack)).view(count, -1) for stack in biases)
+            if self.shard.rank and not self.shard.has_whole_experts:
+                down_bias = torch.zeros_like(down_bias)
+        weights = ExpertWeights(
+            gate_up_weight,
+            down_weight,
+            activation,
+            first,
+            gate_up_bias=gate_up_bias,
+            down_bias=down_bias,
+            gate_up_scales=gate_up_scales,
+            down_scales=down_scales,
+        )
+        return self._kernels.pack_experts(weights)
+
+    def _stacked(self, stack: Stack, count: int) -> tuple[Tensor, Tensor | None]:
+        """Return a stack of ``count`` experts' matrices as one [count, rows, columns], and its scales, if it has any."""
+        parts = self._parts(stack)
+        if not self._reader.is_fp8(parts):
+            return _by_expert(self._reader.read(parts), count), None
+        weight = self._reader.read_fp8(parts)
+        return _by_expert(weight.dequantised(self._dtype), count), None
+
     def _head(self, rows: Tensor, head: Weight) -> NormedLinear:
         """``rows``: this rank's, as stored."""
         missing = head_rows(head.shape[0], self.shard.size) - rows.shape[0]
@@ -245,7 +287,12 @@ class _Source:
         return local if self.shard.size == 1 else VocabParallelHead(local, self._group, head.shape[0])
 
     def _parts(self, weights: Stack) -> Parts:
-        return tuple(weight.part(self.shard) for weight in weights)
+        return stack_parts(weights, self.shard)
+
+
+def _by_expert(stacked: Tensor, count: int) -> Tensor:
+    """Return the matrices [count, rows, columns] of ``stacked`` [count * rows, columns]."""
+    return stacked.view(count, -1, stacked.shape[1])
 
 
 def _scaled_parts(weight: Tensor, parts: Parts, factors: Sequence[float]) -> list[tuple[int, float]]:

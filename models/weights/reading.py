@@ -78,17 +78,20 @@ class MappedReader:
     def announce(self, weights: Sequence[Parts]) -> None: ...
 
     def read(self, parts: Parts, *, own: bool = False) -> Tensor:
-        views = [_cut(self._view(part.name), part) for part in parts]
-        if len(views) > 1:
-            return torch.cat(views).to(self._dtype)
-        return views[0].to(self._dtype, copy=own or views[0].dim() == 1).contiguous()
+        dtype = torch.float32 if parts[0].is_wide else self._dtype
+        if len(parts) > 1:
+            return _joined([_cut(self._view(part.name), part) for part in parts], dtype)
+        view = _cut(self._view(parts[0].name), parts[0])
+        return view.to(dtype, copy=own or view.dim() == 1).contiguous()
 
     def is_fp8(self, parts: Parts) -> bool:
         return self._scales is not None and self._scales.is_fp8(parts)
 
     def read_fp8(self, parts: Parts) -> Fp8Weight:
         assert self._scales is not None
-        return self._scales.with_scales(torch.cat([_cut(self._view(part.name), part) for part in parts]), parts)
+        return self._scales.with_scales(
+            _joined([_cut(self._view(part.name), part) for part in parts], torch.float8_e4m3fn), parts
+        )
 
     def mapped(self, name: str) -> Tensor:
         """Return the whole tensor as a view of its file, in the checkpoint's own dtype; no page is resident yet."""
@@ -131,6 +134,8 @@ class DummyReader:
 
     def read(self, parts: Parts, *, own: bool = False) -> Tensor:  # noqa: ARG002
         cuts = [_cut(self._whole(part.name), part) for part in parts]
+        if parts[0].is_wide:
+            return cuts[0].float()
         return cuts[0].contiguous() if len(cuts) == 1 else torch.cat(cuts)
 
     def is_fp8(self, parts: Parts) -> bool:
@@ -150,6 +155,14 @@ class DummyReader:
             return torch.ones(shape, dtype=self._dtype, device=self._device)
         generator = torch.Generator(self._device).manual_seed(zlib.crc32(name.encode()))
         return torch.empty(shape, dtype=self._dtype, device=self._device).normal_(0.0, _DUMMY_STD, generator=generator)
+
+
+def _joined(views: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """Return ``views`` stacked along their rows; nothing else of that size is made."""
+    joined = torch.empty((sum(view.shape[0] for view in views), *views[0].shape[1:]), dtype=dtype)
+    for view, rows in zip(views, joined.split([view.shape[0] for view in views]), strict=True):
+        rows.copy_(view)
+    return joined
 
 
 def _cut(tensor: Tensor, part: Part) -> Tensor:
@@ -212,6 +225,7 @@ class StagedReader:
         pieces: list[tuple[_Piece, list[Future[None]]]] = []
         for parts in weights:
             dtype = torch.float8_e4m3fn if self.is_fp8(parts) else self._dtype
+            dtype = torch.float32 if parts[0].is_wide else dtype
             target = torch.empty(self._shape(parts), dtype=dtype, device=self._device)
             futures: list[Future[None]] = []
             self._targets[parts] = (target, futures)

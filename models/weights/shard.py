@@ -17,6 +17,7 @@ class Shard:
 
     rank: int = 0
     size: int = 1
+    has_whole_experts: bool = False  # ranks share the experts of a layer, else each expert's inner dimension
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +27,7 @@ class Part:
     name: str
     rows: range | None = None
     columns: range | None = None
+    is_wide: bool = False  # read as float32, whatever the model's dtype is
 
 
 Parts: TypeAlias = tuple[Part, ...]

@@ -20,5 +20,7 @@ def logits_bytes(config: ModelConfig, num_seqs: int) -> int:
 def activation_bytes(config: ModelConfig, num_tokens: int, element_bytes: int) -> int:
     """Return the bytes of the residual and of the widest product's input and output, for ``num_tokens`` tokens."""
     stacks = [stack for stack in declare(config).stacks() if stack[0].role is Role.PROJECTION]
-    widest = max(stack[0].shape[1] + sum(weight.num_rows for weight in stack) for stack in stacks)
-    return num_tokens * (config.hidden_size + widest) * element_bytes
+    widths = [stack[0].shape[1] + sum(weight.num_rows for weight in stack) for stack in stacks]
+    if (experts := config.experts) is not None:
+        widths.append(config.hidden_size + 2 * experts.inner_size * experts.router.top_k)
+    return num_tokens * (config.hidden_size + max(widths)) * element_bytes

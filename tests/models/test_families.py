@@ -68,8 +68,10 @@ LATENT = {
     "qk_nope_head_dim": 24,
     "qk_rope_head_dim": 16,
     "v_head_dim": 20,
-    "first_k_dense_replace": 3,
+    "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.8},
 }
+EXPERTS = {"num_experts_per_tok": 3, "moe_intermediate_size": 32}
+GROUPS = {"n_routed_experts": 8, "n_shared_experts": 2, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.5}
 # Features that are off by default, or that default to sizes of large models
 OWN_SIZES: dict[str, dict[str, Any]] = {
     "ArceeForCausalLM": {**BIASED, "rope_parameters": YARN},
@@ -79,7 +81,15 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
         "attention_bias": True,
     },
-    "DeepseekV3ForCausalLM": {**LATENT, "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.8}},
+    "DeepseekV2ForCausalLM": {
+        **LATENT,
+        **EXPERTS,
+        **GROUPS,
+        "q_lora_rank": None,
+        "topk_method": "group_limited_greedy",
+        "first_k_dense_replace": 1,
+    },
+    "DeepseekV3ForCausalLM": {**LATENT, **EXPERTS, **GROUPS, "first_k_dense_replace": 1},
     "Gemma2ForCausalLM": {
         **WINDOW,
         "query_pre_attn_scalar": 24,
@@ -92,18 +102,34 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
         "rope_parameters": {**BY_KIND, "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e4}},
     },
     "Glm4ForCausalLM": {"attention_bias": True},
+    "Glm4MoeForCausalLM": {
+        **EXPERTS,
+        "attention_bias": True,
+        "use_qk_norm": True,
+        "n_routed_experts": 8,
+        "n_shared_experts": 2,
+        "n_group": 4,
+        "topk_group": 2,
+        "first_k_dense_replace": 1,
+        "routed_scaling_factor": 1.5,
+        "norm_topk_prob": True,
+    },
+    "Glm4MoeLiteForCausalLM": {**LATENT, **EXPERTS, **GROUPS, "v_head_dim": 48},
     "GraniteForCausalLM": {**BIASED, **SCALES},
     "LlamaForCausalLM": BIASED,
+    "MiniMaxM2ForCausalLM": {"num_experts_per_tok": 3, "num_local_experts": 8, "intermediate_size": 32},
     "Ministral3ForCausalLM": {
         "sliding_window": 20,
         "rope_parameters": {**YARN, "llama_4_scaling_beta": 0.5, "mscale": 1.0, "mscale_all_dim": 0.5},
     },
     "MistralForCausalLM": {"sliding_window": 17},
+    "MixtralForCausalLM": {"num_experts_per_tok": 2, "num_local_experts": 4, "intermediate_size": 32},
     "NemotronForCausalLM": {**BIASED, "initializer_range": 0.1},  # squares grow: large ones hide biases
     "Olmo3ForCausalLM": {**WINDOW, "rope_parameters": {**BY_KIND, "full_attention": YARN}},
     "Phi3ForCausalLM": {"head_dim": 16, "rope_parameters": {**LONG, "partial_rotary_factor": 0.75}},
     "Qwen2ForCausalLM": {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1},
     "Qwen3ForCausalLM": {"attention_bias": True},
+    "Qwen3MoeForCausalLM": {**EXPERTS, "num_experts": 8, "norm_topk_prob": True, "mlp_only_layers": [0]},
     "SeedOssForCausalLM": {"attention_out_bias": True, "mlp_bias": True},
     "SmolLM3ForCausalLM": {"no_rope_layers": [1, 0, 1]},
 }
@@ -126,6 +152,9 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
                 parameter.add_(
                     (BIAS if name.endswith(".bias") and "norm" not in name else NOISE) * torch.randn_like(parameter)
                 )
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.add_(NOISE * torch.randn_like(buffer))
         logits = model(torch.tensor([PROMPTS[1]])).logits[0, -1]
     path = tmp_path_factory.mktemp("families") / request.param
     model.save_pretrained(path)

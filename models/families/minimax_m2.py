@@ -1,0 +1,47 @@
+"""MiniMax-M2: Llama whose MLPs are mixtures of experts, with norms of all queries and all keys."""
+
+from typing import Any
+
+from splitserve.kernels.experts.spec import RouterSpec, Score
+from splitserve.models.config import ConfigFields, ModelConfig, full_attention_only, partial_rotary_factor
+from splitserve.models.experts import ExpertsSpec, check_router
+from splitserve.models.families.llama import LlamaLayer
+from splitserve.models.families.mixtral import PROJECTIONS
+from splitserve.models.layers.attention import GroupedAttention
+from splitserve.models.layers.decoder import Decoder
+from splitserve.models.layers.experts import ExpertsMlp
+
+
+def features(given: ConfigFields) -> dict[str, Any]:
+    """Read what its config.json has beside the sizes."""
+    full_attention_only(given)
+    given.choice("hidden_act", ("silu",), "silu")
+    count = "num_local_experts"
+    router = RouterSpec(
+        given.positive(count, 256),
+        given.positive("num_experts_per_tok", 8),
+        Score.SIGMOID,
+        normalised=True,
+        correction_bias=True,
+    )
+    head_dim = given.positive("head_dim", 128)
+    rotary_dim = given.optional_positive("rotary_dim") or int(head_dim * partial_rotary_factor(given))
+    return {
+        "head_dim": head_dim,
+        "rotary_dim": rotary_dim,
+        "experts": ExpertsSpec(check_router(router, experts=count), given.positive("intermediate_size")),
+    }
+
+
+def build(config: ModelConfig) -> Decoder:
+    """Declare the model."""
+    return Decoder(config, _layer)
+
+
+def _layer(name: str, config: ModelConfig, index: int) -> LlamaLayer:
+    return LlamaLayer(
+        name,
+        config,
+        GroupedAttention(f"{name}.self_attn", config, index, joint_norms=True),
+        ExpertsMlp(f"{name}.block_sparse_moe", config, correction="e_score_correction_bias", projections=PROJECTIONS),
+    )

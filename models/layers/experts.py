@@ -1,0 +1,192 @@
+"""Mixtures of experts (arXiv:1701.06538, arXiv:2101.03961): each token is computed by a few of many MLPs."""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from splitserve.models.config import ModelConfig
+from splitserve.models.experts import ExpertsSpec
+from splitserve.models.layers.layer import Layer, WeightSource
+from splitserve.models.layers.projection import InputProjections
+from splitserve.models.layers.residual import Normed, Product
+from splitserve.models.layers.weight import OfExpert, Role, Stack, Units, Weight
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from splitserve.kernels.api import Experts, Linear
+    from splitserve.models.parallel.ranks import Collectives
+
+
+class Router(Layer):
+    """The choice of experts, whole on every rank: all ranks choose the same ones."""
+
+    _linear: "Linear"
+    _wide: "Tensor | None" = None  # the weight in float32, where logits are computed in it
+    _bias: "Tensor | None" = None
+    _correction: "Tensor | None" = None
+
+    def __init__(self, name: str, config: ModelConfig, spec: ExpertsSpec, *, correction: str) -> None:
+        count = spec.router.num_experts
+        self.spec = spec.router
+        self._weight = Weight(f"{name}.weight", (count, config.hidden_size), Role.ROUTER)
+        self._declared_bias = Weight(f"{name}.bias", (count,), Role.BIAS)
+        self._declared_correction = Weight(correction, (count,), Role.CORRECTION_BIAS)
+
+    def stacks(self) -> Iterator[Stack]:
+        yield (self._weight,)
+        if self.spec.logits_bias:
+            yield (self._declared_bias,)
+        if self.spec.correction_bias:
+            yield (self._declared_correction,)
+
+    def load(self, source: WeightSource) -> None:
+        self._kernels = source.kernels
+        if self.spec.wide_logits:
+            self._wide = source.vector((self._weight,)).float()
+        else:
+            self._linear = source.linear((self._weight,))
+        if self.spec.logits_bias:
+            self._bias = source.vector((self._declared_bias,))
+        if self.spec.correction_bias:
+            self._correction = source.vector((self._declared_correction,))
+
+    def __call__(self, x: "Tensor") -> "tuple[Tensor, Tensor]":
+        """Return each row's experts int32 [T, k] and their factors float32 [T, k]."""
+        logits = self._linear(x) if self._wide is None else x.float() @ self._wide.t()
+        if self._bias is not None:
+            logits = logits + self._bias
+        return self._kernels.route(logits, self._correction, self.spec)
+
+
+class SharedExperts(Layer):
+    """A gated MLP that every token has, beside its chosen experts. Ranks share the intermediate dimension."""
+
+    _down: "Linear"
+
+    def __init__(self, name: str, config: ModelConfig, spec: ExpertsSpec, *, gate: str) -> None:
+        size = spec.shared_size
+        inner = Units(f"a shared expert's intermediate size of {size}", size)
+        self._hidden_size = config.hidden_size
+        self.gate_up = InputProjections(
+            config.hidden_size, ((f"{name}.gate_proj", size, inner), (f"{name}.up_proj", size, inner))
+        )
+        self._weight = Weight(f"{name}.down_proj.weight", (config.hidden_size, size), Role.PROJECTION, columns=inner)
+        self._gate = Weight(f"{gate}.weight", (1, config.hidden_size), Role.ROUTER) if spec.shared_gate else None
+
+    def stacks(self) -> Iterator[Stack]:
+        yield from self.gate_up.stacks()
+        yield (self._weight,)
+        if self._gate is not None:
+            yield (self._gate,)
+
+    def load(self, source: WeightSource) -> None:
+        self.gate_up.load(source)
+        self._down = source.linear((self._weight,))
+        self._gate_linear = None if self._gate is None else source.linear((self._gate,))
+
+    def __call__(self, x: "Tensor") -> "Tensor":
+        """Return this rank's share of the product [T, hidden] of the normalised ``x``."""
+        product = self._down(self.gate_up.gated(Normed(x, x[0], 0.0, x)))
+        return product if self._gate_linear is None else product * self._gate_linear(x).sigmoid()
+
+
+class ExpertsMlp(Layer):
+    """A router and its experts, with shared experts where the model has them.
+
+    Ranks share each expert's intermediate dimension, or the experts (:class:`splitserve.models.weights.shard.Shard`).
+    Every rank has all tokens; the ranks' sums are added as those of a dense MLP are.
+
+    ``projections``: names of gate, up and down in each expert; gate and up may be one tensor, which is then named once.
+    """
+
+    experts: "Experts"
+
+    def __init__(
+        self,
+        name: str,
+        config: ModelConfig,
+        *,
+        router: str = "gate",
+        correction: str = "gate.e_score_correction_bias",
+        experts: str = "experts",
+        projections: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj"),
+        shared: str = "shared_experts",
+        shared_gate: str = "shared_expert_gate",
+    ) -> None:
+        spec = config.experts
+        assert spec is not None
+        self.spec = spec
+        self.router = Router(f"{name}.{router}", config, spec, correction=f"{name}.{correction}")
+        self._declare(f"{name}.{experts}", config.hidden_size, spec, projections)
+        self.shared = None
+        if spec.shared_size:
+            self.shared = SharedExperts(f"{name}.{shared}", config, spec, gate=f"{name}.{shared_gate}")
+
+    def _declare(self, name: str, hidden_size: int, spec: ExpertsSpec, projections: tuple[str, ...]) -> None:
+        *gate_up, down = projections
+        inner = Units(f"an expert's intermediate size of {spec.inner_size}", spec.inner_size)
+        experts = Units(f"{spec.router.num_experts} experts", spec.router.num_experts)
+        owners = [OfExpert(index, experts) for index in range(experts.count)]
+        rows = 2 * spec.inner_size // len(gate_up)
+        self._gate_up = tuple(
+            Weight(f"{name}.{own.index}.{each}.weight", (rows, hidden_size), Role.EXPERT, rows=inner, expert=own)
+            for own in owners
+            for each in gate_up
+        )
+        shape = (hidden_size, spec.inner_size)
+        self._down = tuple(
+            Weight(f"{name}.{own.index}.{down}.weight", shape, Role.EXPERT, columns=inner, expert=own) for own in owners
+        )
+        self._gate_up_biases = tuple(
+            Weight(f"{name}.{own.index}.{each}.bias", (rows,), Role.BIAS, rows=inner, expert=own)
+            for own in owners
+            for each in gate_up
+        )
+        self._down_biases = tuple(
+            Weight(f"{name}.{own.index}.{down}.bias", shape[:1], Role.BIAS, expert=own) for own in owners
+        )
+
+    def stacks(self) -> Iterator[Stack]:
+        yield from self.router.stacks()
+        yield self._gate_up
+        yield self._down
+        if self.spec.biases:
+            yield self._gate_up_biases
+            yield self._down_biases
+        if self.shared is not None:
+            yield from self.shared.stacks()
+
+    def load(self, source: WeightSource) -> None:
+        self.router.load(source)
+        biases = (self._gate_up_biases, self._down_biases) if self.spec.biases else None
+        self.experts = source.experts(self._gate_up, self._down, self.spec.activation, biases)
+        if self.shared is not None:
+            self.shared.load(source)
+        self._kernels, self._group = source.kernels, source.group
+
+    def __call__(self, x: Normed) -> Product:
+        normed = self._kernels.rms_norm(x.hidden, x.weight, x.eps) if x.normed is None else x.normed
+        return Product(_SumOfRanks(self, self._group), normed)
+
+    def product(self, x: "Tensor") -> "Tensor":
+        """Return this rank's share of the product [T, hidden] of the normalised ``x``."""
+        total = self.experts(x, *self.router(x))
+        if self.shared is not None:
+            total += self.shared(x)
+        return total.to(x.dtype)
+
+
+class _SumOfRanks:
+    """The product of all ranks. See :class:`splitserve.kernels.api.ResidualLinear`."""
+
+    def __init__(self, mlp: ExpertsMlp, group: "Collectives") -> None:
+        self._mlp = mlp
+        self._group = group
+
+    def add_to(
+        self, residual: "Tensor", x: "Tensor", norm: "Tensor | None" = None, eps: float = 0.0
+    ) -> "Tensor | None":
+        """Add the product to ``residual``; return its norm where the collective has made it."""
+        if x.shape[0] == 1:
+            norm = None  # as in splitserve.models.parallel.ranks.RowParallelLinear
+        return self._group.add_reduced(residual, self._mlp.product(x).unsqueeze(0), norm, eps)
