@@ -93,7 +93,7 @@ class ReferenceLatentAttention:
     def __init__(self, shape: AttentionShape) -> None:
         assert shape.latent is not None
         self._shape, self._latent = shape, shape.latent
-        self._scale = shape.scale if shape.scale is not None else 1.0 / math.sqrt(shape.latent.query_dim)
+        self._scale = score_scale(shape)
         block_bytes = shape.block_size * shape.latent.width * shape.dtype.itemsize
         self._gather_blocks = max(1, GATHER_BYTES // block_bytes)
 
@@ -206,6 +206,12 @@ class ReferenceLatentAttention:
         missing = sizes.query_dim - sizes.value_dim
         wider = (0, max(0, -missing))
         return F.pad(query, wider), F.pad(keys, wider)[None], F.pad(values, (0, max(0, missing)))[None]
+
+
+def score_scale(shape: AttentionShape) -> float:
+    """Return the factor of a query's products with keys."""
+    assert shape.latent is not None
+    return 1.0 / math.sqrt(shape.latent.query_dim) if shape.scale is None else shape.scale
 
 
 def absorbed_query(query: Tensor, expansion: Tensor, latent: LatentShape) -> Tensor:
