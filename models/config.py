@@ -74,7 +74,7 @@ class Features(DecoderSizes):
     logits_scale: float = 1.0
     experts: ExpertsSpec | None = None
     latent: LatentSizes | None = None  # then there is 1 key/value head, and head_dim is the rotated part
-    num_extra_layers: int = 0  # stored behind the others, which predict further tokens; they are not loaded
+    num_speculator_layers: int = 0  # stored behind the model's own, and not used (multi-token prediction)
 
 
 @dataclass(frozen=True, slots=True)

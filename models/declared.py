@@ -6,6 +6,9 @@ from splitserve.common.errors import ConfigError
 from splitserve.models.config import ModelConfig
 from splitserve.models.layers.decoder import Decoder
 from splitserve.models.layers.weight import Units, Weight
+from splitserve.models.weights.shard import Shard
+
+_ALIGNMENT = 16  # of an expert's intermediate size on a rank, for its products to be fast
 
 
 def declare(config: ModelConfig) -> Decoder:
@@ -20,21 +23,52 @@ def stored_weights(config: ModelConfig) -> dict[str, Weight]:
     return {weight.name: weight for weight in declare(config).weights()}
 
 
-def check_tensor_parallel_size(config: ModelConfig, size: int) -> None:
+def check_tensor_parallel_size(config: ModelConfig, size: int, expert_parallel: str = "auto") -> None:
     """Raise :class:`ConfigError` that says which sizes work, unless ``size`` ranks can share the model evenly."""
-    units = _shared_units(declare(config))
-    if all(unit.fits(size) for unit in units):
-        return
-    most = min(unit.count for unit in units if not unit.repeated)
-    sizes = [str(other) for other in range(1, most + 1) if all(unit.fits(other) for unit in units)]
-    labels = [unit.label for unit in units]
-    raise ConfigError(
-        f"{', '.join(labels[:-1])} and {labels[-1]} can't be shared by {size} tensor-parallel ranks; "
+    shard_of(config, 0, size, expert_parallel)
+
+
+def shard_of(config: ModelConfig, rank: int, size: int, expert_parallel: str = "auto") -> Shard:
+    """Return what rank ``rank`` of ``size`` has of the model. ``expert_parallel``: "on": ranks share the experts;
+    "off": each expert's intermediate dimension; "auto": the latter if every rank's share is aligned, or if there is no
+    other way. Raises :class:`ConfigError` that says which sizes work if ranks can't share the model evenly."""
+    if config.experts is None and expert_parallel == "on":
+        raise ConfigError("expert_parallel is on, but the model has no experts; leave it at auto")
+    decoder = declare(config)
+    ways = {"on": (True,), "off": (False,), "auto": (False, True) if config.experts is not None else (False,)}
+    units = {way: _shared_units(decoder, has_whole_experts=way) for way in ways[expert_parallel]}
+    possible = [way for way, shared in units.items() if all(unit.fits(size) for unit in shared)]
+    if not possible:
+        raise ConfigError(_refusal(units, size, expert_parallel))
+    is_split_well = False in possible and (len(possible) == 1 or _is_aligned(config, size))
+    return Shard(rank, size, has_whole_experts=size > 1 and not is_split_well)
+
+
+def _is_aligned(config: ModelConfig, size: int) -> bool:
+    """Return whether each rank's share of an expert has a size that products are fast with."""
+    alignment = _ALIGNMENT if config.fp8 is None or config.fp8.block is None else config.fp8.block[0]
+    return config.experts is None or config.experts.inner_size // size % alignment == 0
+
+
+def _refusal(units: dict[bool, list[Units]], size: int, expert_parallel: str) -> str:
+    """Return why ``size`` ranks can't share the model in any way, and which sizes work."""
+    most = max(min(unit.count for unit in shared if not unit.repeated) for shared in units.values())
+    sizes = [
+        str(other)
+        for other in range(1, most + 1)
+        if any(all(unit.fits(other) for unit in shared) for shared in units.values())
+    ]
+    labels = list(dict.fromkeys(unit.label for shared in units.values() for unit in shared))
+    forced = "" if expert_parallel == "auto" else f" with expert_parallel {expert_parallel}"
+    return (
+        f"{', '.join(labels[:-1])} and {labels[-1]} can't be shared by {size} tensor-parallel ranks{forced}; "
         f"{', '.join(sizes)} work"
     )
 
 
-def _shared_units(decoder: Decoder) -> list[Units]:
+def _shared_units(decoder: Decoder, *, has_whole_experts: bool) -> list[Units]:
     """Return the different kinds of units that ranks share, in the order of the layers."""
-    dimensions = [dimension for weight in decoder.weights() for dimension in (weight.rows, weight.columns)]
-    return list(dict.fromkeys(dimension for dimension in dimensions if isinstance(dimension, Units)))
+    dimensions = dict.fromkeys(
+        dimension for weight in decoder.weights() for dimension in weight.shared_dimensions(has_whole_experts)
+    )
+    return [dimension for dimension in dimensions if isinstance(dimension, Units)]

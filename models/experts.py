@@ -1,6 +1,6 @@
 """The experts that a config.json describes: sizes, router, the layers that have them. No torch here."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from splitserve.common.errors import CheckpointError
 from splitserve.common.model_files import few
@@ -15,7 +15,7 @@ class ExpertsSpec:
     router: RouterSpec
     inner_size: int  # the intermediate size of an expert
     dense_layers: frozenset[int] = frozenset()  # layers with a dense MLP instead
-    activation: GatedActivation = GatedActivation()
+    activation: GatedActivation = field(default_factory=GatedActivation)
     biases: bool = False  # of the experts' projections
     shared_size: int = 0  # the intermediate size of the experts that every token has; 0: there are none
     shared_gate: bool = False  # their product is multiplied by a sigmoid
@@ -53,7 +53,7 @@ def layer_numbers(given: ConfigFields, name: str, num_layers: int) -> frozenset[
 
 def deepseek_experts(given: ConfigFields) -> ExpertsSpec:
     """Read the experts of models whose router is that of DeepSeek V3 (arXiv:2412.19437): sigmoid scores with a
-    correction bias, groups scored by the sum of their best two experts, shared experts, first layers without experts."""
+    correction bias, groups scored by their best two experts, shared experts, first layers without experts."""
     count = "n_routed_experts"
     given.choice("scoring_func", ("sigmoid",), "sigmoid")
     given.choice("topk_method", ("noaux_tc",), "noaux_tc")

@@ -77,7 +77,7 @@ class LoopedExperts:
 
     def __call__(self, x: Tensor, experts: Tensor, factors: Tensor) -> Tensor:
         own, out = self.weights, torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-        for expert in experts.unique().tolist():
+        for expert in torch.unique(experts).tolist():
             index = expert - own.first
             if not 0 <= index < own.num_experts:
                 continue

@@ -6,7 +6,7 @@ from splitserve.common.errors import CheckpointError
 from splitserve.kernels.experts.spec import GroupScore, RouterSpec
 from splitserve.models.config import ConfigFields, ModelConfig
 from splitserve.models.experts import ExpertsSpec, check_router
-from splitserve.models.families.deepseek_v3 import check_every_layer, latent_layer, num_extra_layers
+from splitserve.models.families.deepseek_v3 import check_every_layer, latent_layer, num_speculator_layers
 from splitserve.models.latent import latent_features
 from splitserve.models.layers.decoder import Decoder
 
@@ -26,7 +26,7 @@ def features(given: ConfigFields) -> dict[str, Any]:
         dense_layers=frozenset(range(given.natural("first_k_dense_replace", 0))),
         shared_size=inner_size * given.natural("n_shared_experts", 2),
     )
-    return {**latent_features(given), "experts": experts, "num_extra_layers": num_extra_layers(given)}
+    return {**latent_features(given), "experts": experts, "num_speculator_layers": num_speculator_layers(given)}
 
 
 def _router(given: ConfigFields) -> RouterSpec:

@@ -24,7 +24,7 @@ def features(given: ConfigFields) -> dict[str, Any]:
     return {
         **latent_features(given),
         "experts": replace(experts, dense_layers=frozenset(range(first))),
-        "num_extra_layers": num_extra_layers(given),
+        "num_speculator_layers": num_speculator_layers(given),
     }
 
 
@@ -34,7 +34,7 @@ def check_every_layer(given: ConfigFields) -> None:
         raise CheckpointError(f"config.json: moe_layer_freq is {step}; only 1 is supported")
 
 
-def num_extra_layers(given: ConfigFields) -> int:
+def num_speculator_layers(given: ConfigFields) -> int:
     """Read how many layers behind the others predict further tokens."""
     return max(given.natural("num_nextn_predict_layers", 0), given.natural("num_mtp_layers", 0))
 

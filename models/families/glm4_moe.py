@@ -15,13 +15,13 @@ def features(given: ConfigFields) -> dict[str, Any]:
     full_attention_only(given)
     given.choice("hidden_act", ("silu",), "silu")
     head_dim = given.positive("head_dim", given.positive("hidden_size") // given.positive("num_attention_heads"))
-    given.get("num_nextn_predict_layers")  # a speculator beside the model
     return {
         "rotary_dim": int(head_dim * partial_rotary_factor(given, 0.5)),
         "qkv_bias": given.flag("attention_bias"),
         "head_norms": given.flag("use_qk_norm"),
         "rms_norm_eps": given.number("rms_norm_eps", 1e-5),
         "experts": deepseek_experts(given),
+        "num_speculator_layers": given.natural("num_nextn_predict_layers", 0),
     }
 
 

@@ -7,7 +7,7 @@ from splitserve.common.errors import CheckpointError
 from splitserve.common.model_files import few
 from splitserve.models.config import ConfigFields, ModelConfig
 from splitserve.models.experts import deepseek_experts
-from splitserve.models.families.deepseek_v3 import latent_layer, num_extra_layers
+from splitserve.models.families.deepseek_v3 import latent_layer, num_speculator_layers
 from splitserve.models.latent import latent_features
 from splitserve.models.layers.decoder import Decoder
 
@@ -19,7 +19,7 @@ def features(given: ConfigFields) -> dict[str, Any]:
         **latent_features(given),
         "rms_norm_eps": given.number("rms_norm_eps", 1e-5),
         "experts": replace(deepseek_experts(given), dense_layers=_dense_layers(given)),
-        "num_extra_layers": num_extra_layers(given),
+        "num_speculator_layers": num_speculator_layers(given),
     }
 
 

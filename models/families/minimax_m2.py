@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from splitserve.common.errors import CheckpointError
+from splitserve.common.model_files import few
 from splitserve.kernels.experts.spec import RouterSpec, Score
 from splitserve.models.config import ConfigFields, ModelConfig, full_attention_only, partial_rotary_factor
 from splitserve.models.experts import ExpertsSpec, check_router
@@ -10,6 +12,11 @@ from splitserve.models.families.mixtral import PROJECTIONS
 from splitserve.models.layers.attention import GroupedAttention
 from splitserve.models.layers.decoder import Decoder
 from splitserve.models.layers.experts import ExpertsMlp
+
+_WITHOUT_EFFECT = (
+    "layernorm_full_attention_beta", "layernorm_linear_attention_beta", "layernorm_mlp_beta", "mlp_intermediate_size",
+    "mtp_transformer_layers", "num_mtp_modules", "shared_moe_mode", "use_mtp",
+)  # fmt: skip
 
 
 def features(given: ConfigFields) -> dict[str, Any]:
@@ -24,6 +31,7 @@ def features(given: ConfigFields) -> dict[str, Any]:
         normalised=True,
         correction_bias=True,
     )
+    _refuse_other_kinds(given)
     head_dim = given.positive("head_dim", 128)
     rotary_dim = given.optional_positive("rotary_dim") or int(head_dim * partial_rotary_factor(given))
     return {
@@ -31,6 +39,23 @@ def features(given: ConfigFields) -> dict[str, Any]:
         "rotary_dim": rotary_dim,
         "experts": ExpertsSpec(check_router(router, experts=count), given.positive("intermediate_size")),
     }
+
+
+def _refuse_other_kinds(given: ConfigFields) -> None:
+    """Raise :class:`CheckpointError` for kinds of layers that other MiniMax models have; pass over fields without
+    effect, among them those of the speculator that the released files lack."""
+    given.choice("scoring_func", ("sigmoid",), "sigmoid")
+    given.choice("qk_norm_type", ("per_layer",), "per_layer")
+    kinds = given.items("attn_type_list")
+    if any(kind != 1 for kind in kinds):
+        raise CheckpointError(f"config.json: attn_type_list has {few(set(kinds))}; only 1 (softmax) is supported")
+    for name, needed in (("use_qk_norm", True), ("use_routing_bias", True)):
+        if given.flag(name, needed) is not needed:
+            raise CheckpointError(f"config.json: {name} is false; only true is supported")
+    if given.natural("shared_intermediate_size", 0):
+        raise CheckpointError("config.json: shared_intermediate_size isn't 0; shared experts aren't supported here")
+    for name in _WITHOUT_EFFECT:
+        given.get(name)
 
 
 def build(config: ModelConfig) -> Decoder:

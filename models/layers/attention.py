@@ -52,8 +52,7 @@ class GroupedAttention(Layer):
         self._orders = (order, order, None)
         units = {"heads": heads, "kv_heads": kv_heads}
         self.head_norms = HeadNorms(name, config, **units, offset=norm_offset, order=order) if head_norms else None
-        self.joint_norms = JointNorms(name, config, **units) if joint_norms else None
-        assert not (joint_norms and order), "their weights would need the order, too"
+        self.joint_norms = JointNorms(name, config, **units, order=order) if joint_norms else None
         self._key_scales = (f"{name}.k_scale", f"{name}.k_proj.k_scale")
         self._value_scales = (f"{name}.v_scale", f"{name}.v_proj.v_scale")
         self._layer, self._head_dim, self._eps = layer, config.head_dim, config.rms_norm_eps

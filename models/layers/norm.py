@@ -86,7 +86,17 @@ class JointNorms(Layer):
     _wide: "tuple[Tensor, Tensor]"
     _sizes: tuple[int, int]
 
-    def __init__(self, name: str, config: ModelConfig, *, heads: Units, kv_heads: Units) -> None:
+    def __init__(
+        self,
+        name: str,
+        config: ModelConfig,
+        *,
+        heads: Units,
+        kv_heads: Units,
+        order: tuple[int, ...] | None = None,
+    ) -> None:
+        """``order``: of each head's elements in memory (:mod:`.head_order`)."""
+        self._order = order
         sizes = (heads.count * config.head_dim, kv_heads.count * config.head_dim)
         self._query = Weight(f"{name}.q_norm.weight", sizes[:1], Role.HEAD_NORM, rows=heads)
         self._key = Weight(f"{name}.k_norm.weight", sizes[1:], Role.HEAD_NORM, rows=kv_heads)
@@ -97,8 +107,9 @@ class JointNorms(Layer):
         yield (self._key,)
 
     def load(self, source: WeightSource, query_factor: float = 1.0, key_factor: float = 1.0) -> None:
-        query = source.vector((self._query,), (query_factor,)).float()
-        self._wide = (query, source.vector((self._key,), (key_factor,)).float())
+        orders = (self._order,)
+        query = source.vector((self._query,), (query_factor,), orders).float()
+        self._wide = (query, source.vector((self._key,), (key_factor,), orders).float())
         self._group = source.group
         size = source.shard.size
         self._copies = (1, max(1, size // self._kv_heads.count))  # ranks that hold the same key head

@@ -110,6 +110,12 @@ class Weight:
         """Return whether the rank has anything of it."""
         return self.expert is None or not shard.has_whole_experts or self.expert.is_on(shard)
 
+    def shared_dimensions(self, has_whole_experts: bool) -> tuple[Units | TokenUnits | None, ...]:
+        """Return what ranks share of it, where they share the experts or where they share what is in them."""
+        if self.expert is not None and has_whole_experts:
+            return (self.expert.experts,)
+        return self.rows, self.columns
+
     def part(self, shard: Shard) -> Part:
         """Return what the rank has of it."""
         if self.expert is not None and shard.has_whole_experts:

@@ -27,8 +27,8 @@ _MAX_FILES = 4096
 _MAX_TENSORS = 1 << 18
 _MAX_DIMENSIONS = 8
 _MAX_NAME_CHARS = 512
-_ITEM_BITS = {"F64": 64, "F32": 32, "F16": 16, "BF16": 16, "I64": 64, "I32": 32, "I16": 16, "I8": 8, "U8": 8}
-_ITEM_BITS |= {"BOOL": 8, "F8_E4M3": 8, "F8_E5M2": 8}  # of other types the size isn't checked
+ITEM_BITS = {"F64": 64, "F32": 32, "F16": 16, "BF16": 16, "I64": 64, "I32": 32, "I16": 16, "I8": 8, "U8": 8}
+ITEM_BITS |= {"BOOL": 8, "F8_E4M3": 8, "F8_E5M2": 8}  # of other types the size isn't checked
 _HASH_WHOLE_BELOW_BYTES = 32 * 1024 * 1024
 _NUM_SAMPLES = 64
 _SAMPLE_BYTES = 64 * 1024
@@ -48,7 +48,8 @@ _TEXT_PREFIXES = {
 class TensorRecord:
     """A tensor's location in a checkpoint. ``dtype`` is the format's own name ("F32", "BF16", "F16").
 
-    ``offset``: of its first byte in the file, from where it lies contiguous, row after row.
+    ``offset``: of its first byte in the file, from where it lies contiguous, row after row. ``section``: an index of
+    the stored tensor's first dimension, and rows of its second, where it is a part of that; None: all of it.
     """
 
     name: str
@@ -56,6 +57,14 @@ class TensorRecord:
     dtype: str
     shape: tuple[int, ...]
     offset: int
+    section: tuple[int, range] | None = None
+
+    def of_stored(self, tensor: Any) -> Any:
+        """Return this tensor of ``tensor``, the stored one."""
+        if self.section is None:
+            return tensor
+        index, rows = self.section
+        return tensor[index, rows.start : rows.stop]
 
 
 def weight_files(directory: Path) -> list[Path]:
@@ -184,7 +193,7 @@ def _is_tensor(name: str, entry: Any) -> bool:
         return False
     if len(shape) > _MAX_DIMENSIONS or len(place) != 2 or place[0] > place[1]:
         return False
-    bits = _ITEM_BITS.get(dtype)
+    bits = ITEM_BITS.get(dtype)
     return bits is None or math.prod(shape) * bits == (place[1] - place[0]) * 8
 
 
@@ -201,3 +210,9 @@ def text_records(records: Mapping[str, TensorRecord]) -> dict[str, TensorRecord]
             if name.startswith(prefix):
                 found[text_prefix + name.removeprefix(prefix)] = record
     return found
+
+
+def without_layers(records: Mapping[str, TensorRecord], first: int, count: int) -> dict[str, TensorRecord]:
+    """Return ``records`` without the tensors of ``count`` layers from number ``first`` on."""
+    prefixes = tuple(f"model.layers.{index}." for index in range(first, first + count))
+    return {name: record for name, record in records.items() if not name.startswith(prefixes)}

@@ -60,7 +60,8 @@ class ScaleReader:
         try:
             if file not in self._open:
                 self._open[file] = safe_open(file, framework="pt", device="cpu")
-            tensor: Tensor = self._open[file].get_tensor(self._records[name].name)
+            record = self._records[name]
+            tensor: Tensor = record.of_stored(self._open[file].get_tensor(record.name))
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{file}: tensor {name} can't be read: {error}") from error
         return tensor

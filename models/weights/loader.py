@@ -31,8 +31,9 @@ from splitserve.models.layers.decoder import HEAD_NAME, Decoder, Progress
 from splitserve.models.layers.layer import Order
 from splitserve.models.layers.weight import Stack, Weight, stack_parts
 from splitserve.models.parallel.ranks import Alone, Collectives, RowParallelLinear, VocabParallelHead
-from splitserve.models.weights.checkpoint import TensorRecord, read_records, text_records
+from splitserve.models.weights.checkpoint import TensorRecord, read_records, text_records, without_layers
 from splitserve.models.weights.fp8_scales import FP8, ScaleReader
+from splitserve.models.weights.fused_experts import expert_records
 from splitserve.models.weights.kv_scales import KVScales, read_kv_scales, scaled_fp8_rows, scaled_rows
 from splitserve.models.weights.reading import (
     MAX_THREADS,
@@ -87,6 +88,10 @@ def load_model(
     if records is not None and config.text_of is not None:
         records = text_records(records)
     decoder = declare(config)
+    if records is not None:
+        records = expert_records(
+            without_layers(records, config.num_layers, config.num_speculator_layers), decoder.weights()
+        )
     reader = _make_reader(records, config, decoder, dtype, device, is_part=group.shard.size > 1)
     pack_fp8, description = select_fp8(
         device, dtype, pack_linear=kernels.pack_linear, rms_norm=kernels.rms_norm, silu_mul=kernels.silu_mul
@@ -135,8 +140,6 @@ def _check_records(records: Mapping[str, TensorRecord], weights: Mapping[str, We
     # A tied head may be stored all the same, and old Llama files carry a buffer that is computed today.
     unexpected = [name for name in sorted(records) if name not in expected and name != HEAD_NAME]
     unexpected = [name for name in unexpected if not name.endswith(_IGNORED_ENDINGS)]
-    extra = tuple(f"model.layers.{config.num_layers + index}." for index in range(config.num_extra_layers))
-    unexpected = [name for name in unexpected if not name.startswith(extra or ("\0",))]
     if unexpected:
         raise CheckpointError(f"the checkpoint has tensors that its config.json doesn't explain: {_few(unexpected)}")
     for name, shape in expected.items():
@@ -273,7 +276,7 @@ class _Source:
         return self._kernels.pack_experts(weights)
 
     def _stacked(self, stack: Stack, count: int) -> tuple[Tensor, Tensor | None]:
-        """Return a stack of ``count`` experts' matrices as one [count, rows, columns], and its scales, if it has any."""
+        """Return ``count`` experts' matrices as one [count, rows, columns], and its scales, if it has any."""
         parts = self._parts(stack)
         if not self._reader.is_fp8(parts):
             return _by_expert(self._reader.read(parts), count), None

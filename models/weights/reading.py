@@ -108,7 +108,8 @@ class MappedReader:
         try:
             if file not in self._open:
                 self._open[file] = safe_open(file, framework="pt", device="cpu")
-            tensor: Tensor = self._open[file].get_tensor(self._records[name].name)
+            record = self._records[name]
+            tensor: Tensor = record.of_stored(self._open[file].get_tensor(record.name))
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{file}: tensor {name} can't be read: {error}") from error
         return tensor
@@ -160,7 +161,7 @@ class DummyReader:
 def _joined(views: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     """Return ``views`` stacked along their rows; nothing else of that size is made."""
     joined = torch.empty((sum(view.shape[0] for view in views), *views[0].shape[1:]), dtype=dtype)
-    for view, rows in zip(views, joined.split([view.shape[0] for view in views]), strict=True):
+    for view, rows in zip(views, torch.split(joined, [view.shape[0] for view in views]), strict=True):
         rows.copy_(view)
     return joined
 

@@ -62,6 +62,9 @@ class Settings(TypedDict, total=False):
     max_model_len: int
     # processes (ranks) that share a worker's model, on one GPU each if there are GPUs
     tensor_parallel_size: int
+    # split of a mixture of experts over a worker's ranks; on: each has some of the experts; off: each has a part of
+    # every expert; auto: the latter, unless the parts would be too small
+    expert_parallel: Literal["auto", "on", "off"]
     # kernels of attention; auto: the best that can run
     attention_backend: Literal["auto", "hybrid", "flashinfer", "triton", "reference"]
     # run without CUDA graphs

@@ -92,10 +92,19 @@ def _model_problems(spec: ClusterSpec) -> Iterator[Problem]:
             f"{spec.model.max_model_len}",
         )
     for index, pool in enumerate(spec.pools):
-        problem = _refusal(lambda size=pool.tensor_parallel_size: check_tensor_parallel_size(model, size))  # type: ignore[misc]
+        size, split = pool.tensor_parallel_size, _expert_parallel(spec, pool)
+        problem = _refusal(lambda size=size, split=split: check_tensor_parallel_size(model, size, split))  # type: ignore[misc]
         if problem:
             yield f"pools[{index}].tensor_parallel_size", problem
         yield from _kv_problems(spec, pool, f"pools[{index}]", model)
+
+
+def _expert_parallel(spec: ClusterSpec, pool: PoolSpec) -> str:
+    """Return the pool's setting; "auto" where the document itself is wrong."""
+    try:
+        return spec.engine_config(pool).expert_parallel
+    except ConfigError:
+        return "auto"
 
 
 def _kv_problems(spec: ClusterSpec, pool: PoolSpec, location: str, model: ModelConfig) -> Iterator[Problem]:

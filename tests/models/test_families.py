@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from splitserve.kernels.experts.spec import GroupScore, Score
 from splitserve.kernels.fp8.kv import FP8, DequantisingAttention
 from splitserve.kernels.reference import operations as reference
 from splitserve.kernels.reference.attention import ReferencePagedAttention
@@ -70,7 +71,7 @@ LATENT = {
     "v_head_dim": 20,
     "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.8},
 }
-EXPERTS = {"num_experts_per_tok": 3, "moe_intermediate_size": 32}
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
 GROUPS = {"n_routed_experts": 8, "n_shared_experts": 2, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.5}
 # Features that are off by default, or that default to sizes of large models
 OWN_SIZES: dict[str, dict[str, Any]] = {
@@ -117,7 +118,12 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
     "Glm4MoeLiteForCausalLM": {**LATENT, **EXPERTS, **GROUPS, "v_head_dim": 48},
     "GraniteForCausalLM": {**BIASED, **SCALES},
     "LlamaForCausalLM": BIASED,
-    "MiniMaxM2ForCausalLM": {"num_experts_per_tok": 3, "num_local_experts": 8, "intermediate_size": 32},
+    "MiniMaxM2ForCausalLM": {
+        "num_experts_per_tok": 2,
+        "num_local_experts": 4,
+        "intermediate_size": 32,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+    },
     "Ministral3ForCausalLM": {
         "sliding_window": 20,
         "rope_parameters": {**YARN, "llama_4_scaling_beta": 0.5, "mscale": 1.0, "mscale_all_dim": 0.5},
@@ -129,7 +135,13 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
     "Phi3ForCausalLM": {"head_dim": 16, "rope_parameters": {**LONG, "partial_rotary_factor": 0.75}},
     "Qwen2ForCausalLM": {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1},
     "Qwen3ForCausalLM": {"attention_bias": True},
-    "Qwen3MoeForCausalLM": {**EXPERTS, "num_experts": 8, "norm_topk_prob": True, "mlp_only_layers": [0]},
+    "Qwen3MoeForCausalLM": {
+        **EXPERTS,
+        "num_experts": 6,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [0],
+        "attention_bias": True,
+    },
     "SeedOssForCausalLM": {"attention_out_bias": True, "mlp_bias": True},
     "SmolLM3ForCausalLM": {"no_rope_layers": [1, 0, 1]},
 }
@@ -225,7 +237,19 @@ MISTAKES: list[tuple[str, dict[str, Any]]] = [
     ("Cohere2ForCausalLM", {"unrotated_layers": ()}),
     ("Cohere2ForCausalLM", {"window": 7}),
     ("Cohere2ForCausalLM", {"window": 9}),
+    ("DeepseekV2ForCausalLM", {"attention_scale": None}),
+    ("DeepseekV2ForCausalLM", {"rotates_neighbours": False}),
+    ("DeepseekV2ForCausalLM", {"experts": {"router": {"score": Score.SIGMOID}}}),
+    ("DeepseekV2ForCausalLM", {"experts": {"router": {"normalised": True}}}),
+    ("DeepseekV2ForCausalLM", {"experts": {"router": {"scale": 1.0}}}),
+    ("DeepseekV2ForCausalLM", {"experts": {"router": {"num_groups": 1, "kept_groups": 1}}}),
+    ("DeepseekV2ForCausalLM", {"experts": {"router": {"group_score": GroupScore.TOP2_SUM}}}),
     ("DeepseekV3ForCausalLM", {"attention_scale": None}),
+    ("DeepseekV3ForCausalLM", {"experts": {"router": {"score": Score.SOFTMAX}}}),
+    ("DeepseekV3ForCausalLM", {"experts": {"router": {"normalised": False}}}),
+    ("DeepseekV3ForCausalLM", {"experts": {"router": {"scale": 1.0}}}),
+    ("DeepseekV3ForCausalLM", {"experts": {"router": {"num_groups": 1, "kept_groups": 1}}}),
+    ("DeepseekV3ForCausalLM", {"experts": {"router": {"group_score": GroupScore.MAX}}}),
     ("DeepseekV3ForCausalLM", {"rope_scaling": None}),
     ("DeepseekV3ForCausalLM", {"rotates_neighbours": False}),
     ("Gemma2ForCausalLM", {"activation": "silu"}),
@@ -239,20 +263,47 @@ MISTAKES: list[tuple[str, dict[str, Any]]] = [
     ("Gemma3ForCausalLM", {"rope_scaling": None}),
     ("Glm4ForCausalLM", {"rotary_dim": None}),
     ("Glm4ForCausalLM", {"rotates_neighbours": False}),
+    ("Glm4MoeForCausalLM", {"rotary_dim": None}),
+    ("Glm4MoeForCausalLM", {"experts": {"router": {"score": Score.SOFTMAX}}}),
+    ("Glm4MoeForCausalLM", {"experts": {"router": {"normalised": False}}}),
+    ("Glm4MoeForCausalLM", {"experts": {"router": {"scale": 1.0}}}),
+    ("Glm4MoeForCausalLM", {"experts": {"router": {"num_groups": 1, "kept_groups": 1}}}),
+    ("Glm4MoeForCausalLM", {"experts": {"router": {"num_groups": 2, "kept_groups": 1}}}),
+    ("Glm4MoeForCausalLM", {"experts": {"router": {"kept_groups": 3}}}),
+    ("Glm4MoeForCausalLM", {"experts": {"router": {"group_score": GroupScore.MAX}}}),
+    ("Glm4MoeForCausalLM", {"experts": {"router": {"top_k": 1}}}),
+    ("Glm4MoeLiteForCausalLM", {"attention_scale": None}),
+    ("Glm4MoeLiteForCausalLM", {"experts": {"router": {"num_groups": 1, "kept_groups": 1}}}),
     ("GraniteForCausalLM", {"attention_scale": None}),
     ("GraniteForCausalLM", {"embedding_scale": 1.0}),
     ("GraniteForCausalLM", {"residual_scale": 1.0}),
+    ("MiniMaxM2ForCausalLM", {"rotary_dim": None}),
+    ("MiniMaxM2ForCausalLM", {"experts": {"router": {"score": Score.SOFTMAX}}}),
+    ("MiniMaxM2ForCausalLM", {"experts": {"router": {"normalised": False}}}),
     ("Ministral3ForCausalLM", {"query_beta": 0.0}),
     ("Ministral3ForCausalLM", {"rope_scaling": None}),
     ("Ministral3ForCausalLM", {"window": 21}),
     ("MistralForCausalLM", {"window": 16}),
+    ("MixtralForCausalLM", {"experts": {"router": {"normalised": False}}}),
+    ("MixtralForCausalLM", {"experts": {"router": {"top_k": 1}}}),
+    ("MixtralForCausalLM", {"experts": {"activation": {"interleaved": True}}}),
     ("NemotronForCausalLM", {"rotary_dim": None}),
     ("Olmo3ForCausalLM", {"sliding_rope": None}),
     ("Phi3ForCausalLM", {"rope_scaling": None}),
     ("Phi3ForCausalLM", {"rotary_dim": 8, "rope_scaling": None}),
     ("Qwen2ForCausalLM", {"sliding_layers": (0, 1, 2)}),
+    ("Qwen3MoeForCausalLM", {"experts": {"router": {"normalised": False}}}),
+    ("Qwen3MoeForCausalLM", {"experts": {"router": {"score": Score.SIGMOID}}}),
     ("SmolLM3ForCausalLM", {"unrotated_layers": ()}),
 ]
+
+
+def changed(value: Any, change: dict[str, Any]) -> Any:
+    """Replace fields of ``value``, and fields of those whose change is a dict itself."""
+    fields = {
+        name: changed(getattr(value, name), new) if isinstance(new, dict) else new for name, new in change.items()
+    }
+    return replace(value, **fields)
 
 
 def test_every_feature_changes_the_tokens(family: tuple[Path, list[list[int]]]) -> None:
@@ -260,7 +311,7 @@ def test_every_feature_changes_the_tokens(family: tuple[Path, list[list[int]]]) 
     config = load_model_config(path)
     for architecture, change in MISTAKES:
         if architecture == path.name:
-            runner = make_runner(path, config=replace(config, **change))
+            runner = make_runner(path, config=changed(config, change))
             assert any(greedy(runner, PROMPTS[index], 512) != expected[index] for index in (2, 1, 0)), change
 
 
@@ -297,8 +348,8 @@ class Ranks:
 
 
 class Rank(Alone):
-    def __init__(self, rank: int, ranks: Ranks) -> None:
-        self.shard = Shard(rank, 2)
+    def __init__(self, rank: int, ranks: Ranks, *, has_whole_experts: bool = False) -> None:
+        self.shard = Shard(rank, 2, has_whole_experts)
         self._ranks = ranks
 
     def add_reduced(
@@ -314,11 +365,17 @@ class Rank(Alone):
 
 def test_two_ranks_draw_the_same_tokens(family: tuple[Path, list[list[int]]]) -> None:
     path, expected = family
+    assert tokens_of_two_ranks(path) == {0: expected[:3], 1: expected[:3]}
+    if load_model_config(path).experts is not None:
+        assert tokens_of_two_ranks(path, has_whole_experts=True) == {0: expected[:3], 1: expected[:3]}
+
+
+def tokens_of_two_ranks(path: Path, *, has_whole_experts: bool = False) -> dict[int, list[list[int]]]:
     ranks = Ranks()
     tokens: dict[int, list[list[int]]] = {}
 
     def run(rank: int) -> None:
-        runner = make_runner(path, Rank(rank, ranks))
+        runner = make_runner(path, Rank(rank, ranks, has_whole_experts=has_whole_experts))
         tokens[rank] = [greedy(runner, prompt, 512) for prompt in PROMPTS[:3]]
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
@@ -326,7 +383,7 @@ def test_two_ranks_draw_the_same_tokens(family: tuple[Path, list[list[int]]]) ->
         thread.start()
     for thread in threads:
         thread.join()
-    assert tokens == {0: expected[:3], 1: expected[:3]}
+    return tokens
 
 
 def test_every_weight_changes_the_tokens(family: tuple[Path, list[list[int]]], tmp_path: Path) -> None:

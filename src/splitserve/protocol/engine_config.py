@@ -18,6 +18,7 @@ DEVICES: tuple[str, ...] = get_args(Device)
 LOAD_FORMATS: tuple[str, ...] = get_args(LoadFormat)
 KV_CACHE_DTYPES = ("auto", "fp8")
 ATTENTION_BACKENDS = ("auto", "hybrid", "flashinfer", "triton", "reference")
+EXPERT_PARALLEL = ("auto", "on", "off")
 DISK_KV_BACKENDS = ("posix", "gds")
 
 
@@ -144,6 +145,14 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             location="pools[].tensor_parallel_size",
         ),
     ] = 1
+    expert_parallel: Annotated[
+        str,
+        Meta(
+            description="Split of a mixture of experts over a worker's ranks; on: each has some of the experts; off: "
+            "each has a part of every expert; auto: the latter, unless the parts would be too small."
+        ),
+        Setting(flags=("--expert-parallel",), choices=EXPERT_PARALLEL, group=ENGINE),
+    ] = "auto"
     threads: Annotated[
         int,
         Meta(ge=0, le=4096, description="Threads of each worker; 0 splits a machine's cores between its workers."),

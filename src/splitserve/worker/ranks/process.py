@@ -24,10 +24,11 @@ from splitserve.kvconnector.layout.memory import KVMemory
 from splitserve.kvconnector.nixl.connector import NixlConnector
 from splitserve.kvconnector.ranks.transfers import RankTransfers
 from splitserve.kvconnector.transfer.read_settings import ReadSettings
+from splitserve.models.config import load_model_config
+from splitserve.models.declared import shard_of
 from splitserve.models.parallel.process_group import find_store, join_group
 from splitserve.models.parallel.ranks import CollectiveError
 from splitserve.models.runner.runner import ModelRunner, NonFiniteLogitsError
-from splitserve.models.weights.shard import Shard
 from splitserve.protocol.step import LaunchedStep, LaunchingRunner, StepPlan
 from splitserve.worker.machine.pinning import keep_near, pin_threads
 from splitserve.worker.ranks.messages import RankFailed, RankOrder, RankReady, RankReport
@@ -58,7 +59,8 @@ class RankProcess:
         torch.set_num_threads(engine.threads)
         device = device_of(engine.device, self._order.rank, size)
         keep_near(device, self._order.affinity)
-        group = join_group(find_store(self._order.store_port, size), Shard(self._order.rank, size), device)
+        shard = shard_of(load_model_config(engine.model), self._order.rank, size, engine.expert_parallel)
+        group = join_group(find_store(self._order.store_port, size), shard, device)
         served = load_served_model(engine, device, group, lambda _stage, _detail: None)
         transfers = self._transfers(served.memory)
         threading.Thread(target=self._carry_out, args=(transfers,), name="transfers", daemon=True).start()

@@ -9,10 +9,9 @@ import torch
 
 from splitserve.kvconnector.ranks.transfers import TransferRankError
 from splitserve.models.config import load_model_config
-from splitserve.models.declared import check_tensor_parallel_size
+from splitserve.models.declared import shard_of
 from splitserve.models.parallel.process_group import join_group, open_store
 from splitserve.models.parallel.ranks import Alone, CollectiveError, Collectives
-from splitserve.models.weights.shard import Shard
 from splitserve.protocol.config import CoreAffinity, EngineConfig
 from splitserve.protocol.request import Party, Role
 from splitserve.worker.ranks.others import RankError, Ranks
@@ -62,12 +61,12 @@ def start_team(
     if size == 1:
         yield Team(Alone(), None)
         return
-    check_tensor_parallel_size(load_model_config(engine.model), size)  # before anything is started
+    shard = shard_of(load_model_config(engine.model), 0, size, engine.expert_parallel)  # before anything is started
     store, port = open_store(size)
     ranks = Ranks(party, role, engine, port, on_failure, affinity=affinity)
     group: Collectives | None = None
     try:
-        group = join_group(store, Shard(0, size), device)
+        group = join_group(store, shard, device)
         yield Team(group, ranks)
     except (CollectiveError, TransferRankError) as error:
         raise ranks.explain(error) from error

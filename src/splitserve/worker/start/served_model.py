@@ -79,7 +79,7 @@ def load_served_model(
     if device.type == "cpu":
         bound_primitive_caches()
     model_config = load_model_config(engine.model)
-    check_tensor_parallel_size(model_config, group.shard.size)
+    check_tensor_parallel_size(model_config, group.shard.size, engine.expert_parallel)
     model, layout = _load(engine, model_config, device, group, progress=progress, clock=clock)
     group.prepare(model_config.hidden_size, model.dtype)
     size = group.shard.size
