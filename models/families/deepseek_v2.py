@@ -4,7 +4,7 @@ from typing import Any
 
 from splitserve.common.errors import CheckpointError
 from splitserve.kernels.experts.spec import GroupScore, RouterSpec
-from splitserve.models.config import ConfigFields, ModelConfig
+from splitserve.models.config import ConfigFields, ModelConfig, check_rotated_whole
 from splitserve.models.experts import ExpertsSpec, check_router
 from splitserve.models.families.deepseek_v3 import check_every_layer, latent_layer, num_speculator_layers
 from splitserve.models.latent import latent_features
@@ -14,6 +14,7 @@ from splitserve.models.layers.decoder import Decoder
 def features(given: ConfigFields) -> dict[str, Any]:
     """Read what its config.json has beside the sizes."""
     given.choice("hidden_act", ("silu",), "silu")
+    check_rotated_whole(given)
     given.choice("scoring_func", ("softmax",), "softmax")
     for name in ("norm_topk_prob", "mlp_bias"):
         if given.flag(name):

@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from splitserve.common.errors import CheckpointError
-from splitserve.models.config import ConfigFields, ModelConfig
+from splitserve.models.config import ConfigFields, ModelConfig, check_rotated_whole
 from splitserve.models.experts import ExpertsSpec, deepseek_experts
 from splitserve.models.families.llama import LlamaLayer
 from splitserve.models.latent import latent_features
@@ -16,6 +16,7 @@ from splitserve.models.layers.latent import LatentAttention
 def features(given: ConfigFields) -> dict[str, Any]:
     """Read what its config.json has beside the sizes."""
     given.choice("hidden_act", ("silu",), "silu")
+    check_rotated_whole(given)
     check_every_layer(given)
     for name in ("n_group", "topk_group", "n_shared_experts", "routed_scaling_factor"):
         given.number(name)  # V3's own defaults are not those of similar families, so they have to be there

@@ -5,7 +5,7 @@ from typing import Any
 
 from splitserve.common.errors import CheckpointError
 from splitserve.common.model_files import few
-from splitserve.models.config import ConfigFields, ModelConfig
+from splitserve.models.config import ConfigFields, ModelConfig, check_rotated_whole
 from splitserve.models.experts import deepseek_experts
 from splitserve.models.families.deepseek_v3 import latent_layer, num_speculator_layers
 from splitserve.models.latent import latent_features
@@ -15,6 +15,7 @@ from splitserve.models.layers.decoder import Decoder
 def features(given: ConfigFields) -> dict[str, Any]:
     """Read what its config.json has beside the sizes."""
     given.choice("hidden_act", ("silu",), "silu")
+    check_rotated_whole(given)
     return {
         **latent_features(given),
         "rms_norm_eps": given.number("rms_norm_eps", 1e-5),

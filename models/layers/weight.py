@@ -110,7 +110,7 @@ class Weight:
         """Return whether the rank has anything of it."""
         return self.expert is None or not shard.has_whole_experts or self.expert.is_on(shard)
 
-    def shared_dimensions(self, has_whole_experts: bool) -> tuple[Units | TokenUnits | None, ...]:
+    def shared_dimensions(self, has_whole_experts: bool) -> tuple[Units | TokenUnits | AllRows | None, ...]:
         """Return what ranks share of it, where they share the experts or where they share what is in them."""
         if self.expert is not None and has_whole_experts:
             return (self.expert.experts,)

@@ -86,6 +86,7 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
         **LATENT,
         **EXPERTS,
         **GROUPS,
+        "num_experts_per_tok": 3,  # groups of the best experts are kept: fewer would be the same without groups
         "q_lora_rank": None,
         "topk_method": "group_limited_greedy",
         "first_k_dense_replace": 1,
