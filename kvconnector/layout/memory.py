@@ -95,8 +95,9 @@ class KVMemory:
         self.bytes, self.generations = self.groups[0].bytes, self.groups[0].generations
 
     def kernel_view(self, group: int = 0) -> torch.Tensor:
-        """Return the kernels' view of a group with one field, ``[num_blocks, layer, ...]`` in the layout's order; layers
-        are numbered within the group."""
+        """Return the kernels' view of a group with one field, ``[num_blocks, layer, ...]`` in the layout's order.
+
+        Layers are numbered within the group."""
         layout = self.layout
         cached = layout.cache.groups[group]
         assert len(cached.fields) == 1, f"group {group} has {len(cached.fields)} fields, not one"
