@@ -24,10 +24,8 @@ from splitserve.benchmarks.engine.step_costs import (
     Ceilings,
     DecodeFigure,
     PrefillFigure,
-    decode_bytes,
     decode_figure,
     prefill_figure,
-    prefill_flops,
 )
 from splitserve.benchmarks.kernels.device_timing import read_bandwidth
 from splitserve.benchmarks.kernels.times import Span, by_kernel, device_spans
@@ -37,6 +35,7 @@ from splitserve.models.config import ModelConfig
 from splitserve.models.demo.checkpoint import SHAPES, shape_config
 from splitserve.models.runner.cuda import CudaRunner, PendingStep
 from splitserve.models.runner.graph_sizes import MAX_TOKENS_ALONE, MixedSize
+from splitserve.models.step_costs import decode_bytes, prefill_flops
 from splitserve.models.weights.loader import load_model
 from splitserve.orchestration.cli.command_parser import CommandParser
 from splitserve.protocol.step import UNKNOWN_TOKEN, SampleSpec, ScheduledChunk, StepPlan

@@ -1,14 +1,9 @@
-"""Costs of a model's steps: the least that they must read and compute, against a device's measured ceilings. Pure."""
+"""Figures of a model's steps against a device's measured ceilings. Pure."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from splitserve.benchmarks.kernels.kv_cases import attended_pairs
 from splitserve.benchmarks.kernels.times import Span, busy_share
-from splitserve.models.config import ModelConfig
-from splitserve.models.declared import declare, stored_weights
-from splitserve.models.layers.weight import Role
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,37 +33,6 @@ class PrefillFigure:
     ms: float
     tokens_per_second: float
     gemm_share: float  # floating-point operations over time, as a share of the large product's rate
-
-
-def weight_elements(config: ModelConfig) -> int:
-    """Return the number of weights that a step reads: all but the embedding, unless that is the head as well."""
-    weights = stored_weights(config).values()
-    read = [weight for weight in weights if weight.role is not Role.EMBEDDING or config.tie_word_embeddings]
-    return sum(math.prod(weight.shape) for weight in read)
-
-
-def kv_token_elements(config: ModelConfig) -> int:
-    """Return the elements of one token's keys and values in all layers."""
-    return declare(config).kv_elements
-
-
-def decode_bytes(config: ModelConfig, batch: int, context: int, itemsize: int) -> int:
-    """Return the bytes of weights and KV that a decode step of ``batch`` sequences must read."""
-    return (weight_elements(config) + batch * context * kv_token_elements(config)) * itemsize
-
-
-def prefill_flops(config: ModelConfig, num_tokens: int, prefix: int = 0) -> int:
-    """Return the floating-point operations of a prompt's last ``num_tokens``, after ``prefix`` tokens in KV.
-
-    Products of all layers for each token (a multiplication and an addition per weight), causal attention (products
-    with keys and with values), the head for one row. Norms, rotations and activations aren't counted.
-    """
-    projections = [weight for weight in stored_weights(config).values() if weight.role is Role.PROJECTION]
-    body = sum(math.prod(weight.shape) for weight in projections)
-    head = config.vocab_size * config.hidden_size
-    pairs = attended_pairs(num_tokens, prefix + num_tokens)
-    attention = 2 * 2 * config.num_layers * config.num_heads * config.head_dim * pairs
-    return 2 * body * num_tokens + attention + 2 * head
 
 
 def decode_figure(

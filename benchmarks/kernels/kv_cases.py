@@ -11,6 +11,7 @@ from torch import Tensor
 
 from splitserve.benchmarks.kernels.case import Call, Case, Target
 from splitserve.kernels.api import AttentionShape, Kernels, PagedBatch
+from splitserve.models.step_costs import attended_pairs
 
 MAX_SEQUENCES = 256  # rows of a step that are sampled
 _MIN_PROMPT = 512
@@ -70,11 +71,6 @@ def attention_calls(
 def layers_to_call(num_layers: int, batch: PagedBatch) -> range:
     """Choose the layers: all for decodes, so that KV is cold; a few for chunks, which are long and compute-bound."""
     return range(num_layers) if max(batch.query_lens) == 1 else range(min(num_layers, _PROMPT_LAYERS))
-
-
-def attended_pairs(query_len: int, context: int) -> int:
-    """Count the (query, key) pairs of causal attention, the queries being the last of the context."""
-    return query_len * (2 * context - query_len + 1) // 2
 
 
 def shuffled_batch(lengths: Sequence[tuple[int, int]], block_size: int) -> PagedBatch:

@@ -23,7 +23,7 @@ from splitserve.orchestration.spec.cluster_spec import (
 )
 from splitserve.protocol.config import LMCacheConfig, protocol_problems
 from splitserve.protocol.engine_config import SettingsError
-from splitserve.protocol.placement_policies import PLACEMENT_POLICIES
+from splitserve.protocol.placement.policies import PLACEMENT_POLICIES
 from splitserve.protocol.request import Role
 from splitserve.protocol.settings import problem_of, problems_of
 

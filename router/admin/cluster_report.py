@@ -8,7 +8,7 @@ from splitserve import __version__
 from splitserve.protocol.cluster_report import ClusterReport, WorkerReport
 from splitserve.protocol.config import RouterConfig
 from splitserve.router.links.fleet import Fleet
-from splitserve.router.links.membership import WorkerRecord
+from splitserve.router.links.worker_record import WorkerRecord
 
 
 def cluster_report(config: RouterConfig, fleet: Fleet, now: float) -> ClusterReport:

@@ -11,7 +11,7 @@ from prometheus_client.registry import Collector
 from splitserve.protocol.cluster_report import WorkerState
 from splitserve.protocol.counters import Counter as CounterField
 from splitserve.protocol.counters import TierLoad, WorkerLoad, metrics_of
-from splitserve.router.links.membership import WorkerRecord
+from splitserve.router.links.worker_record import WorkerRecord
 from splitserve.router.requests.effects import Count, CountTokens, Observe
 
 _TTFT_BUCKETS = (0.005, 0.01, 0.02, 0.04, 0.06, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)

@@ -193,7 +193,9 @@ class Fleet:
 
     def _on_heartbeat(self, sender: Party, body: Heartbeat) -> None:
         clock_offset_seconds = body.clock_seconds - time.time() if body.clock_seconds else None
-        before = self.membership.heartbeat(sender, body.load, self._loop.time(), body.links, clock_offset_seconds)
+        before = self.membership.heartbeat(
+            sender, body.load, self._loop.time(), body.links, clock_offset_seconds, step_model=body.step_model
+        )
         if before is WorkerState.LOST:
             log.info("worker %s is heard again", sender)
             self._redial(sender)

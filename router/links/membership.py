@@ -16,84 +16,29 @@ changes no worker's state.
 """
 
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 
 from splitserve.protocol.cluster_report import WorkerState
 from splitserve.protocol.counters import WorkerLoad
 from splitserve.protocol.memory_records import LayoutRecord
 from splitserve.protocol.messages.membership import PeerLink, WorkerInfo
+from splitserve.protocol.placement.step_model import StepModel
 from splitserve.protocol.request import Party
-from splitserve.router.placement.breaker import Breaker
-from splitserve.router.placement.policies import NO_LOAD, Disaggregated, Placed, RequestShape, Snapshot, WorkerView
+from splitserve.router.links.worker_record import Charge, WorkerRecord
+from splitserve.router.placement.policies import (
+    NO_STEP_MODEL,
+    Disaggregated,
+    Placed,
+    RequestShape,
+    Snapshot,
+)
+from splitserve.router.placement.step_models import trusted_model
 
 MAX_WORKERS = 4096
 MAX_REPLACED_INCARNATIONS = 4096
 _TOKEN_BYTES = 16
-
-
-@dataclass(frozen=True, slots=True)
-class Charges:
-    """Counts of a router's attempts in flight at one worker: see :class:`WorkerView`."""
-
-    num_requests: int = 0
-    prefill_tokens: int = 0
-    context_tokens: int = 0
-
-    def __add__(self, other: "Charges") -> "Charges":
-        return Charges(
-            self.num_requests + other.num_requests,
-            self.prefill_tokens + other.prefill_tokens,
-            self.context_tokens + other.context_tokens,
-        )
-
-    @property
-    def is_negative(self) -> bool:
-        return min(self.num_requests, self.prefill_tokens, self.context_tokens) < 0
-
-    def __str__(self) -> str:
-        return f"{self.num_requests} requests, {self.prefill_tokens} prompt and {self.context_tokens} context tokens"
-
-
-@dataclass(slots=True)
-class WorkerRecord:
-    """One incarnation of one worker. The counts are this router's own; see :class:`WorkerView`."""
-
-    info: WorkerInfo
-    last_heard: float
-    connection: bytes = b""  # the connection that registered it, by the membership socket's name for it
-    token: str = ""  # proves that another connection is the same worker's
-    state: WorkerState = WorkerState.CONNECTING
-    load: WorkerLoad = NO_LOAD
-    links: Sequence[PeerLink] = ()
-    clock_offset_seconds: float | None = None  # worker's clock less ours, less the time its last heartbeat took
-    num_heartbeats: int = 0
-    num_requests: int = 0
-    prefill_tokens: int = 0
-    context_tokens: int = 0
-    num_placed: int = 0
-    breaker: Breaker = field(default_factory=Breaker)
-
-    @property
-    def charges(self) -> Charges:
-        return Charges(self.num_requests, self.prefill_tokens, self.context_tokens)
-
-    def view(self, prefix_match_tokens: int = 0) -> WorkerView:
-        info = self.info
-        return WorkerView(
-            party=info.party,
-            role=info.role,
-            max_num_seqs=max(1, info.max_num_seqs),
-            max_model_len=info.max_model_len,
-            kv_capacity_tokens=info.num_blocks * info.layout.block_size,
-            load=self.load,
-            num_requests=self.num_requests,
-            prefill_tokens=self.prefill_tokens,
-            context_tokens=self.context_tokens,
-            num_placed=self.num_placed,
-            prefix_match_tokens=prefix_match_tokens,
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +100,8 @@ class Membership:
         now: float,
         links: Sequence[PeerLink] = (),
         clock_offset_seconds: float | None = None,
+        *,
+        step_model: StepModel = NO_STEP_MODEL,
     ) -> WorkerState | None:
         """Record a heartbeat. Return the worker's state before it (LOST: dial it again); None for a stale sender."""
         record = self.get(sender)
@@ -164,6 +111,10 @@ class Membership:
         record.load, record.links, record.clock_offset_seconds = load, links, clock_offset_seconds
         record.last_heard = now
         record.num_heartbeats += 1
+        record.link_rates = {link.peer: link.bytes_per_second for link in links if link.bytes_per_second}
+        record.own_model = step_model
+        pool = (each.own_model for each in self._records.values() if each is not record and _are_alike(each, record))
+        record.step_model = trusted_model(step_model, pool)
         if before is WorkerState.LOST:
             record.state = WorkerState.CONNECTING
         return before
@@ -221,14 +172,15 @@ class Membership:
             if record.state is not WorkerState.LOST:
                 record.last_heard = now
 
-    def charge(self, placement: Placed, shape: RequestShape) -> "Charge":
+    def charge(self, placement: Placed, shape: RequestShape, now: float) -> Charge:
         """Count a placed request against its workers, until the charge is released."""
         charge = Charge(
             prefill=self.get(prefill_party(placement)),
             decode=self.get(decode_party(placement)),
             num_prompt_tokens=shape.num_prompt_tokens,
+            matched_tokens=placement.matched_tokens,
         )
-        charge.apply()
+        charge.apply(now)
         return charge
 
     # ---- queries ----
@@ -252,7 +204,7 @@ class Membership:
         ready = [record for record in self._records.values() if record.state is WorkerState.READY]
         trusted_roles = {record.info.role for record in ready if record.breaker.allows(now)}
         usable = (r for r in ready if r.breaker.allows(now) or r.info.role not in trusted_roles)
-        return Snapshot(tuple(record.view(matches.get(record.info.party, 0)) for record in usable))
+        return Snapshot(tuple(record.view(now, matches.get(record.info.party, 0)) for record in usable))
 
     def is_connected(self) -> bool:
         """Return whether a decode worker can read from a prefill worker now; else the first request has to wait."""
@@ -300,65 +252,14 @@ def _holder(known: WorkerRecord, sender: Party, connection: bytes, token: str) -
     return None if is_same else "another connection registered this incarnation, and this one doesn't show its token"
 
 
-@dataclass(slots=True)
-class Charge:
-    """The contribution of one placed request to its workers' counts; a local request has one record for both phases."""
-
-    prefill: WorkerRecord | None
-    decode: WorkerRecord | None
-    num_prompt_tokens: int
-    _prefilling: bool = False
-    _decoding: bool = False
-
-    def apply(self) -> None:
-        self._prefilling = self._decoding = True
-        if self.prefill is not None:
-            self.prefill.prefill_tokens += self.num_prompt_tokens
-        if self.decode is not None:
-            self.decode.context_tokens += self.num_prompt_tokens
-        self._count_request(1)
-        for record in self._distinct_records():
-            record.num_placed += 1
-
-    def first_token_out(self) -> None:
-        """Take the prompt, which has been computed, off the prefill worker's load."""
-        if self._prefilling and self.prefill is not None:
-            self.prefill.prefill_tokens -= self.num_prompt_tokens
-        self._prefilling = False
-
-    def release(self) -> None:
-        """Take the request off its workers' counts. Releasing twice is harmless."""
-        self.first_token_out()
-        if not self._decoding:
-            return
-        self._decoding = False
-        if self.decode is not None:
-            self.decode.context_tokens -= self.num_prompt_tokens
-        self._count_request(-1)
-
-    @property
-    def is_prefilling(self) -> bool:
-        return self._prefilling
-
-    def by_record(self) -> Iterator[tuple[WorkerRecord, Charges]]:
-        """Yield each of the charge's workers with its current contribution to that worker's counts."""
-        for record in self._distinct_records():
-            prefill_tokens = self.num_prompt_tokens if self._prefilling and record is self.prefill else 0
-            context_tokens = self.num_prompt_tokens if self._decoding and record is self.decode else 0
-            yield record, Charges(int(self._decoding), prefill_tokens, context_tokens)
-
-    def _count_request(self, change: int) -> None:
-        for record in self._distinct_records():
-            record.num_requests += change
-
-    def _distinct_records(self) -> list[WorkerRecord]:
-        records = [self.prefill] if self.prefill is self.decode else [self.prefill, self.decode]
-        return [record for record in records if record is not None]
-
-
 def prefill_party(placement: Placed) -> Party:
     return placement.prefill if isinstance(placement, Disaggregated) else placement.worker
 
 
 def decode_party(placement: Placed) -> Party:
     return placement.decode if isinstance(placement, Disaggregated) else placement.worker
+
+
+def _are_alike(one: WorkerRecord, other: WorkerRecord) -> bool:
+    """Return whether the second worker's steps are a reference for those of the first one."""
+    return one.info.role is other.info.role and one.state is not WorkerState.LOST

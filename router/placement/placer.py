@@ -1,18 +1,30 @@
 """Placement of requests on the registered workers, by policy and by the cached prefixes of their prompts. Pure."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import msgspec
 
 from splitserve.protocol.messages.requests import PeerRef
 from splitserve.protocol.request import Party
 from splitserve.router.links.membership import Membership
-from splitserve.router.placement.policies import NoWorker, Placement, Policy, RequestShape, Snapshot, context_limits
+from splitserve.router.placement.policies import (
+    USUAL_OUTPUT_TOKENS,
+    NoWorker,
+    Placement,
+    Policy,
+    RequestShape,
+    Snapshot,
+    context_limits,
+)
 from splitserve.router.placement.prefix_view import MIN_GAIN_BLOCKS, PrefixMatch, PrefixView, PromptHashes, helper_of
 from splitserve.router.requests.active_request import ActiveRequest
 from splitserve.router.requests.ladder import local_placement
+from splitserve.router.requests.objectives import NO_OBJECTIVES, Objectives
 
 SHUTTING_DOWN = "the router is shutting down"
+OUTPUT_WEIGHT = 0.05
+"""Weight of an output in the mean length of recent ones."""
 
 
 class Limits(msgspec.Struct, frozen=True, gc=False):
@@ -26,8 +38,12 @@ class Limits(msgspec.Struct, frozen=True, gc=False):
 class Placer:
     """Placement by a policy, from membership and the prefix view."""
 
-    def __init__(self, policy: Policy, membership: Membership, prefixes: PrefixView) -> None:
+    def __init__(
+        self, policy: Policy, membership: Membership, prefixes: PrefixView, objectives: Objectives = NO_OBJECTIVES
+    ) -> None:
         self.policy = policy
+        self.output_tokens = USUAL_OUTPUT_TOKENS  # the mean of recent outputs
+        self._objectives = objectives
         self.is_closing = False  # no request is placed any more
         self._membership = membership
         self._prefixes = prefixes
@@ -53,7 +69,12 @@ class Placer:
     def snapshot(self, prompt: PromptHashes, now: float) -> Snapshot:
         """Return the workers that take requests, with what each holds of the prompt."""
         worth = {party: match.worth_tokens for party, match in self._matches(prompt).items()}
-        return self._membership.snapshot(now, worth)
+        snapshot = self._membership.snapshot(now, worth)
+        return replace(snapshot, objectives=self._objectives, output_tokens=self.output_tokens)
+
+    def note_output(self, num_tokens: int) -> None:
+        """Take the length of an output that has ended into account."""
+        self.output_tokens += OUTPUT_WEIGHT * (num_tokens - self.output_tokens)
 
     def limits(self, now: float) -> Limits | NoWorker:
         """Return the bounds of prompts, or NoWorker until they are known and requests can run."""

@@ -5,16 +5,21 @@ picked first; prefill follows. The same function can run in a simulator: all tha
 """
 
 import importlib
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from splitserve.common.errors import ConfigError
 from splitserve.protocol.counters import WorkerLoad
-from splitserve.protocol.placement_policies import PLACEMENT_POLICIES
+from splitserve.protocol.placement.policies import PLACEMENT_POLICIES
+from splitserve.protocol.placement.step_model import StepModel
 from splitserve.protocol.request import Party, Role
+from splitserve.router.requests.objectives import NO_OBJECTIVES, Objectives
 
 NO_LOAD = WorkerLoad()
+NO_STEP_MODEL = StepModel()
+USUAL_OUTPUT_TOKENS = 128.0
+"""Length of outputs until some have ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +31,11 @@ class WorkerView:
     output token is still to come, ``context_tokens`` the prompt tokens of the requests that decode there.
     ``num_placed`` counts all requests ever placed. ``prefix_match_tokens`` is how much of *this* request's prompt needs
     no computing there, as far as the router knows, less where it has to be onboarded from a tier.
+
+    For predictions: ``step_model`` has the worker's step times, ``chunk_tokens`` the tokens of a step at most,
+    ``queue_seconds`` the time until it has computed the prompts placed there, ``prefill_busy`` the share of its recent
+    time that prompts took, ``num_decoding`` the requests that decode there, ``token_bytes`` the KV of a token, and
+    ``link_rates`` the bytes per second at which it reads from peers, by their engine ids.
     """
 
     party: Party
@@ -39,6 +49,13 @@ class WorkerView:
     context_tokens: int = 0
     num_placed: int = 0
     prefix_match_tokens: int = 0
+    step_model: StepModel = NO_STEP_MODEL
+    chunk_tokens: int = 0
+    queue_seconds: float = 0.0
+    prefill_busy: float = 0.0
+    num_decoding: int = 0
+    token_bytes: int = 0
+    link_rates: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def context_tokens_limit(self) -> int:
@@ -48,20 +65,26 @@ class WorkerView:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
+    """The ready workers, and what all placements depend on. ``output_tokens``: the mean length of recent outputs."""
+
     workers: tuple[WorkerView, ...]
+    objectives: Objectives = NO_OBJECTIVES
+    output_tokens: float = USUAL_OUTPUT_TOKENS
 
 
 @dataclass(frozen=True, slots=True)
 class RequestShape:
     """Sizes of a request, as placement needs them. ``num_output_tokens`` counts tokens that the client already has.
 
-    ``is_prompt_only``: log-probabilities of the prompt, and one token: there is nothing to decode.
+    ``is_prompt_only``: log-probabilities of the prompt, and one token: there is nothing to decode. ``session``: the
+    client's name for the conversation; "" if it gave none.
     """
 
     num_prompt_tokens: int
     max_tokens: int
     num_output_tokens: int = 0
     is_prompt_only: bool = False
+    session: str = ""
 
     @property
     def max_context_tokens(self) -> int:
@@ -71,8 +94,13 @@ class RequestShape:
 
 @dataclass(frozen=True, slots=True)
 class Disaggregated:
+    """Prefill and decode on two workers. ``matched_tokens`` of the prompt need no computing, as far as known; ``why``:
+    the policy's reason, in a few words."""
+
     prefill: Party
     decode: Party
+    matched_tokens: int = field(default=0, compare=False)
+    why: str = field(default="", compare=False)
 
     @property
     def parties(self) -> tuple[Party, ...]:
@@ -81,7 +109,11 @@ class Disaggregated:
 
 @dataclass(frozen=True, slots=True)
 class Local:
+    """Both phases on one worker; see :class:`Disaggregated`."""
+
     worker: Party
+    matched_tokens: int = field(default=0, compare=False)
+    why: str = field(default="", compare=False)
 
     @property
     def parties(self) -> tuple[Party, ...]:
@@ -107,15 +139,25 @@ def least_loaded(snapshot: Snapshot, shape: RequestShape) -> Placement:
     the pair. Among equals the worker that was given the fewest requests so far, so that an idle system takes turns.
     """
     fitting = [worker for worker in snapshot.workers if fits(worker, shape)]
-    decode = min(_of_role(fitting, Role.DECODE), key=decode_load, default=None)
-    prefill = min(_of_role(fitting, Role.PREFILL), key=prefill_load, default=None)
-    mixed = min(_of_role(fitting, Role.MIXED), key=decode_load, default=None)
-    pair_is_best = decode is not None and (mixed is None or _used_share(decode) <= _used_share(mixed))
+    decode = min(of_role(fitting, Role.DECODE), key=decode_load, default=None)
+    prefill = min(of_role(fitting, Role.PREFILL), key=prefill_load, default=None)
+    mixed = min(of_role(fitting, Role.MIXED), key=decode_load, default=None)
+    pair_is_best = decode is not None and (mixed is None or used_share(decode) <= used_share(mixed))
     if decode is not None and prefill is not None and pair_is_best:
-        return Disaggregated(prefill=prefill.party, decode=decode.party)
+        return pair(prefill, decode, "least loaded")
     if mixed is not None:
-        return Local(worker=mixed.party)
-    return NoWorker(_why_not(snapshot, fitting, shape))
+        return alone(mixed, "least loaded")
+    return NoWorker(why_not(snapshot, fitting, shape))
+
+
+def pair(prefill: WorkerView, decode: WorkerView, why: str) -> Disaggregated:
+    """Return the placement on two workers."""
+    return Disaggregated(prefill.party, decode.party, prefill.prefix_match_tokens, why)
+
+
+def alone(worker: WorkerView, why: str) -> Local:
+    """Return the placement on one worker."""
+    return Local(worker.party, worker.prefix_match_tokens, why)
 
 
 def context_limits(snapshot: Snapshot) -> tuple[int, int] | None:
@@ -124,7 +166,7 @@ def context_limits(snapshot: Snapshot) -> tuple[int, int] | None:
     None while there is neither a mixed nor a decode worker; without prefill workers, decode can do both phases. Workers
     may differ: each cuts its context to its KV memory.
     """
-    limits = {role: [worker.context_tokens_limit for worker in _of_role(snapshot.workers, role)] for role in Role}
+    limits = {role: [worker.context_tokens_limit for worker in of_role(snapshot.workers, role)] for role in Role}
     longest = max(limits[Role.MIXED], default=0)
     lasting = list(limits[Role.MIXED])
     if limits[Role.DECODE]:
@@ -143,11 +185,12 @@ def fits(worker: WorkerView, shape: RequestShape) -> bool:
     return worker.context_tokens_limit >= needed
 
 
-def _of_role(workers: Iterable[WorkerView], role: Role) -> list[WorkerView]:
+def of_role(workers: Iterable[WorkerView], role: Role) -> list[WorkerView]:
+    """Return the workers of a role."""
     return [worker for worker in workers if worker.role is role]
 
 
-def _used_share(worker: WorkerView) -> float:
+def used_share(worker: WorkerView) -> float:
     """Return the used share of a decode worker's scarcer resource: batch slots or KV memory. Above 1: queued."""
     return max(worker.num_requests / worker.max_num_seqs, worker.context_tokens / max(1, worker.kv_capacity_tokens))
 
@@ -155,7 +198,7 @@ def _used_share(worker: WorkerView) -> float:
 def decode_load(worker: WorkerView) -> tuple[float, int, int, str]:
     """Return the sort key of a decode or mixed worker, best first: its load, and what the request adds to it."""
     saved = worker.prefix_match_tokens / max(1, worker.kv_capacity_tokens)
-    return (_used_share(worker) - saved, worker.load.num_waiting, worker.num_placed, worker.party.engine_id)
+    return (used_share(worker) - saved, worker.load.num_waiting, worker.num_placed, worker.party.engine_id)
 
 
 def prefill_load(worker: WorkerView) -> tuple[int, int, int, str]:
@@ -164,7 +207,8 @@ def prefill_load(worker: WorkerView) -> tuple[int, int, int, str]:
     return (missed, worker.load.waiting_tokens, worker.num_placed, worker.party.engine_id)
 
 
-def _why_not(snapshot: Snapshot, fitting: list[WorkerView], shape: RequestShape) -> str:
+def why_not(snapshot: Snapshot, fitting: list[WorkerView], shape: RequestShape) -> str:
+    """Return the reason, for the client, that none of the workers can take the request; ``fitting``: those it fits."""
     if not snapshot.workers:
         return "no worker is ready"
     roles = {worker.role for worker in snapshot.workers}

@@ -6,7 +6,7 @@ import msgspec
 
 from splitserve.protocol.request import SamplingParams
 from splitserve.protocol.token_ids import TokenIds
-from splitserve.router.links.membership import Charge
+from splitserve.router.links.worker_record import Charge
 from splitserve.router.placement.policies import RequestShape
 from splitserve.router.placement.prefix_view import PromptHashes
 from splitserve.router.requests.state import RequestState
@@ -82,6 +82,7 @@ class ActiveRequest:
             max_tokens=self.sampling.max_tokens,
             num_output_tokens=len(self.state.delivered_ids),
             is_prompt_only=self.sampling.prompt_logprobs is not None and self.sampling.max_tokens == 1,
+            session=self.context.session,
         )
 
     def attempt_sampling(self) -> SamplingParams:

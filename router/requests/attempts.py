@@ -53,7 +53,7 @@ class Attempts:
         request.state.begin(placement)
         request.attempt_began_at = now
         request.stranded_at, request.num_waits = None, 0
-        request.charge = self._membership.charge(placement, shape)
+        request.charge = self._membership.charge(placement, shape, now)
 
     def go_on(self, request: ActiveRequest, now: float) -> Failure | None:
         """Begin the attempt that follows a failed one on the ladder, or wait for workers. Return None for both.

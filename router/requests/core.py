@@ -80,7 +80,8 @@ class RouterCore:
         self._membership = membership
         self.admission = Admission(config.max_requests_in_flight)
         self.deadline_seconds = protocol.request_deadline_seconds
-        self.placer = Placer(policy_by_name(config.policy), membership, prefixes)
+        objectives = Objectives(config.ttft_objective_ms / 1e3, config.tpot_objective_ms / 1e3)
+        self.placer = Placer(policy_by_name(config.policy), membership, prefixes, objectives)
         self._outbox = Outbox()
         # Wait of new requests; a request whose worker was lost waits until its deadline.
         wait_seconds = min(protocol.no_worker_wait_seconds, MAX_SHARE_OF_DEADLINE_WAITED * self.deadline_seconds)
@@ -89,8 +90,7 @@ class RouterCore:
         )
         self._orphans = Orphans(protocol.tombstone_seconds)
         attempts = Attempts(self.placer, membership, self._outbox, chosen, self.deadline_seconds)
-        objectives = Objectives(config.ttft_objective_ms / 1e3, config.tpot_objective_ms / 1e3)
-        self._settlement = Settlement(membership, objectives, self._outbox)
+        self._settlement = Settlement(membership, objectives, self._outbox, self.placer.note_output)
         self.requests = RequestTable(attempts, self._settlement, membership, self._outbox, self.deadline_seconds)
         self._handlers: dict[type, Callable[[Any, float], None]] = {
             AskLimits: self._on_ask_limits,

@@ -23,6 +23,7 @@ from splitserve.router.placement.policies import (
     RequestShape,
     Snapshot,
     WorkerView,
+    alone,
     decode_load,
     fits,
     prefill_load,
@@ -79,10 +80,10 @@ def local_placement(workers: Sequence[WorkerView], shape: RequestShape, preferre
     if shape.is_prompt_only:
         fitting = [worker for worker in workers if fits(worker, shape)]
         chosen = min(fitting, key=lambda worker: (worker.role is Role.DECODE, *prefill_load(worker)), default=None)
-        return None if chosen is None else Local(chosen.party)
+        return None if chosen is None else alone(chosen, "prompt only")
     able = [worker for worker in workers if worker.role is not Role.PREFILL and fits(worker, shape)]
     best = min(able, key=lambda worker: (worker.party != preferred, *decode_load(worker)), default=None)
-    return None if best is None else Local(best.party)
+    return None if best is None else alone(best, "no pair")
 
 
 def may_wait(snapshot: Snapshot, history: Sequence[FailedAttempt]) -> bool:

@@ -1,5 +1,7 @@
 """Settlement of requests: charges, breakers, and the metrics of tokens, hand-overs, attempts and ends. Pure."""
 
+from collections.abc import Callable
+
 from splitserve.router.links.membership import Membership
 from splitserve.router.requests.active_request import ActiveRequest
 from splitserve.router.requests.effects import Count, CountTokens, Observe, Outbox
@@ -9,7 +11,11 @@ from splitserve.router.requests.state import FailureReason, RequestPhase, Update
 
 
 class Settlement:
-    def __init__(self, membership: Membership, objectives: Objectives, outbox: Outbox) -> None:
+    def __init__(
+        self, membership: Membership, objectives: Objectives, outbox: Outbox, note_output: Callable[[int], None]
+    ) -> None:
+        """``note_output`` is called with the number of tokens of each finished output."""
+        self._note_output = note_output
         self._membership = membership
         self._objectives = objectives
         self._outbox = outbox
@@ -17,7 +23,7 @@ class Settlement:
     def on_tokens(self, request: ActiveRequest, count: int, now: float) -> None:
         """Count new tokens that are delivered to the client."""
         if request.charge is not None:
-            request.charge.first_token_out()  # of each attempt: a retry computes the prompt again
+            request.charge.first_token_out(now)  # of each attempt: a retry computes the prompt again
         are_first = not request.last_token_at
         if are_first:
             request.first_token_at = now
@@ -36,7 +42,7 @@ class Settlement:
 
     def on_attempt_failed(self, request: ActiveRequest, now: float) -> None:
         """Take the failed attempt off its workers' counts, and count the failure against its culprit."""
-        self._release(request)
+        self._release(request, now)
         attempt = request.state.history[-1]
         record = self._membership.get(attempt.culprit)
         if record is not None and attempt.failure.reason is not FailureReason.OVERLOADED:
@@ -44,8 +50,10 @@ class Settlement:
 
     def on_end(self, request: ActiveRequest, now: float) -> None:
         """Count the request once, by its outcome."""
-        self._release(request)
+        self._release(request, now)
         state = request.state
+        if state.phase is RequestPhase.FINISHED:
+            self._note_output(len(state.delivered_ids))
         if state.phase is RequestPhase.FINISHED and state.placement is not None:
             for party in state.placement.parties:
                 record = self._membership.get(party)
@@ -56,9 +64,9 @@ class Settlement:
         self._judge(request)
 
     @staticmethod
-    def _release(request: ActiveRequest) -> None:
+    def _release(request: ActiveRequest, now: float) -> None:
         if request.charge is not None:
-            request.charge.release()
+            request.charge.release(now)
             request.charge = None
 
     def _judge(self, request: ActiveRequest) -> None:

@@ -4,7 +4,8 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from splitserve.protocol.messages.requests import Abort
-from splitserve.router.links.membership import Charges, Membership
+from splitserve.router.links.membership import Membership
+from splitserve.router.links.worker_record import Charges
 from splitserve.router.placement.policies import Placed
 from splitserve.router.requests.active_request import ActiveRequest
 from splitserve.router.requests.attempts import Attempts

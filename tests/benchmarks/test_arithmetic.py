@@ -13,12 +13,8 @@ from aiohttp import web
 from splitserve.benchmarks.common.stats import Objective, RequestRecord, percentiles_ms, summarise
 from splitserve.benchmarks.engine.step_costs import (
     Ceilings,
-    decode_bytes,
     decode_figure,
-    kv_token_elements,
     prefill_figure,
-    prefill_flops,
-    weight_elements,
 )
 from splitserve.benchmarks.kernels import device_timing
 from splitserve.benchmarks.kernels.case import Case, Target
@@ -31,6 +27,7 @@ from splitserve.benchmarks.kv.tier_hits import _paces
 from splitserve.benchmarks.serving import latency
 from splitserve.benchmarks.serving.load import Endpoint, run_load
 from splitserve.models.demo.checkpoint import shape_config
+from splitserve.models.step_costs import decode_bytes, kv_token_elements, prefill_flops, weight_elements
 
 CPU = torch.device("cpu")
 # Of a layer: q and o 2 x 6 x 4, k and v 2 x 3 x 4, three of 5 x 4: 132 in matrices, 8 in norms.

@@ -10,12 +10,13 @@ from splitserve.benchmarks.kernels import kernels, layout
 from splitserve.benchmarks.kernels.case import Target
 from splitserve.benchmarks.kernels.cases import cases
 from splitserve.benchmarks.kernels.device_timing import relative_error
-from splitserve.benchmarks.kernels.kv_cases import attended_pairs, shuffled_batch
+from splitserve.benchmarks.kernels.kv_cases import shuffled_batch
 from splitserve.benchmarks.kernels.layout import Side, sides, single_head_sides
 from splitserve.common.errors import ConfigError
 from splitserve.kernels.api import AttentionShape
 from splitserve.kernels.registry import OPERATIONS, select_kernels
 from splitserve.models.demo.checkpoint import shape_config
+from splitserve.models.step_costs import attended_pairs
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -19,7 +19,8 @@ from splitserve.protocol.messages.requests import (
 )
 from splitserve.protocol.request import FinishReason, Party, RequestKey, Role, SamplingParams
 from splitserve.router.admin.metrics import RouterMetrics
-from splitserve.router.links.membership import Charges, Membership
+from splitserve.router.links.membership import Membership
+from splitserve.router.links.worker_record import Charges
 from splitserve.router.placement.prefix_view import PrefixView
 from splitserve.router.requests.active_request import ActiveRequest
 from splitserve.router.requests.core import RouterCore

@@ -12,7 +12,7 @@ from splitserve.benchmarks.router.worker_script import DEFAULT_LAYOUT
 from splitserve.common.errors import ConfigError
 from splitserve.protocol.cluster_report import WorkerState
 from splitserve.protocol.counters import WorkerLoad
-from splitserve.protocol.placement_policies import PLACEMENT_POLICIES
+from splitserve.protocol.placement.policies import PLACEMENT_POLICIES
 from splitserve.protocol.request import Party, Role
 from splitserve.router.links.membership import Membership
 from splitserve.router.placement.policies import (
@@ -266,15 +266,15 @@ class MembershipMachine(RuleBasedStateMachine):
         shape = RequestShape(tokens, 10)
         placement = least_loaded(self.members.snapshot(0.0), shape)
         if not isinstance(placement, NoWorker):
-            self.charges.append(self.members.charge(placement, shape))
+            self.charges.append(self.members.charge(placement, shape, self.now))
 
     @rule(index=st.integers(0, 5), first_token=st.booleans())
     def release(self, index, first_token):
         if index < len(self.charges):
             if first_token:
-                self.charges[index].first_token_out()
+                self.charges[index].first_token_out(self.now)
             else:
-                self.charges.pop(index).release()
+                self.charges.pop(index).release(self.now)
 
     @invariant()
     def holds(self):
@@ -282,8 +282,8 @@ class MembershipMachine(RuleBasedStateMachine):
 
     def teardown(self):
         for charge in self.charges:
-            charge.release()
-            charge.release()
+            charge.release(self.now)
+            charge.release(self.now)
         for record in self.members.records():
             assert (record.num_requests, record.prefill_tokens, record.context_tokens) == (0, 0, 0)
 

@@ -26,8 +26,8 @@ Scenario = Callable[[LiveRouter], Awaitable[None]]
 def lost_workers_are_ready_at_once(patch: pytest.MonkeyPatch) -> None:
     original = Membership.heartbeat
 
-    def heartbeat(self: Membership, sender: Party, *arguments: Any) -> WorkerState | None:
-        before = original(self, sender, *arguments)
+    def heartbeat(self: Membership, sender: Party, *arguments: Any, **options: Any) -> WorkerState | None:
+        before = original(self, sender, *arguments, **options)
         record = self.get(sender)
         if before is WorkerState.LOST and record is not None:
             record.state = WorkerState.READY
@@ -58,10 +58,10 @@ def replaced_incarnations_return(patch: pytest.MonkeyPatch) -> None:
 def heartbeats_are_not_noted(patch: pytest.MonkeyPatch) -> None:
     original = Membership.heartbeat
 
-    def heartbeat(self: Membership, sender: Party, *arguments: Any) -> WorkerState | None:
+    def heartbeat(self: Membership, sender: Party, *arguments: Any, **options: Any) -> WorkerState | None:
         record = self.get(sender)
         before = 0.0 if record is None else record.last_heard
-        state = original(self, sender, *arguments)
+        state = original(self, sender, *arguments, **options)
         if record is not None and state is not WorkerState.LOST:
             record.last_heard = before
         return state

@@ -9,7 +9,8 @@ from splitserve.protocol.cluster_report import WorkerState
 from splitserve.protocol.messages.envelope import Body
 from splitserve.protocol.messages.requests import Abort
 from splitserve.protocol.request import Party, RequestKey
-from splitserve.router.links.membership import Charge, Membership
+from splitserve.router.links.membership import Membership
+from splitserve.router.links.worker_record import Charge
 from splitserve.router.placement.policies import Local, Placed, RequestShape, Snapshot, WorkerView
 from splitserve.router.placement.prefix_view import PrefixMatch
 from splitserve.router.requests.active_request import ActiveRequest
@@ -92,7 +93,7 @@ def draining_workers_get_requests(patch: pytest.MonkeyPatch) -> None:
     original = Membership.snapshot
 
     def snapshot(self: Membership, *arguments: Any) -> Snapshot:
-        draining = [record.view() for record in self.records() if record.state is WorkerState.DRAINING]
+        draining = [record.view(0.0) for record in self.records() if record.state is WorkerState.DRAINING]
         return Snapshot((*original(self, *arguments).workers, *draining))
 
     patch.setattr(Membership, "snapshot", snapshot)
@@ -102,7 +103,7 @@ def lost_workers_get_requests(patch: pytest.MonkeyPatch) -> None:
     original = Membership.snapshot
 
     def snapshot(self: Membership, *arguments: Any) -> Snapshot:
-        lost = [record.view() for record in self.records() if record.state is WorkerState.LOST]
+        lost = [record.view(0.0) for record in self.records() if record.state is WorkerState.LOST]
         return Snapshot((*original(self, *arguments).workers, *lost))
 
     patch.setattr(Membership, "snapshot", snapshot)
@@ -148,7 +149,7 @@ def unsent_requests_are_forgotten(patch: pytest.MonkeyPatch) -> None:
 
 
 def each_token_ends_the_prefill(patch: pytest.MonkeyPatch) -> None:
-    def first_token_out(self: Charge) -> None:
+    def first_token_out(self: Charge, now: float) -> None:
         if self.prefill is not None:
             self.prefill.prefill_tokens -= self.num_prompt_tokens
         self._prefilling = False

@@ -21,7 +21,7 @@ from splitserve.protocol.request import Party, Role, SamplingParams
 from splitserve.protocol.wire import decode, encode
 from splitserve.router.admin.metrics import RouterMetrics
 from splitserve.router.http.inbox import Inbox
-from splitserve.router.links.membership import WorkerRecord
+from splitserve.router.links.worker_record import WorkerRecord
 from splitserve.router.requests.active_request import ActiveRequest
 from splitserve.router.requests.dispatcher import Dispatcher
 from waiting import PATIENCE_SECONDS

@@ -14,7 +14,7 @@ from splitserve.kvconnector.blocks.pool import BlockPool, BlockState
 from splitserve.protocol.cluster_report import WorkerState
 from splitserve.protocol.handover.sink import SinkHandover, SinkState
 from splitserve.protocol.handover.source import SourceHandover, SourceState
-from splitserve.router.links.membership import WorkerRecord
+from splitserve.router.links.worker_record import WorkerRecord
 from splitserve.router.requests.state import RequestPhase, RequestState
 from splitserve.simulation.faults import Faults, Shape
 

@@ -27,17 +27,20 @@ from splitserve.engine.io.waker import Waker
 from splitserve.engine.profiling.step_profiler import NoProfiler, Profiler
 from splitserve.engine.sleepy_cores import Cores, SleepyCores
 from splitserve.engine.steps.executor import Executor, StepFailure
+from splitserve.engine.steps.step_fit import StepFit
 from splitserve.engine.steps.step_times import StepTimes
 from splitserve.kvconnector.tiers.copies import TierCopier
 from splitserve.kvconnector.transfer.connector import KVConnector
 from splitserve.protocol.config import WorkerConfig
 from splitserve.protocol.messages.membership import Leave
 from splitserve.protocol.messages.requests import Profile, Profiled
+from splitserve.protocol.placement.step_model import StepModel
 from splitserve.protocol.request import Party
 
 logger = logging.getLogger(__name__)
 
 STOP_SECONDS = 1.0
+UNKNOWN_STEPS = StepModel()
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +67,10 @@ class WorkerLoop:
         io: WorkerIO,
         membership: MembershipClient,
         explain: Callable[[Exception], Exception] | None = None,
+        *,
+        estimate: StepModel = UNKNOWN_STEPS,
     ) -> None:
-        """``explain`` finds the cause of an error that came from another rank."""
+        """``explain`` finds the cause of an error that came from another rank. ``estimate`` of its steps' times."""
         self._engine_id = config.engine_id
         self._core = core
         self._io = io
@@ -73,6 +78,7 @@ class WorkerLoop:
         self._membership = membership
         self._explain = explain
         self._step_times = StepTimes()
+        self._step_fit = StepFit(estimate)
         self._profile: tuple[Party, str] | None = None  # the party that asked for the recording in progress, and its id
         self._error: Exception | None = None
         self._drain = Drain(config.protocol.drain_seconds)
@@ -154,7 +160,7 @@ class WorkerLoop:
         self._perform(self._core.take_effects())
         self._io.kv_events.publish(self._core.state.blocks, now)
         self._report_profile()
-        self._membership.keep(self._core, now)
+        self._membership.keep(self._core, self._step_fit, now)
         self._end_drain(now)
 
     def _on_profile(self, sender: Party, body: Profile) -> None:
@@ -204,6 +210,7 @@ class WorkerLoop:
             if isinstance(result.outcome, StepFailure):
                 self._on_step_failure(result.outcome, now)
             else:
+                self._step_fit.note(result.plan, result.seconds)
                 self._core.commit_step(result.outcome, now)
 
     def _on_step_failure(self, failure: StepFailure, now: float) -> None:

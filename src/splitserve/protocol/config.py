@@ -7,7 +7,7 @@ import msgspec
 from msgspec import Meta
 
 from splitserve.protocol.engine_config import ENDPOINT, MAX_MEMORY_BYTES, MAX_SECONDS, EngineConfig
-from splitserve.protocol.placement_policies import PLACEMENT_POLICIES, POLICIES_IN_WORDS
+from splitserve.protocol.placement.policies import PLACEMENT_POLICIES, POLICIES_IN_WORDS
 from splitserve.protocol.request import Role
 from splitserve.protocol.settings import Setting, problems_of
 

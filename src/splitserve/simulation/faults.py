@@ -52,6 +52,7 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     tier_slots: int = 0  # of each worker's first tier; 0: there are no tiers
     window: int = 0  # tokens that the layers of a second group attend to; 0: there is only a full group
     shared_chunk: int = 0  # blocks per chunk of a tier that all workers share; 0: there is none
+    policy: str = "least-loaded"  # of placement
 
     def workers(self) -> list[tuple[str, Role, int]]:
         """Return name, role and number of blocks of each worker."""

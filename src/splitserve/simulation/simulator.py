@@ -35,6 +35,7 @@ class Simulator:
         protocol: ProtocolConfig = PROTOCOL,
         model: Model | None = None,
     ) -> None:
+        self.shape = shape
         self.random = random.Random(seed)
         self.model = model or HashedModel()
         self.faults = faults

@@ -193,7 +193,8 @@ def _serve(
     executor = make_executor(waker.wake, profiler)
     io = WorkerIO(sockets, waker, connector, executor, copies, profiler or NoProfiler(), kv_events, cores)
     membership = MembershipClient(config, info, sockets, team.pids)
-    loop = WorkerLoop(config, core, io, membership, None if team.ranks is None else team.ranks.explain)
+    explain = None if team.ranks is None else team.ranks.explain
+    loop = WorkerLoop(config, core, io, membership, explain, estimate=served.step_estimate)
     pin_threads(config.affinity)
     watch(loop)
     _run(loop, config, clock, lambda detail: progress("ready", {"endpoint": sockets.endpoint, **detail}))
@@ -218,6 +219,7 @@ def _worker_info(
         kv_events_endpoint=kv_events_endpoint,
         setup=setup,
         prefix_caching=config.engine.enable_prefix_caching,
+        max_num_batched_tokens=config.engine.max_num_batched_tokens,
     )
 
 

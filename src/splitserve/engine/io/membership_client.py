@@ -13,6 +13,7 @@ import psutil
 from splitserve.common.errors import HandshakeError
 from splitserve.engine.core import EngineCore
 from splitserve.engine.io.sockets import WorkerSockets
+from splitserve.engine.steps.step_fit import StepFit
 from splitserve.protocol.config import WorkerConfig
 from splitserve.protocol.messages.envelope import Envelope
 from splitserve.protocol.messages.membership import (
@@ -83,7 +84,7 @@ class MembershipClient:
         self._is_draining = True
         self._sockets.send_membership(Draining())
 
-    def keep(self, core: EngineCore, now: float) -> None:
+    def keep(self, core: EngineCore, steps: StepFit, now: float) -> None:
         """Send what is due: a registration, a heartbeat, a line in the log where no answer comes."""
         if self._sockets.has_new_membership_connection():
             self._register_due_at = now
@@ -96,16 +97,19 @@ class MembershipClient:
             self._complain()
         if core.take_news() or now >= self._heartbeat_due_at:
             self._heartbeat_due_at = now + self._config.protocol.heartbeat_seconds
-            self._send_heartbeat(core)
+            self._send_heartbeat(core, steps)
 
-    def _send_heartbeat(self, core: EngineCore) -> None:
+    def _send_heartbeat(self, core: EngineCore, steps: StepFit) -> None:
         load = msgspec.structs.replace(
             core.load(),
             resident_bytes=_resident_bytes(self._pids),
             undeliverable_messages=self._sockets.num_undeliverable,
             malformed_messages=self._sockets.num_malformed,
+            step_error=steps.relative_error,
         )
-        self._sockets.send_membership(Heartbeat(load=load, links=core.links(), clock_seconds=time.time()))
+        self._sockets.send_membership(
+            Heartbeat(load=load, step_model=steps.model, links=core.links(), clock_seconds=time.time())
+        )
         if self._is_draining:  # after the heartbeat, which makes a lost worker a candidate again
             self._sockets.send_membership(Draining())
 

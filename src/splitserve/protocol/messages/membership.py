@@ -7,6 +7,7 @@ import msgspec
 from splitserve.protocol.counters import WorkerLoad
 from splitserve.protocol.memory_records import LayoutRecord
 from splitserve.protocol.messages.base import Message
+from splitserve.protocol.placement.step_model import StepModel
 from splitserve.protocol.request import Party, Role
 from splitserve.protocol.wire_numbers import Count, NonNegative, Size
 
@@ -50,7 +51,8 @@ class WorkerSetup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class WorkerInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A worker as registered with membership. ``endpoint`` is the ZMQ address that routers and peers connect to,
     ``kv_events_endpoint`` the one for subscribers to its KV events; "" if it publishes none. With
-    ``prefix_caching`` it reuses the KV of earlier prompts."""
+    ``prefix_caching`` it reuses the KV of earlier prompts. A step has ``max_num_batched_tokens`` at most (0: not
+    known)."""
 
     party: Party
     role: Role
@@ -64,6 +66,7 @@ class WorkerInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     kv_events_endpoint: str = ""
     setup: WorkerSetup = WorkerSetup()
     prefix_caching: bool = True
+    max_num_batched_tokens: Count = 0
 
 
 class Register(Message, frozen=True):
@@ -102,11 +105,12 @@ class PeerLink(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class Heartbeat(Message, frozen=True):
     """A sign of life. ``clock_seconds`` is the sender's Unix time, for the comparison of logs of several machines: no
-    decision depends on it (0: not given)."""
+    decision depends on it (0: not given). ``step_model`` predicts the sender's steps."""
 
     load: WorkerLoad
     links: Annotated[list[PeerLink], msgspec.Meta(max_length=MAX_LINKS)] = []
     clock_seconds: NonNegative = 0.0
+    step_model: StepModel = StepModel()
 
 
 class Draining(Message, frozen=True):

@@ -17,7 +17,7 @@ from splitserve.protocol.messages.requests import (
     TokenDelta,
 )
 from splitserve.protocol.request import Party, RequestKey, Role
-from splitserve.router.links.membership import Charges
+from splitserve.router.links.worker_record import Charges
 from splitserve.router.placement.policies import Disaggregated, NoWorker, Placement
 from splitserve.router.requests.core import Question
 from splitserve.router.requests.effects import Count
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 MAX_ATTEMPTS_ALLOWED = 8
 ROUNDING_SECONDS = 1e-9
-ROLES = {DecodeRequest: {Role.DECODE}, PrefillRequest: {Role.PREFILL}, LocalRequest: {Role.DECODE, Role.MIXED}}
+ROLES = {DecodeRequest: {Role.DECODE}, PrefillRequest: {Role.PREFILL}, LocalRequest: set(Role)}
 AnyRequest: TypeAlias = DecodeRequest | PrefillRequest | LocalRequest
 
 
@@ -68,10 +68,9 @@ class RouterChecks:
         state = "gone" if record is None else record.state
         assert record is not None and state is WorkerState.READY, f"{body.key} goes to {to}, which is {state}"
         role = record.info.role
-        is_prompt_only = body.sampling.max_tokens == 1 and isinstance(body, LocalRequest)  # nothing to decode
-        assert role in ROLES[type(body)] or is_prompt_only, f"{to} gets a {type(body).__name__}, but its role is {role}"
-        needed, room = len(body.token_ids) + body.sampling.max_tokens, record.view().context_tokens_limit
-        if role is Role.PREFILL:
+        assert role in ROLES[type(body)], f"{to} gets a {type(body).__name__}, but its role is {role}"
+        needed, room = len(body.token_ids) + body.sampling.max_tokens, record.view(0.0).context_tokens_limit
+        if isinstance(body, PrefillRequest):
             needed = min(needed, len(body.token_ids) + len(body.output_ids) + 1)
         assert needed <= room, f"{to} gets a sequence of {needed} tokens, but holds {room}"
         prefix = body.prefix if isinstance(body, LocalRequest) else None

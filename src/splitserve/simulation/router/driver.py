@@ -5,6 +5,7 @@ The core decides everything about requests. This driver does under virtual time 
 sockets: links come up and break, heartbeats arrive or don't.
 """
 
+import random
 from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,7 @@ from splitserve.protocol.kv_event_batch import KVEvent
 from splitserve.protocol.messages.envelope import Body
 from splitserve.protocol.messages.membership import WorkerInfo
 from splitserve.protocol.messages.requests import Abort, PromptLogprobs, RequestFailed, StepTokens, TokenDelta
+from splitserve.protocol.placement.step_model import StepModel
 from splitserve.protocol.request import Party, Role, SamplingParams
 from splitserve.router.links.membership import Membership
 from splitserve.router.placement.prefix_view import PrefixView
@@ -58,7 +60,8 @@ class SimRouter:
         self.clients: dict[str, SimClient] = {}
         self.membership = Membership(sim.protocol.dead_after_seconds, sim.protocol.tombstone_seconds)
         self.prefixes = PrefixView()
-        config = RouterConfig(model="sim", served_model_name="sim", protocol=sim.protocol)
+        policy = sim.shape.policy
+        config = RouterConfig(model="sim", served_model_name="sim", protocol=sim.protocol, policy=policy)
         self.core = RouterCore(config, self.membership, self.prefixes, sim.random)
         self.checks = RouterChecks(self)
         self._feeds: dict[Party, SimKVFeed] = {}
@@ -230,7 +233,8 @@ class SimRouter:
         if not worker.can_run(lambda: self.heartbeat(worker)):
             return
         worker.settle()  # the loop wakes up for its heartbeat
-        if self.membership.heartbeat(worker.party, worker.core.load(), self.sim.now) is WorkerState.LOST:
+        load, model = worker.core.load(), some_step_model(worker.party)
+        if self.membership.heartbeat(worker.party, load, self.sim.now, step_model=model) is WorkerState.LOST:
             self.dial(worker)
         if worker.drain_clock.has_begun:
             self.membership.drain(worker.party)
@@ -289,3 +293,10 @@ class SimRouter:
             assert client.is_done, f"{client.request_id} never ended"
             client.check_answer()
         self.checks.at_end()
+
+
+def some_step_model(party: Party) -> StepModel:
+    """Return a step-time model that has nothing to do with the worker's steps: no answer depends on predictions."""
+    chosen = random.Random(str(party))
+    coefficients = [10.0 ** chosen.uniform(-9.0, -1.0) for _ in range(5)]
+    return StepModel.of(coefficients, chosen.choice([0, 10, 1000]))

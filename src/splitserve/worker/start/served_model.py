@@ -3,7 +3,7 @@
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import msgspec
@@ -22,6 +22,7 @@ from splitserve.models.config import ModelConfig, load_model_config
 from splitserve.models.declared import check_tensor_parallel_size
 from splitserve.models.decoder import DecoderModel
 from splitserve.models.parallel.ranks import Collectives
+from splitserve.models.roofline import device_rates, estimate_steps
 from splitserve.models.runner.cuda import CudaRunner
 from splitserve.models.runner.graph_sizes import mixed_sizes
 from splitserve.models.runner.runner import ModelRunner
@@ -30,6 +31,7 @@ from splitserve.models.weights.loader import load_model, resolve_dtype
 from splitserve.models.weights.shard import local_config
 from splitserve.protocol.config import EngineConfig
 from splitserve.protocol.memory_records import LATENT_ORDER, LayoutRecord, latent_group
+from splitserve.protocol.placement.step_model import StepModel
 from splitserve.worker.start.clock import StartClock
 from splitserve.worker.start.memory_plan import MemoryPlan, free_kv_bytes, plan_kv_memory
 from splitserve.worker.start.preload import AttentionPreload
@@ -50,6 +52,7 @@ class ServedModel:
     max_model_len: int
     vocab_size: int
     gates: LoadGates | None = None
+    step_estimate: StepModel = field(default_factory=StepModel)  # of the time before steps were seen
 
 
 def device_of(wanted: str, rank: int, size: int) -> torch.device:
@@ -101,7 +104,8 @@ def load_served_model(
     with clock.phase("warm-up"):
         warm_up(runner, limits)
     progress("kv_memory", _describe_memory(memory, plan))
-    return ServedModel(memory, runner, plan.max_model_len, model_config.vocab_size, gates)
+    estimate = estimate_steps(model_config, device_rates(device, engine.threads), model.dtype.itemsize, size)
+    return ServedModel(memory, runner, plan.max_model_len, model_config.vocab_size, gates, estimate)
 
 
 def _load(

@@ -1,0 +1,62 @@
+"""Estimate of a step-time model from the rates of a device and the least costs of a model, until steps were seen."""
+
+from dataclasses import dataclass
+
+import torch
+
+from splitserve.models.config import ModelConfig
+from splitserve.models.step_costs import decode_bytes, head_flops, kv_token_elements, pair_flops, token_flops
+from splitserve.protocol.placement.step_model import StepModel
+
+ATTAINED = 0.7
+"""Share of a device's rates that steps usually attain."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceRates:
+    """Rates of a device. ``overhead_seconds``: of a step, whatever it computes."""
+
+    flops_per_second: float
+    bytes_per_second: float
+    overhead_seconds: float
+
+
+DEVICE_RATES = {  # dense bf16, by the manufacturer's figures
+    "B200": DeviceRates(2250e12, 8.0e12, 5e-4),
+    "H200": DeviceRates(989e12, 4.8e12, 5e-4),
+    "H100": DeviceRates(989e12, 3.35e12, 5e-4),
+    "A100": DeviceRates(312e12, 2.0e12, 5e-4),
+    "L40S": DeviceRates(362e12, 0.86e12, 5e-4),
+}
+OTHER_GPU = DeviceRates(150e12, 1.0e12, 5e-4)
+CPU_THREAD = DeviceRates(4e10, 8e9, 1e-3)  # one core, float32
+MAX_BANDWIDTH_THREADS = 8  # that fill a host's memory bus
+
+
+def device_rates(device: torch.device, num_threads: int) -> DeviceRates:
+    """Return the rates of a GPU, by its name, or of ``num_threads`` cores."""
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+        return next((rates for known, rates in DEVICE_RATES.items() if known in name), OTHER_GPU)
+    threads = max(1, num_threads)
+    return DeviceRates(
+        threads * CPU_THREAD.flops_per_second,
+        min(threads, MAX_BANDWIDTH_THREADS) * CPU_THREAD.bytes_per_second,
+        CPU_THREAD.overhead_seconds,
+    )
+
+
+def estimate_steps(config: ModelConfig, rates: DeviceRates, itemsize: int, num_ranks: int = 1) -> StepModel:
+    """Return the step-time model of ``num_ranks`` devices of these rates. ``itemsize``: of weights and KV, in bytes.
+
+    A step reads all weights once; prompts compute, decoding sequences read their KV.
+    """
+    flops = ATTAINED * rates.flops_per_second * num_ranks
+    bandwidth = ATTAINED * rates.bytes_per_second * num_ranks
+    return StepModel(
+        base=rates.overhead_seconds + decode_bytes(config, 0, 0, itemsize) / bandwidth,
+        per_decode=(token_flops(config) + head_flops(config)) / flops,
+        per_context=kv_token_elements(config) * itemsize / bandwidth,
+        per_token=token_flops(config) / flops,
+        per_pair=pair_flops(config) / flops,
+    )

@@ -1,0 +1,155 @@
+"""A worker as the router keeps it, and what its requests charge it with. Pure; time is an argument."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from splitserve.protocol.cluster_report import WorkerState
+from splitserve.protocol.counters import WorkerLoad
+from splitserve.protocol.messages.membership import PeerLink, WorkerInfo
+from splitserve.protocol.placement.step_model import StepModel
+from splitserve.router.placement.breaker import Breaker
+from splitserve.router.placement.policies import NO_LOAD, NO_STEP_MODEL, WorkerView
+from splitserve.router.placement.prefill_queue import PrefillQueue
+
+
+@dataclass(frozen=True, slots=True)
+class Charges:
+    """Counts of a router's attempts in flight at one worker: see :class:`WorkerView`."""
+
+    num_requests: int = 0
+    prefill_tokens: int = 0
+    context_tokens: int = 0
+
+    def __add__(self, other: "Charges") -> "Charges":
+        return Charges(
+            self.num_requests + other.num_requests,
+            self.prefill_tokens + other.prefill_tokens,
+            self.context_tokens + other.context_tokens,
+        )
+
+    @property
+    def is_negative(self) -> bool:
+        return min(self.num_requests, self.prefill_tokens, self.context_tokens) < 0
+
+    def __str__(self) -> str:
+        return f"{self.num_requests} requests, {self.prefill_tokens} prompt and {self.context_tokens} context tokens"
+
+
+@dataclass(slots=True)
+class WorkerRecord:
+    """One incarnation of one worker. The counts are this router's own; see :class:`WorkerView`."""
+
+    info: WorkerInfo
+    last_heard: float
+    connection: bytes = b""  # the connection that registered it, by the membership socket's name for it
+    token: str = ""  # proves that another connection is the same worker's
+    state: WorkerState = WorkerState.CONNECTING
+    load: WorkerLoad = NO_LOAD
+    links: Sequence[PeerLink] = ()
+    clock_offset_seconds: float | None = None  # worker's clock less ours, less the time its last heartbeat took
+    num_heartbeats: int = 0
+    num_requests: int = 0
+    prefill_tokens: int = 0
+    context_tokens: int = 0
+    num_placed: int = 0
+    breaker: Breaker = field(default_factory=Breaker)
+    own_model: StepModel = NO_STEP_MODEL  # as the worker sent it
+    step_model: StepModel = NO_STEP_MODEL  # as it is trusted
+    prompts: PrefillQueue = field(default_factory=PrefillQueue)
+    num_prefilling: int = 0
+    link_rates: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def charges(self) -> Charges:
+        return Charges(self.num_requests, self.prefill_tokens, self.context_tokens)
+
+    def view(self, now: float, prefix_match_tokens: int = 0) -> WorkerView:
+        info = self.info
+        return WorkerView(
+            party=info.party,
+            role=info.role,
+            max_num_seqs=max(1, info.max_num_seqs),
+            max_model_len=info.max_model_len,
+            kv_capacity_tokens=info.num_blocks * info.layout.block_size,
+            load=self.load,
+            num_requests=self.num_requests,
+            prefill_tokens=self.prefill_tokens,
+            context_tokens=self.context_tokens,
+            num_placed=self.num_placed,
+            prefix_match_tokens=prefix_match_tokens,
+            step_model=self.step_model,
+            chunk_tokens=info.max_num_batched_tokens,
+            queue_seconds=self.prompts.seconds(now),
+            prefill_busy=self.prompts.busy_share(now),
+            num_decoding=self.num_requests - self.num_prefilling,
+            token_bytes=info.layout.block_bytes // info.layout.block_size,
+            link_rates=self.link_rates,
+        )
+
+
+@dataclass(slots=True)
+class Charge:
+    """The contribution of one placed request to its workers' counts; a local request has one record for both phases."""
+
+    prefill: WorkerRecord | None
+    decode: WorkerRecord | None
+    num_prompt_tokens: int
+    matched_tokens: int = 0
+    _prefilling: bool = False
+    _decoding: bool = False
+
+    def apply(self, now: float) -> None:
+        self._prefilling = self._decoding = True
+        if self.prefill is not None:
+            self.prefill.prefill_tokens += self.num_prompt_tokens
+            self.prefill.prompts.add(id(self), self._prefill_seconds(self.prefill), now)
+        if self.prefill is self.decode and self.prefill is not None:
+            self.prefill.num_prefilling += 1
+        if self.decode is not None:
+            self.decode.context_tokens += self.num_prompt_tokens
+        self._count_request(1)
+        for record in self._distinct_records():
+            record.num_placed += 1
+
+    def first_token_out(self, now: float) -> None:
+        """Take the prompt, which has been computed, off the prefill worker's load."""
+        if self._prefilling and self.prefill is not None:
+            self.prefill.prefill_tokens -= self.num_prompt_tokens
+            self.prefill.prompts.remove(id(self), now)
+            if self.prefill is self.decode:
+                self.prefill.num_prefilling -= 1
+        self._prefilling = False
+
+    def release(self, now: float) -> None:
+        """Take the request off its workers' counts. Releasing twice is harmless."""
+        self.first_token_out(now)
+        if not self._decoding:
+            return
+        self._decoding = False
+        if self.decode is not None:
+            self.decode.context_tokens -= self.num_prompt_tokens
+        self._count_request(-1)
+
+    @property
+    def is_prefilling(self) -> bool:
+        return self._prefilling
+
+    def by_record(self) -> Iterator[tuple[WorkerRecord, Charges]]:
+        """Yield each of the charge's workers with its current contribution to that worker's counts."""
+        for record in self._distinct_records():
+            prefill_tokens = self.num_prompt_tokens if self._prefilling and record is self.prefill else 0
+            context_tokens = self.num_prompt_tokens if self._decoding and record is self.decode else 0
+            yield record, Charges(int(self._decoding), prefill_tokens, context_tokens)
+
+    def _prefill_seconds(self, record: WorkerRecord) -> float:
+        matched = min(self.matched_tokens, self.num_prompt_tokens)
+        chunk_tokens = record.info.max_num_batched_tokens or self.num_prompt_tokens
+        return record.step_model.prefill_seconds(matched, self.num_prompt_tokens - matched, chunk_tokens)
+
+    def _count_request(self, change: int) -> None:
+        for record in self._distinct_records():
+            record.num_requests += change
+
+    def _distinct_records(self) -> list[WorkerRecord]:
+        records = [self.prefill] if self.prefill is self.decode else [self.prefill, self.decode]
+        return [record for record in records if record is not None]

@@ -1,0 +1,57 @@
+"""Queue of prompts at one worker, in predicted seconds. Pure; time is an argument."""
+
+import math
+from collections.abc import Hashable
+
+BUSY_SECONDS = 10.0
+"""Time constant of the busy share."""
+
+
+class PrefillQueue:
+    """Predicted seconds of the prompts that a worker was given and has not answered with a first token.
+
+    The first prompt counts less with the time that it has been in progress, the others in full.
+    """
+
+    def __init__(self) -> None:
+        self._seconds: dict[Hashable, float] = {}  # in order of arrival
+        self._total = 0.0
+        self._first_since = 0.0
+        self._busy = 0.0  # seconds given lately, each forgotten with BUSY_SECONDS
+        self._busy_at = 0.0
+
+    def __len__(self) -> int:
+        return len(self._seconds)
+
+    def add(self, key: Hashable, seconds: float, now: float) -> None:
+        """Add a prompt that will take ``seconds``."""
+        if not self._seconds:
+            self._first_since = now
+        self._seconds[key] = seconds
+        self._total += seconds
+        self._busy = self._decayed(now) + seconds
+        self._busy_at = now
+
+    def remove(self, key: Hashable, now: float) -> None:
+        """Take a prompt off: its first token is out, or its attempt has ended. Another time is harmless."""
+        if key not in self._seconds:
+            return
+        if next(iter(self._seconds)) == key:
+            self._first_since = now
+        self._total -= self._seconds.pop(key)
+        if not self._seconds:
+            self._total = 0.0
+
+    def seconds(self, now: float) -> float:
+        """Return the seconds until the worker has computed all of them."""
+        if not self._seconds:
+            return 0.0
+        first = next(iter(self._seconds.values()))
+        return max(0.0, self._total - min(first, max(0.0, now - self._first_since)))
+
+    def busy_share(self, now: float) -> float:
+        """Return the share of the worker's recent time that prompts took, 1 at most."""
+        return min(1.0, self._decayed(now) / BUSY_SECONDS)
+
+    def _decayed(self, now: float) -> float:
+        return self._busy * math.exp(-max(0.0, now - self._busy_at) / BUSY_SECONDS)

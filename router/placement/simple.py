@@ -1,0 +1,72 @@
+"""Policies that predict nothing: turns, the power of two choices, conversations, prefixes."""
+
+import hashlib
+import random
+from collections.abc import Callable
+from typing import TypeAlias
+
+from splitserve.protocol.request import Role
+from splitserve.router.placement.policies import (
+    NoWorker,
+    Placement,
+    RequestShape,
+    Snapshot,
+    WorkerView,
+    decode_load,
+    fits,
+    least_loaded,
+    prefill_load,
+)
+
+Rank: TypeAlias = Callable[[WorkerView], object]
+
+
+def round_robin(snapshot: Snapshot, shape: RequestShape) -> Placement:
+    """Place a request on the workers that were given the fewest so far."""
+    return _first_by(lambda worker: (worker.num_placed, worker.party.engine_id), snapshot, shape)
+
+
+def power_of_two(snapshot: Snapshot, shape: RequestShape) -> Placement:
+    """Place a request on the less loaded of two workers per role, drawn anew for each request (Mitzenmacher, 2001)."""
+    chosen = random.Random(sum(worker.num_placed for worker in snapshot.workers))
+    drawn: list[WorkerView] = []
+    for role in Role:
+        fitting = [worker for worker in snapshot.workers if worker.role is role and fits(worker, shape)]
+        drawn += chosen.sample(fitting, min(2, len(fitting)))
+    return _placed(drawn, snapshot, shape)
+
+
+def session(snapshot: Snapshot, shape: RequestShape) -> Placement:
+    """Place a conversation always on the same workers, by rendezvous hashing; one without a name, by load."""
+    if not shape.session:
+        return least_loaded(snapshot, shape)
+
+    def rank(worker: WorkerView) -> bytes:
+        text = f"{shape.session}\0{worker.party.engine_id}"
+        return hashlib.blake2b(text.encode(), digest_size=8).digest()
+
+    return _first_by(rank, snapshot, shape)
+
+
+def prefix(snapshot: Snapshot, shape: RequestShape) -> Placement:
+    """Place a request where the longest part of its prompt is cached; the least loaded of several such workers."""
+
+    def rank(worker: WorkerView) -> tuple[int, object]:
+        load = prefill_load(worker) if worker.role is Role.PREFILL else decode_load(worker)
+        return (-worker.prefix_match_tokens, load)
+
+    return _first_by(rank, snapshot, shape)
+
+
+def _first_by(rank: Rank, snapshot: Snapshot, shape: RequestShape) -> Placement:
+    """Place a request on the worker of each role with the lowest rank."""
+    first: list[WorkerView] = []
+    for role in Role:
+        fitting = [worker for worker in snapshot.workers if worker.role is role and fits(worker, shape)]
+        first += sorted(fitting, key=rank)[:1]  # type: ignore[arg-type]  # ranks of one policy compare
+    return _placed(first, snapshot, shape)
+
+
+def _placed(drawn: list[WorkerView], snapshot: Snapshot, shape: RequestShape) -> Placement:
+    placement = least_loaded(Snapshot(tuple(drawn)), shape)
+    return least_loaded(snapshot, shape) if isinstance(placement, NoWorker) else placement

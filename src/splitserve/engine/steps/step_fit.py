@@ -1,0 +1,107 @@
+"""Fit of a step-time model to a worker's own steps, while it serves. Pure: times come in as arguments."""
+
+import numpy as np
+import numpy.typing as npt
+
+from splitserve.protocol.placement.step_model import StepModel, StepWork, pairs
+from splitserve.protocol.step import StepPlan
+
+MIN_FITTED_STEPS = 200
+"""Number of steps below which an estimate is better than a fit."""
+MEMORY_STEPS = 2000
+"""Steps after which a step's weight has fallen to 1/e. Steps with and without prompts are forgotten apart, so that an
+hour of decoding does not erase what is known of prompts."""
+REFIT_STEPS = 50
+MAX_SURPRISE = 4.0
+"""A step beyond this multiple of its prediction counts as one of this multiple: a stall says nothing about the work."""
+_ERROR_STEPS = 300
+_ESTIMATE_WEIGHT = 1.0  # of the estimate, in steps: it decides what the steps say nothing about
+_ROUNDS = 400
+
+_Floats = npt.NDArray[np.float64]
+
+
+class _Moments:
+    """Weighted sums over steps of one kind: of products of the work, and of the work with the seconds."""
+
+    def __init__(self, size: int) -> None:
+        self.products: _Floats = np.zeros((size, size))
+        self.targets: _Floats = np.zeros(size)
+
+    def add(self, row: _Floats, target: float) -> None:
+        keep = 1.0 - 1.0 / MEMORY_STEPS
+        self.products = keep * self.products + np.outer(row, row)
+        self.targets = keep * self.targets + target * row
+
+
+class StepFit:
+    """Least squares of relative errors with non-negative coefficients.
+
+    ``estimate``: the model until :data:`MIN_FITTED_STEPS` steps were seen; later it decides what no step has shown.
+    ``relative_error``: mean error of the predictions of the last few hundred steps, relative to their true times.
+    """
+
+    def __init__(self, estimate: StepModel) -> None:
+        self.model = estimate
+        self._estimate = estimate
+        self._num_steps = 0
+        self.relative_error = 0.0
+        size = len(estimate.coefficients)
+        self._moments = {False: _Moments(size), True: _Moments(size)}  # by: has prompts
+
+    def note(self, plan: StepPlan, seconds: float) -> None:
+        """Take a step's time into account."""
+        if seconds <= 0.0:
+            return
+        work = work_of(plan)
+        seconds = self._judge(work, seconds)
+        row = np.array([1.0, *work]) / seconds  # so that errors are relative: short steps count as much as long ones
+        self._moments[work.prefill_tokens > 0].add(row, 1.0)
+        self._num_steps += 1
+        if self._num_steps >= MIN_FITTED_STEPS and self._num_steps % REFIT_STEPS == 0:
+            self.model = self._fitted()
+
+    def _judge(self, work: StepWork, seconds: float) -> float:
+        """Note the error of the prediction. Return the seconds, within bounds of it."""
+        predicted = self.model.seconds(work)
+        error = min(abs(predicted - seconds) / seconds, MAX_SURPRISE)
+        self.relative_error += (error - self.relative_error) / min(self._num_steps + 1, _ERROR_STEPS)
+        return min(seconds, MAX_SURPRISE * predicted) if self.model.num_steps and predicted > 0.0 else seconds
+
+    def _fitted(self) -> StepModel:
+        estimate = np.array(self._estimate.coefficients)
+        scale = np.where(estimate > 0.0, estimate, 1e-9)  # coefficients differ by many orders of magnitude
+        products = sum(moments.products for moments in self._moments.values()) * np.outer(scale, scale)
+        targets = sum(moments.targets for moments in self._moments.values()) * scale
+        size = len(scale)
+        weight = _ESTIMATE_WEIGHT * np.trace(products) / size / MEMORY_STEPS
+        solution = _non_negative(products + weight * np.eye(size), targets + weight * (estimate / scale))
+        return StepModel.of((solution * scale).tolist(), self._num_steps)
+
+
+def _non_negative(products: _Floats, targets: _Floats) -> _Floats:
+    """Return ``x >= 0`` that minimises ``x @ products @ x / 2 - targets @ x``, by coordinate descent."""
+    solution: _Floats = np.maximum(np.linalg.solve(products, targets), 0.0)
+    for _ in range(_ROUNDS):
+        before = solution.copy()
+        for index in range(len(solution)):
+            rest = targets[index] - products[index] @ solution + products[index, index] * solution[index]
+            solution[index] = max(0.0, rest / products[index, index])
+        if np.allclose(solution, before, rtol=1e-6, atol=0.0):
+            break
+    return solution
+
+
+def work_of(plan: StepPlan) -> StepWork:
+    """Return the work of a plan. A chunk of one token that draws another one decodes."""
+    num_decodes = decode_context = prefill_tokens = 0
+    prefill_pairs = 0.0
+    for chunk in plan.chunks:
+        count = len(chunk.token_ids)
+        if count == 1 and chunk.sample is not None and chunk.start > 0:
+            num_decodes += 1
+            decode_context += chunk.start + 1
+        else:
+            prefill_tokens += count
+            prefill_pairs += pairs(chunk.start, count)
+    return StepWork(num_decodes, decode_context, prefill_tokens, prefill_pairs)

@@ -1,0 +1,71 @@
+"""Step-time models: the seconds of a worker's step by the work in it. Pure; workers fit them, the router predicts with
+them."""
+
+import math
+from collections.abc import Sequence
+from typing import Annotated, NamedTuple
+
+import msgspec
+
+from splitserve.protocol.wire_numbers import Count
+
+Coefficient = Annotated[float, msgspec.Meta(ge=0, le=1e6)]  # seconds per unit of work
+
+
+class StepWork(NamedTuple):
+    """The work in one step, in the units that its time grows with."""
+
+    num_decodes: float = 0.0
+    decode_context: float = 0.0  # tokens of KV that the decoding sequences attend to
+    prefill_tokens: float = 0.0
+    prefill_pairs: float = 0.0  # pairs of a prompt token and a token that it attends to
+
+
+def pairs(start: int, count: int) -> float:
+    """Return the pairs of ``count`` tokens from position ``start`` on, each with itself and all tokens before it."""
+    return count * (start + (count + 1) / 2)
+
+
+class StepModel(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
+    """A linear model of a step's seconds, with non-negative coefficients.
+
+    ``num_steps``: number of steps that it was fitted on; 0 for an estimate.
+    """
+
+    base: Coefficient = 0.0  # per step
+    per_decode: Coefficient = 0.0  # per sequence that decodes
+    per_context: Coefficient = 0.0  # per token of their KV
+    per_token: Coefficient = 0.0  # per prompt token
+    per_pair: Coefficient = 0.0  # per pair of tokens in the attention of prompts
+    num_steps: Count = 0
+
+    @classmethod
+    def of(cls, coefficients: Sequence[float], num_steps: int) -> "StepModel":
+        base, per_decode, per_context, per_token, per_pair = coefficients
+        return cls(base, per_decode, per_context, per_token, per_pair, num_steps)
+
+    @property
+    def coefficients(self) -> tuple[float, ...]:
+        return (self.base, self.per_decode, self.per_context, self.per_token, self.per_pair)
+
+    def seconds(self, work: StepWork) -> float:
+        """Return the predicted seconds of a step."""
+        return self.base + sum(map(float.__mul__, self.coefficients[1:], map(float, work)))
+
+    def prefill_seconds(self, start: int, num_tokens: int, chunk_tokens: int) -> float:
+        """Return the seconds of ``num_tokens`` prompt tokens after ``start``, alone on a worker, in chunks."""
+        if num_tokens <= 0:
+            return 0.0
+        num_steps = math.ceil(num_tokens / max(1, chunk_tokens))
+        work = StepWork(prefill_tokens=num_tokens, prefill_pairs=pairs(start, num_tokens))
+        return (num_steps - 1) * self.base + self.seconds(work)
+
+    def decode_seconds(self, num_decodes: int, context_tokens: int) -> float:
+        """Return the seconds of a step of ``num_decodes`` sequences with ``context_tokens`` tokens in all."""
+        return self.seconds(StepWork(num_decodes, context_tokens))
+
+    def clamped(self, reference: "StepModel", factor: float) -> "StepModel":
+        """Return this model with each coefficient between ``1 / factor`` and ``factor`` times that of ``reference``."""
+        bounds = zip(self.coefficients, reference.coefficients, strict=True)
+        held = [min(max(own, other / factor), other * factor) for own, other in bounds]
+        return StepModel.of(held, self.num_steps)

@@ -1,0 +1,94 @@
+"""Fits of step-time models to synthetic steps: coefficients come back, noise and stalls do little harm."""
+
+import random
+
+import pytest
+
+from splitserve.engine.steps.step_fit import MIN_FITTED_STEPS, StepFit, work_of
+from splitserve.protocol.placement.step_model import StepModel, StepWork, pairs
+from splitserve.protocol.step import SampleSpec, ScheduledChunk, StepPlan
+
+TRUE = StepModel(base=4e-3, per_decode=2e-5, per_context=3e-9, per_token=2.5e-5, per_pair=2e-10)
+ESTIMATE = StepModel(base=2e-3, per_decode=5e-5, per_context=1e-8, per_token=1e-5, per_pair=1e-9)
+DRAW = SampleSpec(0.0, 0, 1.0, 0, 0, 1)
+
+
+def plan(decodes: list[int], prefills: list[tuple[int, int]]) -> StepPlan:
+    """Return a plan of decodes at these positions, and of prefill chunks (start, tokens)."""
+    chunks = [ScheduledChunk([1], start, [0], DRAW) for start in decodes]
+    return StepPlan([*chunks, *(ScheduledChunk([1] * count, start, [0], None) for start, count in prefills)])
+
+
+def random_plan(chosen: random.Random) -> StepPlan:
+    decodes = [chosen.randrange(1, 4000) for _ in range(chosen.randrange(0, 64))]
+    prefills = [(chosen.randrange(0, 4000), chosen.randrange(2, 512))] if chosen.random() < 0.3 or not decodes else []
+    return plan(decodes, prefills)
+
+
+def test_work_counts_decodes_and_prompts_apart() -> None:
+    assert work_of(plan([9, 4], [(16, 4)])) == StepWork(2, 15, 4, 17 + 18 + 19 + 20)
+    assert pairs(0, 3) == 6
+    assert TRUE.prefill_seconds(0, 0, 512) == 0.0
+    whole = TRUE.prefill_seconds(0, 1000, 512)
+    assert whole == pytest.approx(2 * TRUE.base + 1000 * TRUE.per_token + pairs(0, 1000) * TRUE.per_pair)
+
+
+def test_until_enough_steps_were_seen_the_estimate_counts() -> None:
+    chosen, fit = random.Random(1), StepFit(ESTIMATE)
+    for _ in range(MIN_FITTED_STEPS - 1):
+        each = random_plan(chosen)
+        fit.note(each, TRUE.seconds(work_of(each)))
+    assert fit.model == ESTIMATE
+
+
+def fitted(seed: int, noise: float, stalls: float = 0.0) -> StepFit:
+    chosen, fit = random.Random(seed), StepFit(ESTIMATE)
+    for _ in range(2000):
+        each = random_plan(chosen)
+        seconds = TRUE.seconds(work_of(each)) * chosen.gauss(1.0, noise)
+        fit.note(each, seconds * (50.0 if chosen.random() < stalls else 1.0))
+    return fit
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_coefficients_come_back(seed: int) -> None:
+    fit = fitted(seed, 0.0)
+    assert fit.model.num_steps == 2000
+    assert fit.relative_error < 0.02
+    chosen = random.Random(seed + 100)
+    for _ in range(100):
+        work = work_of(random_plan(chosen))
+        assert fit.model.seconds(work) == pytest.approx(TRUE.seconds(work), rel=0.02)
+
+
+def test_noise_and_stalls_do_little_harm() -> None:
+    fit = fitted(3, 0.1, stalls=0.005)
+    chosen = random.Random(7)
+    for _ in range(100):
+        work = work_of(random_plan(chosen))
+        assert fit.model.seconds(work) == pytest.approx(TRUE.seconds(work), rel=0.1)
+    assert 0.04 < fit.relative_error < 0.3
+
+
+def test_decoding_alone_leaves_the_knowledge_of_prompts() -> None:
+    chosen, fit = random.Random(5), StepFit(ESTIMATE)
+    for number in range(20_000):
+        each = random_plan(chosen) if number < 1000 else plan([chosen.randrange(1, 4000) for _ in range(8)], [])
+        fit.note(each, TRUE.seconds(work_of(each)))
+    prompt = work_of(plan([], [(0, 512)]))
+    assert fit.model.seconds(prompt) == pytest.approx(TRUE.seconds(prompt), rel=0.1)
+
+
+def test_no_coefficient_is_negative_and_what_was_not_seen_stays_an_estimate() -> None:
+    chosen, fit = random.Random(6), StepFit(ESTIMATE)
+    for _ in range(1000):
+        fit.note(plan([100] * chosen.randrange(1, 9), []), 5e-3 * chosen.gauss(1.0, 0.2))
+    assert min(fit.model.coefficients) >= 0.0
+    assert fit.model.per_token == pytest.approx(ESTIMATE.per_token, rel=0.05)
+
+
+def test_a_wild_model_is_held_near_its_reference() -> None:
+    liar = StepModel(base=0.0, per_decode=1.0, per_context=3e-9, per_token=2.5e-5, per_pair=2e-10, num_steps=9)
+    held = liar.clamped(TRUE, 4.0)
+    assert held.base == TRUE.base / 4 and held.per_decode == TRUE.per_decode * 4
+    assert held.coefficients[2:] == TRUE.coefficients[2:] and held.num_steps == 9

@@ -1,0 +1,119 @@
+"""The policy by predicted cost, and what it predicts with: queues, trusted step models."""
+
+import pytest
+
+from splitserve.protocol.placement.step_model import StepModel
+from splitserve.protocol.request import Party, Role
+from splitserve.router.placement.cost import cost
+from splitserve.router.placement.policies import Disaggregated, Local, NoWorker, RequestShape, Snapshot
+from splitserve.router.placement.prefill_queue import BUSY_SECONDS, PrefillQueue
+from splitserve.router.placement.step_models import TRUSTED_STEPS, trusted_model
+from splitserve.router.requests.objectives import Objectives
+from worker_views import info, view
+
+MODEL = StepModel(base=5e-3, per_decode=2e-5, per_context=3e-8, per_token=3e-5, per_pair=0.0, num_steps=1000)
+OBJECTIVES = Objectives(ttft_seconds=0.5, tpot_seconds=0.02)
+LONG, SHORT = RequestShape(4000, 100), RequestShape(20, 100)
+SIZES = {"max_model_len": 10_000, "kv_capacity_tokens": 100_000, "max_num_seqs": 64, "step_model": MODEL}
+LINKS = dict.fromkeys(("p", "p0", "p1", "p2", "p3"), 100000000000.0)
+
+
+def worker(name, role, **fields):
+    return view(name, role, **(SIZES | {"chunk_tokens": 512, "token_bytes": 1 << 17, "link_rates": LINKS} | fields))
+
+
+def place(*workers, shape=LONG, objectives=OBJECTIVES):
+    return cost(Snapshot(tuple(workers), objectives), shape)
+
+
+def test_a_long_prompt_leaves_busy_decode_workers_in_peace():
+    prefill, decode = worker("p", Role.PREFILL), worker("d", Role.DECODE, num_requests=32, num_decoding=32)
+    assert place(prefill, decode) == Disaggregated(prefill.party, decode.party)
+
+
+def test_a_short_prompt_is_computed_where_it_decodes_if_prefill_has_a_queue():
+    prefill = worker("p", Role.PREFILL, queue_seconds=2.0, prefill_busy=1.0)
+    decode = worker("d", Role.DECODE, num_requests=4, num_decoding=4)
+    assert place(prefill, decode, shape=SHORT) == Local(decode.party)
+
+
+def test_a_cached_prefix_is_worth_the_time_that_it_saves_and_no_more():
+    decode = worker("d", Role.DECODE, num_requests=8, num_decoding=8)
+    fresh = worker("p0", Role.PREFILL, num_placed=5)
+    cached = worker("p1", Role.PREFILL, prefix_match_tokens=3500, queue_seconds=0.09)
+    assert place(fresh, cached, decode).prefill == cached.party, "3,500 tokens take 0.1 s and more"
+    crowded = worker("p1", Role.PREFILL, prefix_match_tokens=3500, queue_seconds=0.2)
+    none = Objectives(0.0, 0.0)
+    assert place(fresh, crowded, decode, objectives=none).parties[0] == fresh.party
+
+
+def test_fast_and_slow_workers_get_what_they_can_do():
+    slow = worker("p0", Role.PREFILL, step_model=StepModel(1e-2, 4e-5, 6e-8, 6e-5, 0.0, 1000))
+    fast = worker("p1", Role.PREFILL, queue_seconds=0.05)
+    decode = worker("d", Role.DECODE, num_requests=8, num_decoding=8)
+    assert place(slow, fast, decode).prefill == fast.party
+    assert place(slow, worker("p1", Role.PREFILL, queue_seconds=0.6), decode).prefill == slow.party
+
+
+def test_decode_goes_where_gaps_stay_short():
+    prefill = worker("p", Role.PREFILL)
+    batch, memory = {"num_requests": 60, "num_decoding": 60}, {"context_tokens": 600_000}
+    crowded = worker("d0", Role.DECODE, kv_capacity_tokens=10**6, **batch, **memory)
+    assert place(prefill, crowded, worker("d1", Role.DECODE, num_placed=99)).decode == Party("d1", 1)
+    full = worker("d0", Role.DECODE, num_requests=64, num_decoding=64)
+    assert place(prefill, full, worker("d1", Role.DECODE, num_requests=50, num_decoding=50)).decode == Party("d1", 1)
+
+
+def test_the_spare_time_of_a_prefill_worker_is_used_where_decode_is_full():
+    prefill = worker("p", Role.PREFILL)
+    full = worker("d", Role.DECODE, num_requests=128, num_decoding=64)
+    slow = Objectives(0.0, 0.0)
+    assert place(prefill, full, shape=SHORT, objectives=slow) == Local(prefill.party)
+    busy = worker("p", Role.PREFILL, prefill_busy=1.0)
+    decode = worker("d", Role.DECODE, num_requests=8, num_decoding=8)
+    assert place(busy, decode, shape=SHORT, objectives=OBJECTIVES) != Local(busy.party)
+
+
+def test_nobody_left_is_explained():
+    assert place(worker("p", Role.PREFILL)) == NoWorker("no decode worker is ready")
+    assert isinstance(place(worker("m", Role.MIXED, max_model_len=100)), NoWorker)
+
+
+def test_a_worker_that_lies_is_held_near_its_pool():
+    honest = [MODEL, MODEL, MODEL]
+    liar = StepModel(1e-9, 1e-9, 0.0, 1e-9, 0.0, num_steps=10**6)
+    held = trusted_model(liar, honest)
+    assert held.base == MODEL.base / 4 and held.per_token == MODEL.per_token / 4
+    prefills = [worker(f"p{n}", Role.PREFILL, queue_seconds=0.1 * n) for n in range(3)]
+    deceiver = worker("p3", Role.PREFILL, step_model=held, queue_seconds=0.5)
+    decode = worker("d", Role.DECODE, num_requests=8, num_decoding=8)
+    assert place(*prefills, deceiver, decode).prefill == Party("p0", 1)
+
+
+def test_few_steps_say_less_than_the_pool_and_an_estimate_is_better_than_nothing():
+    new = StepModel(1.0, 1.0, 1.0, 1.0, 1.0, num_steps=TRUSTED_STEPS - 1)
+    assert trusted_model(new, [MODEL]).coefficients == MODEL.coefficients
+    assert trusted_model(new, []) is new
+    assert trusted_model(new, [StepModel()]) is new
+
+
+def test_the_first_prompt_of_a_queue_counts_less_with_time():
+    queue = PrefillQueue()
+    queue.add("a", 1.0, 10.0)
+    queue.add("b", 2.0, 10.5)
+    assert queue.seconds(10.5) == pytest.approx(2.5)
+    assert queue.seconds(99.0) == pytest.approx(2.0), "the second one has not begun"
+    queue.remove("a", 11.5)
+    assert queue.seconds(12.0) == pytest.approx(1.5)
+    queue.remove("b", 13.0)
+    queue.remove("b", 13.0)
+    assert queue.seconds(13.0) == 0.0 and not len(queue)
+    assert queue.busy_share(13.0) == pytest.approx(0.3, rel=0.3)
+    assert queue.busy_share(13.0 + 10 * BUSY_SECONDS) < 0.001
+
+
+@pytest.mark.parametrize("num_workers", [2, 64])
+def test_choices_spread_and_depend_on_the_snapshot_alone(num_workers):
+    workers = [worker(f"p{n}", Role.PREFILL) for n in range(num_workers)] + [worker("d", Role.DECODE)]
+    assert place(*workers) == place(*reversed(workers))
+    assert info().max_num_batched_tokens == 0, "older benches say nothing about their steps"
