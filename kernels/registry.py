@@ -92,8 +92,14 @@ _CANDIDATES: Mapping[str, tuple[Candidate, ...]] = {
         Candidate("onednn", _onednn_missing, lambda: linear.OneDnnLinear),
         Candidate("reference", _always, lambda: linear.PlainLinear),
     ),
-    "route": (Candidate("reference", _always, lambda: experts.route),),
-    "pack_experts": (Candidate("reference", _always, lambda: experts.LoopedExperts),),
+    "route": (
+        _triton("experts.triton.routing", "route"),
+        Candidate("reference", _always, lambda: experts.route),
+    ),
+    "pack_experts": (
+        _triton("experts.triton.experts", "TritonExperts"),
+        Candidate("reference", _always, lambda: experts.LoopedExperts),
+    ),
     "make_attention": (
         Candidate("hybrid", _flashinfer_missing, _load("flashinfer.hybrid", "HybridPagedAttention")),
         Candidate("flashinfer", _flashinfer_missing, _load("flashinfer.attention", "FlashInferPagedAttention")),

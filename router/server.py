@@ -58,7 +58,7 @@ def run_router(config: RouterConfig, progress: Progress) -> None:
             config.host,
         )
     _allow_many_files()
-    with _listen(config.host, config.port) as listener:
+    with listening_socket(config.host, config.port) as listener:
         tokenizer = ModelTokenizer(Path(config.model), config.chat_template)
         defaults = read_sampling_defaults(config.generation_config, Path(config.model))
         response_format = _response_format(config, tokenizer)
@@ -189,13 +189,17 @@ class _HttpServer(uvicorn.Server):
 
 
 @contextlib.contextmanager
-def _listen(host: str, port: int) -> Iterator[socket.socket]:
-    """Yield a socket bound to the address; the server makes it listen. Raises :class:`ConfigError`."""
+def listening_socket(host: str, port: int) -> Iterator[socket.socket]:
+    """Yield a socket that listens on the address. Raises :class:`ConfigError`.
+
+    It listens from the beginning: until one of them does, two sockets with SO_REUSEADDR may be bound to one port.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listener.bind((host, port))
+            listener.listen()
         except OSError as error:
             is_wrong_host = isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL
             remedy = "give an address of this machine as --host" if is_wrong_host else "choose another --port"

@@ -45,7 +45,7 @@ HANDLE_BOUND = 16
 SETTLE_TIMEOUT_SECONDS = 60.0
 
 
-def cluster_spec(options: argparse.Namespace, model: str) -> ClusterSpec:
+def cluster_spec(options: argparse.Namespace, model: str, *, num_prefill: int = 2, num_decode: int = 2) -> ClusterSpec:
     engine = EngineConfig(
         model=model,
         device=options.device,
@@ -67,7 +67,10 @@ def cluster_spec(options: argparse.Namespace, model: str) -> ClusterSpec:
         dead_after_seconds=options.dead_after_seconds,
         drain_seconds=options.drain_seconds,
     )
-    return simple_spec(engine, num_prefill=2, num_decode=2, port=0, protocol=protocol, devices=DevicesSpec(share=True))
+    devices = DevicesSpec(share=True)
+    return simple_spec(
+        engine, num_prefill=num_prefill, num_decode=num_decode, port=0, protocol=protocol, devices=devices
+    )
 
 
 async def fetch_metrics(session: aiohttp.ClientSession, url: str) -> Metrics:

@@ -33,8 +33,9 @@ from splitserve.common.errors import ConfigError
 from splitserve.kernels.registry import select_kernels
 from splitserve.models.config import ModelConfig
 from splitserve.models.demo.checkpoint import SHAPES, shape_config
-from splitserve.models.runner.cuda import CudaRunner, PendingStep
+from splitserve.models.runner.cuda import CudaRunner
 from splitserve.models.runner.graph_sizes import MAX_TOKENS_ALONE, MixedSize
+from splitserve.models.runner.launched import PendingStep
 from splitserve.models.step_costs import decode_bytes, prefill_flops
 from splitserve.models.weights.loader import load_model
 from splitserve.orchestration.cli.command_parser import CommandParser

@@ -1,8 +1,8 @@
 """``splitserve bench sampling``: processor time that sampling features add to a step, on this machine's CPU.
 
 Steps of ``--batch`` sequences draw the likeliest tokens of random logits [batch, vocabulary], with the features that a
-row of the table names; there is no model. On a GPU the device does the changes of the logits, which are part of the
-times here.
+row of the table names; there is no model. The rows take turns, a step each; the figures are medians. On a GPU the
+device does the changes of the logits, which are part of the times here.
 """
 
 import argparse
@@ -11,8 +11,9 @@ import string
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -37,7 +38,8 @@ SCHEMA = {
         "additionalProperties": False,
     },
 }
-_PROMPT = list(range(100))
+_NUM_PROMPT_TOKENS = 100
+_NUM_LONG = 2000
 _WARM_UP_STEPS = 20
 _SPECIAL = ["<|endoftext|>", "<|im_end|>"]
 
@@ -51,9 +53,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as directory:
         write_vocabulary(Path(directory), options.vocab_size)
         end_token_ids = (options.vocab_size - 2, options.vocab_size - 1)
-        for name, fields in _cases(end_token_ids).items():
-            params = SamplingParams(max_tokens=1 << 20, temperature=0.0, **fields)
-            rows.append({"features": name, "ms": _ms_per_step(Path(directory), options, params)})
+        loads = {
+            name: _Load(Path(directory), options, fields, num_prompt_tokens)
+            for name, (fields, num_prompt_tokens) in _cases(end_token_ids).items()
+        }
+        _run(loads.values(), options)
+    for name, load in loads.items():
+        rows.append({"features": name, "ms": 1e3 * median(load.seconds[_WARM_UP_STEPS:])})
     off = rows[0]["ms"]
     cells = [[row["features"], f"{row['ms']:.3f}", f"{row['ms'] - off:.3f}"] for row in rows]
     print(table(cells, ["features", "ms/step", "added"]))
@@ -70,44 +76,58 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _cases(end_token_ids: tuple[int, ...]) -> Mapping[str, dict[str, Any]]:
-    """Return the sampling parameters of each row; the first has no features."""
+def _cases(end_token_ids: tuple[int, ...]) -> Mapping[str, tuple[dict[str, Any], int]]:
+    """Return the sampling parameters and the length of the prompts of each row; the first has no features."""
     json_schema = Constraint(LLMatcher.grammar_from_json_schema(SCHEMA), end_token_ids)
+    penalties = {"repetition_penalty": 1.1, "presence_penalty": 0.5, "frequency_penalty": 0.5}
     return {
-        "off": {},
-        "penalties": {"repetition_penalty": 1.1, "presence_penalty": 0.5, "frequency_penalty": 0.5},
-        "logit_bias": {"logit_bias": dict.fromkeys(range(100), 5.0)},
-        "min_p": {"min_p": 0.1},
-        "JSON schema": {"constraint": json_schema},
+        "off": ({}, _NUM_PROMPT_TOKENS),
+        "penalties": (penalties, _NUM_PROMPT_TOKENS),
+        "penalties, long prompts": (penalties, _NUM_LONG),
+        "logit_bias": ({"logit_bias": dict.fromkeys(range(100), 5.0)}, _NUM_PROMPT_TOKENS),
+        "min_p": ({"min_p": 0.1}, _NUM_PROMPT_TOKENS),
+        "JSON schema": ({"constraint": json_schema}, _NUM_PROMPT_TOKENS),
     }
 
 
-def _ms_per_step(model_dir: Path, options: argparse.Namespace, params: SamplingParams) -> float:
-    """Return the mean processor time of a step."""
-    sampler = Sampler(_likeliest, options.vocab_size, torch.device("cpu"), model_dir)
+class _Load:
+    """Sequences with the same sampling parameters. ``seconds``: the processor time of each step so far."""
+
+    def __init__(
+        self, model_dir: Path, options: argparse.Namespace, fields: dict[str, Any], num_prompt_tokens: int
+    ) -> None:
+        self.seconds: list[float] = []
+        self._params = SamplingParams(max_tokens=1 << 20, temperature=0.0, **fields)
+        self._prompt = list(range(num_prompt_tokens))
+        self._outputs: list[list[int]] = [[] for _ in range(options.batch)]
+        self._sampler = Sampler(_likeliest, options.vocab_size, torch.device("cpu"), model_dir)
+
+    def step(self, logits: Tensor) -> None:
+        """Draw a token for each sequence."""
+        chunks = [self._chunk(number, output) for number, output in enumerate(self._outputs)]
+        began = time.process_time()
+        self._sampler.prepare(StepPlan(chunks))
+        drawn = self._sampler.draw(logits, chunks)
+        self.seconds.append(time.process_time() - began)
+        for output, token_id in zip(self._outputs, drawn.tolist(), strict=True):
+            output.append(token_id)
+
+    def _chunk(self, number: int, output: list[int]) -> ScheduledChunk:
+        position = len(self._prompt) + len(output)
+        use = None
+        if wanted_features(self._params):
+            use = FeatureUse(number, None if output else FeatureStart(self._params, self._prompt, []))
+        spec = SampleSpec(0.0, 0, 1.0, number, 0, position, use)
+        return ScheduledChunk([output[-1] if output else self._prompt[-1]], position - 1, [0], spec)
+
+
+def _run(loads: Collection[_Load], options: argparse.Namespace) -> None:
+    """Let the loads take turns, on logits that differ from step to step."""
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn((options.batch, options.vocab_size), generator=generator)
-    outputs: list[list[int]] = [[] for _ in range(options.batch)]
-    seconds = 0.0
     for step in range(_WARM_UP_STEPS + options.steps):
-        chunks = [_chunk(number, output, params) for number, output in enumerate(outputs)]
-        given = logits.roll(step, dims=1)
-        began = time.process_time()
-        sampler.prepare(StepPlan(chunks))
-        drawn = sampler.draw(given, chunks)
-        seconds += time.process_time() - began if step >= _WARM_UP_STEPS else 0.0
-        for output, token_id in zip(outputs, drawn.tolist(), strict=True):
-            output.append(token_id)
-    return 1e3 * seconds / int(options.steps)
-
-
-def _chunk(number: int, output: list[int], params: SamplingParams) -> ScheduledChunk:
-    position = len(_PROMPT) + len(output)
-    use = None
-    if wanted_features(params):
-        use = FeatureUse(number, None if output else FeatureStart(params, _PROMPT, []))
-    spec = SampleSpec(0.0, 0, 1.0, number, 0, position, use)
-    return ScheduledChunk([output[-1] if output else _PROMPT[-1]], position - 1, [0], spec)
+        for load in loads:
+            load.step(logits.roll(step, dims=1))
 
 
 def _likeliest(logits: Tensor, batch: SamplingBatch) -> Tensor:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from splitserve.benchmarks.kernels.case import Call, Case, Target
+from splitserve.benchmarks.kernels.expert_cases import expert_products, expert_routes
 from splitserve.benchmarks.kernels.kv_cases import MAX_SEQUENCES, attentions, kv_copies
 from splitserve.kernels.api import AttentionShape, Kernels, Linear, SamplingBatch
 from splitserve.models.declared import stored_weights
@@ -160,6 +161,8 @@ _MAKERS: dict[str, Callable[[Target, int], Iterator[Case]]] = {
     "silu_mul": _silu_mul,
     "sample": _samples,
     "pack_linear": _linears,
+    "route": expert_routes,
+    "pack_experts": expert_products,
     "make_attention": attentions,
     "gather_kv": partial(kv_copies, "gather_kv"),
     "scatter_kv": partial(kv_copies, "scatter_kv"),

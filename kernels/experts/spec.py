@@ -52,7 +52,7 @@ class GatedActivation:
     ``sigmoid_factor``: of the gate in silu's sigmoid: ``gate * sigmoid(factor * gate)``.
     """
 
-    function: str = "silu"  # a name of splitserve.kernels.experts.activation.FUNCTIONS
+    function: str = "silu"  # a name of splitserve.kernels.experts.reference.FUNCTIONS
     interleaved: bool = False  # rows of gate and up alternate, else all of gate come first
     limit: float | None = None
     sigmoid_factor: float = 1.0

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from splitserve.kernels.experts.spec import GatedActivation
+from splitserve.kernels.fp8.weight import GROUP
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,3 +28,14 @@ class ExpertWeights:
     def num_experts(self) -> int:
         """Experts that this rank has."""
         return self.gate_up.shape[0]
+
+    @property
+    def inner_size(self) -> int:
+        """I, of this rank."""
+        return self.down.shape[2]
+
+    @staticmethod
+    def group(weight: Tensor, scales: Tensor | None) -> int:
+        """Return the elements of a row that share a scale."""
+        columns = weight.shape[2]
+        return columns if scales is None or scales.shape[2] == 1 else GROUP

@@ -22,10 +22,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from splitserve.kernels.experts.spec import RouterSpec
 from splitserve.kernels.tuning.parameters import Params
 
 _TUNABLES = {
     "attention_decode": "tuning.decode_tunable",
+    "experts": "experts.tunable",
     "linear_norm": "tuning.linear_tunable",
     "linear_gated": "tuning.linear_tunable",
     "linear_add": "tuning.linear_tunable",
@@ -36,6 +38,15 @@ OPERATIONS = tuple(_TUNABLES)
 _COLD_CACHES = 4  # all inputs used in turn are together this many times the size of the level-2 cache
 _MAX_COPIES = 64
 _CPU_CACHE_BYTES = 1 << 20  # only tests tune on a CPU
+
+
+class ExpertSizes(Protocol):
+    """Sizes of a model's experts; :class:`splitserve.models.experts.ExpertsSpec` has them."""
+
+    @property
+    def router(self) -> RouterSpec: ...
+    @property
+    def inner_size(self) -> int: ...
 
 
 class DecoderSizes(Protocol):
@@ -55,6 +66,8 @@ class DecoderSizes(Protocol):
     def intermediate_size(self) -> int: ...
     @property
     def vocab_size(self) -> int: ...
+    @property
+    def experts(self) -> ExpertSizes | None: ...
 
 
 @dataclass(frozen=True, slots=True)

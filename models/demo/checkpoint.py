@@ -23,9 +23,11 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from splitserve.common.errors import ConfigError
+from splitserve.kernels.experts.spec import RouterSpec
 from splitserve.models.config import DecoderSizes, ModelConfig, RopeScaling, load_model_config
 from splitserve.models.declared import declare
 from splitserve.models.demo.tokenizer import LLAMA_TOKENS, QWEN_TOKENS, SpecialTokens, train_tokenizer
+from splitserve.models.experts import ExpertsSpec
 from splitserve.models.layers.weight import Role, Weight
 
 DEFAULT_MAX_SHARD_BYTES = 5 * 1000**3
@@ -48,6 +50,7 @@ class DemoShape(DecoderSizes):
     architecture: str | None = None  # None: either family may have this shape
     rope_scaling: RopeScaling | None = None
     rms_norm_eps: float = 1e-6
+    experts: ExpertsSpec | None = None
 
 
 _LLAMA_3_2_ROPE = RopeScaling(32.0, 1.0, 4.0, 8192)
@@ -56,8 +59,38 @@ _TINY_ROPE = RopeScaling(8.0, 1.0, 4.0, 256)
 
 SHAPES = {
     "tiny": DemoShape(128, 4, 8, 4, 32, 384, 2048, 4096, 10000.0, True, "float32"),
+    "tiny-experts": DemoShape(
+        128,
+        4,
+        8,
+        4,
+        32,
+        384,
+        2048,
+        4096,
+        10000.0,
+        True,
+        "float32",
+        architecture="qwen3",
+        experts=ExpertsSpec(RouterSpec(8, 2, normalised=True), 96),
+    ),
     "qwen3-0.6b": DemoShape(1024, 28, 16, 8, 128, 3072, 151936, 40960, 1e6, True, "bfloat16", architecture="qwen3"),
     "qwen3-8b": DemoShape(4096, 36, 32, 8, 128, 12288, 151936, 40960, 1e6, False, "bfloat16", architecture="qwen3"),
+    "qwen3-30b-a3b": DemoShape(
+        2048,
+        48,
+        32,
+        4,
+        128,
+        6144,
+        151936,
+        40960,
+        1e6,
+        False,
+        "bfloat16",
+        architecture="qwen3",
+        experts=ExpertsSpec(RouterSpec(128, 8, normalised=True), 768),
+    ),
     "llama-3.2-1b": DemoShape(
         2048, 16, 32, 8, 64, 8192, 128256, 131072, 5e5, True, "bfloat16", "llama", _LLAMA_3_2_ROPE, 1e-5
     ),
@@ -117,7 +150,8 @@ def shape_config(shape: str) -> ModelConfig:
     sizes = _resolve(shape, None, "auto")
     assert sizes.architecture is not None
     return ModelConfig(
-        architecture=sizes.architecture,
+        architecture=sizes.architecture if sizes.experts is None else "qwen3_moe",
+        experts=sizes.experts,
         hidden_size=sizes.hidden_size,
         num_layers=sizes.num_layers,
         num_heads=sizes.num_heads,
@@ -196,9 +230,25 @@ def _write_configs(target: Path, tokenizer: Tokenizer, special: SpecialTokens, s
         "use_cache": True,
         "dtype": sizes.dtype,
     }
+    if sizes.experts is not None:
+        content |= _expert_fields(sizes.experts)
     _replace_json(target / "config.json", content)
     generation = {"bos_token_id": bos_id, "eos_token_id": eos_ids, "pad_token_id": eos_ids[1], "do_sample": False}
     _replace_json(target / "generation_config.json", generation)
+
+
+def _expert_fields(experts: ExpertsSpec) -> dict[str, Any]:
+    """Return the fields of Qwen3's config.json that describe experts."""
+    return {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "num_experts": experts.router.num_experts,
+        "num_experts_per_tok": experts.router.top_k,
+        "norm_topk_prob": experts.router.normalised,
+        "moe_intermediate_size": experts.inner_size,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }
 
 
 def _write_weights(target: Path, config: ModelConfig, num_probable: int, seed: int, max_shard_bytes: int) -> None:

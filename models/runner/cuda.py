@@ -15,10 +15,9 @@ layers at a time. Graphs of prefill alone are cut at these groups, and replayed 
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -29,8 +28,9 @@ from splitserve.kernels.api import AttentionPlan, DecodePlan
 from splitserve.models.decoder import DecoderModel, ForwardBatch
 from splitserve.models.layers.step import BeforeLayer
 from splitserve.models.runner.graph_sizes import MAX_MIXED_CHUNKS, MixedSize, batch_sizes
-from splitserve.models.runner.runner import ModelRunner, output_of_step, paged_batch
-from splitserve.models.sampling.logprobs import PromptRows, StepScores
+from splitserve.models.runner.launched import Gates, PendingStep
+from splitserve.models.runner.runner import ModelRunner, paged_batch
+from splitserve.models.sampling.logprobs import PromptRows
 from splitserve.protocol.step import LaunchingRunner, SampleSpec, ScheduledChunk, StepOutput, StepPlan
 
 Int64Array = npt.NDArray[np.int64]
@@ -39,34 +39,6 @@ _WARM_UP_RUNS = 2
 _NO_ROW = -1
 _NO_BLOCK = -1
 _GREEDY = SampleSpec(temperature=0.0, top_k=0, top_p=1.0, seed=0, choice=0, position=1)
-
-
-class Gates(Protocol):
-    """The part of :class:`splitserve.kvconnector.tiers.load_gates.LoadGates` that the runner uses."""
-
-    @property
-    def first_layers(self) -> Sequence[int]:
-        """The first layer of each group of layers. The groups are copied one after the other."""
-
-    def event(self, copy_id: int, first_layer: int) -> torch.cuda.Event | None:
-        """Return the event recorded after the copies of the group that begins at ``first_layer``; None if they are
-        over. Blocks until they are queued."""
-
-
-@dataclass(frozen=True, slots=True)
-class PendingStep:
-    """A launched step."""
-
-    plan: StepPlan
-    numbers: Tensor  # int64, pinned: a token for each draw, then the scores; valid once ``done`` has happened
-    scores: StepScores | None
-    done: torch.cuda.Event
-    errors: Mapping[int, str]  # by row of the drawn tokens
-
-    def wait(self) -> StepOutput:
-        """Block until the step has completed. Raises :class:`NonFiniteLogitsError`, or the device's own error."""
-        self.done.synchronize()
-        return output_of_step(self.plan, self.numbers.numpy(), self.scores, self.errors)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,6 @@
-"""Checkpoints that store all experts of a layer as one tensor, as if each expert's matrices were tensors of their own.
+"""Stacks of experts: checkpoints that store a layer's experts as one tensor, and conversion of those in FP8.
+
+A fused tensor is read as if each expert's matrices were tensors of their own.
 
 ``experts.gate_up_proj`` [E, 2 * inner, hidden] holds the rows of each expert's gate, then those of its up projection;
 ``experts.down_proj`` [E, hidden, inner] each expert's down projection. Scales of FP8 weights are stored likewise.
@@ -7,7 +9,11 @@
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
+import torch
+from torch import Tensor
+
 from splitserve.common.errors import CheckpointError
+from splitserve.kernels.fp8.weight import Fp8Weight
 from splitserve.models.layers.weight import Role, Weight
 from splitserve.models.weights.checkpoint import ITEM_BITS, TensorRecord
 
@@ -62,3 +68,14 @@ def _parts(record: TensorRecord, experts: str, names: list[str]) -> Iterator[tup
                 section=(expert, range(which * rows, (which + 1) * rows)),
             ),
         )
+
+
+def dequantised_experts(weight: Fp8Weight, count: int, dtype: torch.dtype) -> Tensor:
+    """Return the matrices [count, rows, columns] of a stack in ``dtype``: one at a time, since their float32 forms
+    together would be several times as large."""
+    rows, columns = weight.weight.shape[0] // count, weight.weight.shape[1]
+    out = torch.empty((count, rows, columns), dtype=dtype, device=weight.weight.device)
+    for index, matrix in enumerate(out):
+        own = slice(index * rows, (index + 1) * rows)
+        matrix.copy_(replace(weight, weight=weight.weight[own], scales=weight.scales[own]).dequantised(dtype))
+    return out

@@ -22,7 +22,8 @@ from splitserve.kernels.api import Experts, Kernels, Linear, NormedLinear, Resid
 from splitserve.kernels.experts.spec import GatedActivation
 from splitserve.kernels.experts.weights import ExpertWeights
 from splitserve.kernels.fp8.linear import Pack as PackFp8
-from splitserve.kernels.fp8.linear import select_fp8
+from splitserve.kernels.fp8.linear import fp8_unavailable_reason, select_fp8
+from splitserve.kernels.fp8.weight import GROUP
 from splitserve.kernels.registry import select_kernels
 from splitserve.models.config import ModelConfig
 from splitserve.models.declared import declare
@@ -33,7 +34,7 @@ from splitserve.models.layers.weight import Stack, Weight, stack_parts
 from splitserve.models.parallel.ranks import Alone, Collectives, RowParallelLinear, VocabParallelHead
 from splitserve.models.weights.checkpoint import TensorRecord, read_records, text_records, without_layers
 from splitserve.models.weights.fp8_scales import FP8, ScaleReader
-from splitserve.models.weights.fused_experts import expert_records
+from splitserve.models.weights.fused_experts import dequantised_experts, expert_records
 from splitserve.models.weights.kv_scales import KVScales, read_kv_scales, scaled_fp8_rows, scaled_rows
 from splitserve.models.weights.reading import (
     MAX_THREADS,
@@ -101,7 +102,17 @@ def load_model(
     kv_records = records if records is not None and kv_dtype == torch.float8_e4m3fn else {}
     with torch.inference_mode(), closing(reader):
         reader.announce([stack_parts(stack, group.shard) for stack in decoder.stacks()])
-        decoder.load(_Source(reader, kernels, pack_fp8, group=group, kv_records=kv_records, dtype=dtype), progress)
+        source = _Source(
+            reader,
+            kernels,
+            pack_fp8,
+            group=group,
+            kv_records=kv_records,
+            dtype=dtype,
+            keeps_fp8_experts=kernels.backends.get("pack_experts") == "triton"
+            and fp8_unavailable_reason(device, dtype) is None,
+        )
+        decoder.load(source, progress)
     return DecoderModel(
         local_config(config, group.shard.size), decoder, kernels, dtype=dtype, device=device, group=group
     )
@@ -182,14 +193,17 @@ class _Source:
         group: Collectives,
         kv_records: Mapping[str, TensorRecord],
         dtype: torch.dtype,
+        keeps_fp8_experts: bool,
     ) -> None:
-        """``kv_records``: the checkpoint, where KV memory is in FP8 and scales of keys and values are to be used."""
+        """``kv_records``: the checkpoint, where KV memory is in FP8 and scales of keys and values are to be used.
+        ``keeps_fp8_experts``: the experts' kernels take weights in FP8."""
         self._reader = reader
         self._kernels = kernels
         self._pack_fp8 = pack_fp8
         self._group = group
         self._kv_records = kv_records
         self._dtype = dtype
+        self._keeps_fp8_experts = keeps_fp8_experts
 
     @property
     def kernels(self) -> Kernels:
@@ -280,8 +294,11 @@ class _Source:
         parts = self._parts(stack)
         if not self._reader.is_fp8(parts):
             return _by_expert(self._reader.read(parts), count), None
-        weight = self._reader.read_fp8(parts)
-        return _by_expert(weight.dequantised(self._dtype), count), None
+        stored = self._reader.read_fp8(parts)
+        has_whole_groups = stored.group == GROUP and not stored.skipped and stored.weight.shape[1] % GROUP == 0
+        if self._keeps_fp8_experts and has_whole_groups:
+            return _by_expert(stored.weight, count), _by_expert(stored.scales, count)
+        return dequantised_experts(stored, count, self._dtype), None
 
     def _head(self, rows: Tensor, head: Weight) -> NormedLinear:
         """``rows``: this rank's, as stored."""

@@ -35,7 +35,8 @@ Parts: TypeAlias = tuple[Part, ...]
 
 
 def local_config(config: ModelConfig, size: int) -> ModelConfig:
-    """The configuration of one rank's part: its heads and its share of the MLP; the vocabulary is the model's."""
+    """The configuration of one rank's part: its heads and its share of the MLP; the vocabulary is the model's, and the
+    experts are all there."""
     return replace(
         config,
         num_heads=config.num_heads // size,

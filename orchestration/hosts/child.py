@@ -1,4 +1,4 @@
-"""Main of a child process: ``python -m splitserve.orchestration.hosts.child``. It is started by :mod:`.process` alone.
+"""Main of a child process, which :mod:`.process` alone starts: as a program, or as a child of a fork server.
 
 Contract with the parent:
 
@@ -45,10 +45,10 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     kind: Literal["router", "worker", "lmcache"]
     entry: str  # ``module:function``, called with its config and a callable for progress
     config: msgspec.Raw
-    status_fd: int
+    status_fd: int  # a child of a fork server has another
     log_level: str = "info"
     shared_memory: str = ""  # a folder to remove at the end, in case the parent is gone by then
-    # Have the kernel, too, end the child with the *thread* of the parent that started it.
+    # Have the kernel, too, end the child with the *thread* of the parent that started it; a fork server has only one.
     parent_death_signal: bool = True
 
 
@@ -159,7 +159,8 @@ def _ask_kernel_for_death_signal() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGINT, 0, 0, 0)
 
 
-def main() -> int:
+def main(status_fd: int | None = None) -> int:
+    """Follow the order on standard input. ``status_fd``: the status pipe of a child of a fork server."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job inherits SIGINT ignored
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # and a child of one of Ray's actors has it blocked
     # Allows writing to a terminal of which another group is in the foreground.
@@ -170,12 +171,12 @@ def main() -> int:
     life_line = FileIO(sys.stdin.fileno(), closefd=False)
     order = msgspec.json.decode(life_line.readline(), type=Order)
     set_up_logging(order.name, order.log_level)
-    if order.parent_death_signal:
+    if order.parent_death_signal or status_fd is not None:
         _ask_kernel_for_death_signal()
     hold_folder(order.shared_memory)
     threading.Thread(target=_end_with_parent, args=(life_line, order), name="life-line", daemon=True).start()
     try:
-        status = run(order, StatusPipe(order.status_fd))
+        status = run(order, StatusPipe(order.status_fd if status_fd is None else status_fd))
     finally:
         remove_shared_memory(order)
     if order.kind == "worker":  # all that matters is closed; GPU libraries take seconds to end

@@ -12,8 +12,10 @@ from splitserve.common.security import check_exposure
 from splitserve.orchestration.cluster.host import LMCACHE, ChildProgress, Event, Memory
 from splitserve.orchestration.hosts.addresses import LOOPBACK, own_address
 from splitserve.orchestration.hosts.core_plan import WorkerPlan, plan_workers, wanted_place
+from splitserve.orchestration.hosts.fork_server import PRELOADED
+from splitserve.orchestration.hosts.forking import can_fork, fork_server
 from splitserve.orchestration.hosts.gpus import VISIBLE, Gpu, GpuAssignment, check_enough_gpus, device_of, list_gpus
-from splitserve.orchestration.hosts.process import ChildProcess
+from splitserve.orchestration.hosts.process import ChildProcess, child_environment
 from splitserve.orchestration.hosts.shared_memory import remove_abandoned
 from splitserve.orchestration.hosts.topology import Topology, read_topology
 from splitserve.orchestration.lmcache.server import free_port
@@ -99,6 +101,10 @@ class LocalHost:
         wanted = [wanted_place(name, pool, ()) for name, pool in on_cpu.items()]
         plans = plan_workers(self._machine(), wanted, self._num_cores)
         self._slots = [_Slot(plans[name], pool.name) for name, pool in on_cpu.items()]
+        if can_fork():
+            for pool in filter(self._forks, spec.pools):  # now, so that they import while the router starts
+                added = {**worker_environment(spec, pool), **self._environment}
+                fork_server(child_environment(0, {**os.environ, **added}))
 
     def start_router(self, spec: ClusterSpec, ports: RouterPorts, emit: Callable[[Event], None]) -> ChildProcess:
         return ChildProcess(
@@ -150,6 +156,7 @@ class LocalHost:
                 environment={**environment, **self._environment},
                 place=place,
                 log_file=self._log_file(name),
+                forks=self._forks(pool),
             )
         except OSError:
             self.release(name)
@@ -200,6 +207,10 @@ class LocalHost:
 
     def _needs_gpus(self, pool: PoolSpec) -> bool:
         return device_of(pool.device, self._gpus.gpus) == "cuda"
+
+    def _forks(self, pool: PoolSpec) -> bool:
+        """Return whether a fork server starts the pool's workers: those on CPU, whose modules it has imported."""
+        return self._entries.worker.partition(":")[0] == PRELOADED and not self._needs_gpus(pool)
 
     def _plan_of(self, name: str, pool: PoolSpec, gpus: list[Gpu]) -> WorkerPlan:
         """Plan a worker. A GPU determines the cores of its worker; a CPU worker takes the pool's emptiest slot, which

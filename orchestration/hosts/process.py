@@ -7,13 +7,15 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import IO, Literal
+from typing import IO, Literal, Protocol
 
 import msgspec
 
 from splitserve.orchestration.cluster.host import ChildExited, ChildProgress, Event
 from splitserve.orchestration.hosts.child import Config, Order, Progress
+from splitserve.orchestration.hosts.forking import ForkError, can_fork, fork_child
 from splitserve.orchestration.hosts.log_files import keep_short, open_log
 from splitserve.orchestration.hosts.shared_memory import SharedMemoryFolder
 from splitserve.orchestration.spec.cluster_spec import API_KEY_VARIABLE, SECRET_VARIABLE
@@ -62,10 +64,45 @@ def progress_of(status: IO[bytes]) -> Iterator[Progress]:
             _log.debug("half a line of progress: %r", line)
 
 
+class Started(Protocol):
+    """Started process: :class:`subprocess.Popen`, or the child of a fork server."""
+
+    @property
+    def pid(self) -> int: ...
+    def poll(self) -> int | None: ...
+    def wait(self, timeout: float | None = None) -> int: ...
+    def send_signal(self, signal_number: int, /) -> None: ...
+    def kill(self) -> None: ...
+
+
+def _start(
+    variables: Mapping[str, str], life_line: int, log: IO[bytes] | None, status_fd: int, *, forks: bool
+) -> Started:
+    """Start a process that reads its order from ``life_line``. ``log`` None: its output is this process's."""
+    if forks:
+        output = (1, 2) if log is None else (log.fileno(), log.fileno())
+        try:
+            return fork_child(variables, (life_line, *output, status_fd))
+        except ForkError as error:
+            _log.warning("a worker starts without a fork server, and takes longer: %s", error)
+    return subprocess.Popen(
+        [sys.executable, "-m", "splitserve.orchestration.hosts.child"],
+        stdin=life_line,
+        stdout=log,
+        stderr=log,
+        pass_fds=(status_fd,),
+        env=variables,
+        # A terminal's Ctrl-C reaches the launcher alone. But no session of its own: Linux shares a core between
+        # sessions first, so a thread wouldn't get one at once that another worker keeps awake.
+        process_group=0,
+    )
+
+
 class ChildProcess:
     """Running child of this process. ``emit`` gets its progress and, last, its exit, on another thread.
 
-    Its log is appended to ``log_file``, which is kept short; None: it goes to this process's own output.
+    Its log is appended to ``log_file``, which is kept short; None: it goes to this process's own output. ``forks``:
+    have a fork server start it, if the platform can.
     """
 
     def __init__(
@@ -80,6 +117,7 @@ class ChildProcess:
         environment: Mapping[str, str] | None = None,
         place: str = "",
         log_file: Path | None = None,
+        forks: bool = False,
     ) -> None:
         self.name = name
         self.place = place
@@ -87,6 +125,8 @@ class ChildProcess:
         self._emit = emit
         self._shared_memory = SharedMemoryFolder(name) if isinstance(config, WorkerConfig) else None
         read_fd, write_fd = os.pipe()
+        life_line, our_end = os.pipe()
+        self._life_line = os.fdopen(our_end, "wb")
         order = Order(
             name=name,
             kind=_KINDS[type(config)],
@@ -98,25 +138,18 @@ class ChildProcess:
             # The signal follows the thread that forked. Only the main thread lives as long as the process.
             parent_death_signal=threading.current_thread() is threading.main_thread(),
         )
+        variables = child_environment(threads, {**self._defaults(), **os.environ, **(environment or {})})
         try:
             with open_log(log_file) as log:
-                self._popen = subprocess.Popen(
-                    [sys.executable, "-m", "splitserve.orchestration.hosts.child"],
-                    stdin=subprocess.PIPE,
-                    stdout=log,
-                    stderr=log,
-                    pass_fds=(write_fd,),
-                    env=child_environment(threads, {**self._defaults(), **os.environ, **(environment or {})}),
-                    # A terminal's Ctrl-C reaches the launcher alone. But no session of its own: Linux shares a core
-                    # between sessions first, so a thread wouldn't get one at once that another worker keeps awake.
-                    process_group=0,
-                )
+                self._process = _start(variables, life_line, log, write_fd, forks=forks and can_fork())
         except OSError:
             os.close(read_fd)
+            self._life_line.close()
             self._remove_shared_memory()
             raise
         finally:
             os.close(write_fd)
+            os.close(life_line)
         self._ended = threading.Event()
         if log_file is not None:
             keep_short(log_file, self._ended)
@@ -126,27 +159,27 @@ class ChildProcess:
 
     @property
     def pid(self) -> int:
-        return self._popen.pid
+        return self._process.pid
 
     def is_alive(self) -> bool:
-        return self._popen.poll() is None
+        return self._process.poll() is None
 
     def send_signal(self, signal_number: int) -> None:
         """Send a signal, unless the child has ended."""
-        self._popen.send_signal(signal_number)
+        self._process.send_signal(signal_number)
 
     def kill(self) -> None:
-        self._popen.kill()
+        self._process.kill()
 
     def join(self, timeout_seconds: float) -> bool:
         """Wait for the end; returns False if it hasn't come in time."""
         try:
-            self._popen.wait(timeout_seconds)
+            self._process.wait(timeout_seconds)
         except subprocess.TimeoutExpired:
             return False
         self._reader.join()
-        if self._popen.stdin is not None:
-            self._popen.stdin.close()
+        with suppress(BrokenPipeError):  # an order that was never read
+            self._life_line.close()
         self._remove_shared_memory()
         return True
 
@@ -169,10 +202,9 @@ class ChildProcess:
             self._shared_memory.remove()
 
     def _send_order(self, order: Order) -> None:
-        assert self._popen.stdin is not None
         try:
-            self._popen.stdin.write(msgspec.json.encode(order) + b"\n")
-            self._popen.stdin.flush()
+            self._life_line.write(msgspec.json.encode(order) + b"\n")
+            self._life_line.flush()
         except BrokenPipeError:
             pass  # the child died before it could read; its exit event reports that
 
@@ -183,6 +215,6 @@ class ChildProcess:
                 if progress.stage == "error":
                     self.error_message = progress.detail["message"]
                 self._emit(ChildProgress(self.name, progress.stage, progress.detail))
-        returncode = self._popen.wait()
+        returncode = self._process.wait()
         self._ended.set()
         self._emit(ChildExited(self.name, returncode))

@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from operator import index as whole
 from types import TracebackType
-from typing import Any, Literal, Self, Unpack, cast, overload
+from typing import Any, Literal, Self, TypeVar, Unpack, cast, overload
 
 import msgspec
 from tqdm import tqdm
@@ -30,6 +30,7 @@ BATCH_DEADLINE_SECONDS = 86400.0  # of a request, unless the spec's file has one
 _ROUNDS_IN_FLIGHT = 2  # requests in flight for each that can run, so that no worker waits for the next one
 
 Prompt = str | Sequence[int]
+Result = TypeVar("Result")
 
 
 class LLM:
@@ -106,13 +107,7 @@ class LLM:
         wanted = _as_prompts(prompts)
         bodies = [{"prompt": prompt, **parameters} for prompt in wanted]
         answers = self._run("completions", bodies, return_errors, progress)
-        found = [
-            answer
-            if isinstance(answer, PromptError)
-            else Completion(prompt, outputs_of(answer), usage_of(answer), answer.get("splitserve"))
-            for prompt, answer in zip(wanted, answers, strict=True)
-        ]
-        return cast(list[Completion], found)
+        return cast(list[Completion], _results(Completion, wanted, answers))
 
     @overload
     def chat(
@@ -148,13 +143,7 @@ class LLM:
         wanted = _as_chats(chats)
         bodies = [{"messages": messages, **parameters} for messages in wanted]
         answers = self._run("chat/completions", bodies, return_errors, progress)
-        found = [
-            answer
-            if isinstance(answer, PromptError)
-            else ChatCompletion(messages, outputs_of(answer), usage_of(answer), answer.get("splitserve"))
-            for messages, answer in zip(wanted, answers, strict=True)
-        ]
-        return cast(list[ChatCompletion], found)
+        return cast(list[ChatCompletion], _results(ChatCompletion, wanted, answers))
 
     def _run(
         self, path: str, bodies: Sequence[Mapping[str, Any]], return_errors: bool, progress: bool | None
@@ -183,6 +172,18 @@ class LLM:
         self, _type: type[BaseException] | None, _error: BaseException | None, _traceback: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _results(
+    kind: Callable[..., Result], given: Sequence[object], answers: Sequence[Answer | PromptError]
+) -> list[Result | PromptError]:
+    """Return the answers as results of what was given, errors as they are."""
+    return [
+        answer
+        if isinstance(answer, PromptError)
+        else kind(each, outputs_of(answer), usage_of(answer), answer.get("splitserve"))
+        for each, answer in zip(given, answers, strict=True)
+    ]
 
 
 def _patient(spec: ClusterSpec) -> ClusterSpec:

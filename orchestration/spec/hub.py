@@ -4,6 +4,7 @@ Each machine has a cache of its own (HF_HOME); what it lacks is downloaded, with
 HF_HUB_OFFLINE is set. Only the files that Splitserve reads are downloaded.
 """
 
+import errno
 from pathlib import Path
 
 import msgspec
@@ -60,30 +61,41 @@ def download(model_id: str, revision: str = "", *, with_weights: bool = True) ->
 
     Raises :class:`CheckpointError` with the remedy: another id, access to the model, or the command that downloads it.
     """
-    from huggingface_hub import errors, snapshot_download
+    from huggingface_hub import constants, errors, snapshot_download
 
     wanted = [*SMALL_FILES, *([WEIGHTS] if with_weights else [])]
     at = f" at revision {revision}" if revision else ""
+    command, page = download_command(model_id, revision, wanted), f"{constants.ENDPOINT}/{model_id}"
     try:
         directory = snapshot_download(
             model_id, revision=revision or None, allow_patterns=wanted, ignore_patterns=list(NOT_THESE)
         )
     except errors.GatedRepoError:
         raise CheckpointError(
-            f"the model {model_id} is gated: accept its terms on https://huggingface.co/{model_id}, and set HF_TOKEN "
-            "to a token of that account"
+            f"the model {model_id} is gated: accept its terms on {page}, and set HF_TOKEN to a token of that account. "
+            f"To try the access: {command}"
         ) from None
     except errors.RepositoryNotFoundError:
         raise CheckpointError(
             f"there is neither a directory {model_id} here nor a model of that id on the Hugging Face Hub; if the "
-            "model is private, set HF_TOKEN"
+            f"model is private, set HF_TOKEN; to try the access: {command}"
         ) from None
     except errors.RevisionNotFoundError:
-        raise CheckpointError(f"the model {model_id} has no revision {revision!r}: see its branches and tags") from None
+        raise CheckpointError(
+            f"the model {model_id} has no revision {revision!r}: see its branches and tags on {page}/tree/main, "
+            f"or leave the revision out; to download its main branch: {download_command(model_id, '', wanted)}"
+        ) from None
     except (errors.LocalEntryNotFoundError, errors.IncompleteSnapshotError, errors.OfflineModeIsEnabled):
         raise CheckpointError(_not_cached(model_id, revision, f"the model {model_id}{at} isn't", wanted)) from None
     except (errors.HfHubHTTPError, errors.HFValidationError, OSError) as error:
-        raise CheckpointError(f"can't download the model {model_id}{at}: {error}") from error
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise CheckpointError(
+                f"no space left in the cache {constants.HF_HUB_CACHE} for the model {model_id}{at}: free some, or set "
+                f"HF_HOME to a directory with more; to continue the download: {command}"
+            ) from None
+        raise CheckpointError(
+            f"can't download the model {model_id}{at}: {error}; to try it alone: {command}"
+        ) from error
     if problem := _missing(directory, with_weights=with_weights):
         raise CheckpointError(_not_cached(model_id, revision, f"{problem}: the model {model_id}{at} is partly", wanted))
     return directory

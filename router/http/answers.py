@@ -138,15 +138,22 @@ class GenerationResponse(Response):
         for index, update in updates:
             if update.failure is not None:
                 return pieces, error_of_failure(update.failure)
+            await self._take_prompt_scores(index, update)
             piece = self._push(index, update)
             if piece is not None:
                 pieces.append((index, piece))
         return pieces, None
 
+    async def _take_prompt_scores(self, index: int, update: Update) -> None:
+        """Make the JSON of a prompt's log-probabilities, between which other requests get their turns."""
+        scores = self._prompts[index].scores
+        if scores is None or update.prompt_logprobs is None:
+            return
+        for _ in scores.take_prompt(update.prompt_logprobs):
+            await asyncio.sleep(0)
+
     def _push(self, index: int, update: Update) -> Piece | None:
         choice, scores = self._prompts[index].choice, self._prompts[index].scores
-        if scores is not None:
-            scores.note(update)
         if choice.finish_reason is not None or not (update.token_ids or update.finish_reason):
             return None
         piece = choice.push(update.token_ids, update.finish_reason)

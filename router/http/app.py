@@ -22,7 +22,7 @@ from splitserve.router.http.access.cross_origin import allow_origins
 from splitserve.router.http.access.local_origin import RequireLocal
 from splitserve.router.http.access.request_id import GiveRequestIds, request_id_of
 from splitserve.router.http.api_error import ApiError
-from splitserve.router.http.formats import ChatFormat, CompletionFormat, Format
+from splitserve.router.http.formats import ChatFormat, ChoicesFormat, CompletionFormat
 from splitserve.router.http.openapi import openapi_document
 from splitserve.router.http.schema import ChatCompletionRequest, CompletionRequest, GenerationRequest
 from splitserve.router.http.serving import Serving
@@ -70,7 +70,7 @@ class Api:
             arrived_at=arrived_at,
         )
 
-    def _format(self, kind: type[Format], body: GenerationRequest, request: Request) -> Format:
+    def _format(self, kind: type[ChoicesFormat], body: GenerationRequest, request: Request) -> ChoicesFormat:
         return kind(
             self.served_model.name(body.model),
             include_usage=body.include_usage,

@@ -48,7 +48,39 @@ class Usage:
 
 
 class Format(ABC):
-    """The JSON of one answer. Subclasses define the differences between the endpoints."""
+    """The JSON of one answer, whole or as events."""
+
+    @abstractmethod
+    def answer(self, choices: Sequence[Piece], usage: Usage, extra: dict[str, Any]) -> bytes:
+        """Return the whole answer; ``choices`` are whole outputs."""
+
+    def error_body(self, error: ApiError) -> bytes:
+        """Return the body of the answer to a request that fails before its first byte."""
+        return error.encode()
+
+    def begin(self, usage: Usage) -> bytes:  # noqa: ARG002
+        """Return the events that begin a stream; ``usage`` has the prompt's tokens only."""
+        return b""
+
+    def opening(self, index: int) -> bytes:  # noqa: ARG002
+        """Return the events that precede a choice's first chunk."""
+        return b""
+
+    @abstractmethod
+    def chunk(self, index: int, piece: Piece, extra: dict[str, Any]) -> bytes:
+        """Return the events of one piece of one choice; ``extra`` is merged into an object."""
+
+    @abstractmethod
+    def end(self, usage: Usage) -> bytes:
+        """Return the events that end a stream after its last chunk."""
+
+    @abstractmethod
+    def failure(self, error: ApiError) -> bytes:
+        """Return the events that end a stream that fails after its first byte."""
+
+
+class ChunksFormat(Format):
+    """An answer whose events are chunks without names, up to ``[DONE]``."""
 
     id_prefix: str
     whole_kind: str
@@ -66,28 +98,21 @@ class Format(ABC):
         self._include_usage = include_usage
         self._return_token_ids = return_token_ids
 
-    def begin(self, usage: Usage) -> bytes:  # noqa: ARG002
-        """Return the events that begin a stream; ``usage`` has the prompt's tokens only."""
-        return b""
+    @abstractmethod
+    def usage_chunk(self, usage: Usage) -> bytes:
+        """Return the event of the usage, after the last chunk."""
 
     def end(self, usage: Usage) -> bytes:
-        """Return the events that end a stream after its last chunk."""
         return (self.usage_chunk(usage) if self._include_usage else b"") + DONE_EVENT
 
     def failure(self, error: ApiError) -> bytes:
-        """Return the events that end a stream that fails after its first byte."""
         return sse_event(error.body()) + DONE_EVENT
 
-    def error_body(self, error: ApiError) -> bytes:
-        """Return the body of the answer to a request that fails before its first byte."""
-        return error.encode()
 
-    def opening(self, index: int) -> bytes:  # noqa: ARG002
-        """Return the events that precede a choice's first chunk."""
-        return b""
+class ChoicesFormat(ChunksFormat):
+    """An answer with a list of choices. Subclasses define the differences between the endpoints."""
 
     def chunk(self, index: int, piece: Piece, extra: dict[str, Any]) -> bytes:
-        """Return the event of one piece of one choice; ``extra`` is merged into the object."""
         if piece.parts is not None and not (piece.parts or piece.finish_reason or self._return_token_ids):
             return b""  # the text so far belongs to no part yet
         choice = self._choice(index, self._reason(piece)) | self._delta(piece)
@@ -99,7 +124,6 @@ class Format(ABC):
         return sse_event({**self._head, "choices": [], "usage": usage.as_json()})
 
     def answer(self, choices: Sequence[Piece], usage: Usage, extra: dict[str, Any]) -> bytes:
-        """Return the whole answer; ``choices`` are whole outputs."""
         entries = []
         for index, piece in enumerate(choices):
             entry = self._choice(index, self._reason(piece)) | self._message(piece)
@@ -136,7 +160,7 @@ def scores_of(piece: Piece) -> dict[str, Any]:
     return found if piece.prompt_logprobs is None else found | {"prompt_logprobs": piece.prompt_logprobs}
 
 
-class CompletionFormat(Format):
+class CompletionFormat(ChoicesFormat):
     id_prefix = "cmpl"
     whole_kind = "text_completion"
     chunk_kind = "text_completion"
@@ -148,7 +172,7 @@ class CompletionFormat(Format):
         return {"text": piece.text}
 
 
-class ChatFormat(Format):
+class ChatFormat(ChoicesFormat):
     id_prefix = "chatcmpl"
     whole_kind = "chat.completion"
     chunk_kind = "chat.completion.chunk"

@@ -1,13 +1,15 @@
 """Placement of requests on the registered workers, by policy and by the cached prefixes of their prompts. Pure."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 import msgspec
 
+from splitserve.protocol.block_hash import root_hash
+from splitserve.protocol.cluster_report import WorkerState
 from splitserve.protocol.messages.requests import PeerRef
 from splitserve.protocol.request import Party
-from splitserve.router.links.membership import Membership
+from splitserve.router.links.membership import Membership, decode_party
 from splitserve.router.placement.policies import (
     USUAL_OUTPUT_TOKENS,
     NoWorker,
@@ -72,9 +74,24 @@ class Placer:
         snapshot = self._membership.snapshot(now, worth)
         return replace(snapshot, objectives=self._objectives, output_tokens=self.output_tokens)
 
-    def note_output(self, num_tokens: int) -> None:
-        """Take the length of an output that has ended into account."""
-        self.output_tokens += OUTPUT_WEIGHT * (num_tokens - self.output_tokens)
+    def note_sent(self, parties: Iterable[Party], prompt: PromptHashes) -> None:
+        """Take into account that these workers will hold the KV of a prompt."""
+        if len(self._membership.records()) == 1:
+            return
+        for party in parties:
+            record = self._membership.get(party)
+            if record is not None and record.state is not WorkerState.LOST and record.info.prefix_caching:
+                layout = record.info.layout
+                root, size = root_hash(layout), layout.block_size
+                self._prefixes.note_sent(party, root, prompt, size, record.info.num_blocks)
+
+    def note_output(self, request: ActiveRequest) -> None:
+        """Take a finished output into account: its length, and its KV, which the next turn's prompt may begin with."""
+        output_ids = request.state.delivered_ids
+        self.output_tokens += OUTPUT_WEIGHT * (len(output_ids) - self.output_tokens)
+        placement = request.state.placement
+        if placement is not None:
+            self.note_sent([decode_party(placement)], request.hashes.extended(output_ids))
 
     def limits(self, now: float) -> Limits | NoWorker:
         """Return the bounds of prompts, or NoWorker until they are known and requests can run."""
@@ -88,7 +105,7 @@ class Placer:
     def prefix_helper(self, prompt: PromptHashes, worker: Party, now: float) -> PeerRef | None:
         """Return a worker that holds enough more of the prompt, on its device or in its host tier, that reading it from
         there pays off for ``worker``; else None."""
-        matches = self._matches(prompt)
+        matches = self._matches(prompt, certain=True)
         if not matches:
             return None
         ready = {view.party for view in self._membership.snapshot(now).workers}
@@ -103,6 +120,6 @@ class Placer:
         assert record is not None, f"{party} was placed but isn't known"
         return PeerRef(party, record.info.endpoint)
 
-    def _matches(self, prompt: PromptHashes) -> Mapping[Party, PrefixMatch]:
+    def _matches(self, prompt: PromptHashes, *, certain: bool = False) -> Mapping[Party, PrefixMatch]:
         """Return each worker's prefix match; none with a single worker: it doesn't matter then, and hashing is slow."""
-        return self._prefixes.matches(prompt) if len(self._membership.records()) > 1 else {}
+        return self._prefixes.matches(prompt, certain=certain) if len(self._membership.records()) > 1 else {}

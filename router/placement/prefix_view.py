@@ -1,14 +1,18 @@
-"""Locations of prefixes: one view of the blocks that all workers hold, on the device and in every tier, built from KV
-events.
+"""Locations of prefixes: one index of the blocks that all workers hold, on the device and in every tier.
 
-The view is a hint: a block may be evicted before a request needs it; its KV is then computed. Pure: no I/O, no clock.
+Workers tell by KV events what they hold. What this router sent to a worker counts as well, until the worker's memory
+must be full of later prompts, or an event says that it is gone: so requests of a conversation find each other where
+events are off, and before an event has come.
+
+The index is a hint: a block may be evicted before a request needs it; its KV is then computed. Pure: no I/O, no clock.
 """
 
-from collections.abc import Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 from splitserve.protocol.block_hash import extend_hashes, salted_root
-from splitserve.protocol.kv_event_batch import DEVICE, KVEventBatch
+from splitserve.protocol.kv_event_batch import DEVICE, KVEvent, KVEventBatch
 from splitserve.protocol.request import Party
 
 TIER_WORTH = {DEVICE: 1.0, "host": 0.9, "disk": 0.6}
@@ -17,6 +21,8 @@ OTHER_WORTH = 0.5
 MAX_HASHES_PER_WORKER = 1 << 20
 MIN_GAIN_BLOCKS = 2
 """Least gain for which a worker reads from another one, since the request takes a round trip."""
+SENT = "sent"
+"""The tier of blocks that a worker was sent and has not announced; they are taken to be on its device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,27 +35,34 @@ class PrefixMatch:
 
 @dataclass(slots=True)
 class _Holding:
-    """Blocks of one worker."""
+    """Blocks of one worker: the root and size of its chains, and the tiers of each block."""
 
     root_hash: bytes
     block_size: int
-    number: int  # of the last batch
-    tiers: dict[str, set[bytes]] = field(default_factory=dict)  # block hashes by tier
+    number: int | None = None  # of the last batch of events; None: there was none
+    sizes: dict[str, int] = field(default_factory=dict)  # number of blocks by tier
+    sent: OrderedDict[bytes, None] = field(default_factory=OrderedDict)  # the longest unused ones first
+    blocks: set[bytes] = field(default_factory=set)  # in any tier
 
-    def match(self, chain: Sequence[bytes]) -> PrefixMatch:
-        best_first = sorted(
-            ((TIER_WORTH.get(tier, OTHER_WORTH), hashes) for tier, hashes in self.tiers.items()),
-            key=lambda of_tier: -of_tier[0],
-        )
-        worth, count = 0.0, 0
-        for block_hash in chain:
-            for worth_here, hashes in best_first:
-                if block_hash in hashes:
-                    worth, count = worth + worth_here, count + 1
-                    break
-            else:
-                break
-        return PrefixMatch(count * self.block_size, round(worth * self.block_size))
+
+@dataclass(slots=True)
+class _Block:
+    """One block: the tiers of each worker that has it. ``lesser``: its worth where that is below 1."""
+
+    tiers: dict[Party, set[str]] = field(default_factory=dict)
+    lesser: dict[Party, float] = field(default_factory=dict)
+    only_sent: set[Party] = field(default_factory=set)
+
+    def judge(self, party: Party) -> None:
+        """Note what a worker's tiers are worth, after a change."""
+        tiers = self.tiers.get(party, ())
+        worth = max((1.0 if tier == SENT else TIER_WORTH.get(tier, OTHER_WORTH) for tier in tiers), default=1.0)
+        self.lesser.pop(party, None)
+        self.only_sent.discard(party)
+        if worth < 1.0:
+            self.lesser[party] = worth
+        if len(tiers) == 1 and SENT in tiers:
+            self.only_sent.add(party)
 
 
 class PromptHashes:
@@ -61,17 +74,27 @@ class PromptHashes:
         self._cache_salt = cache_salt
         self._chains: dict[tuple[bytes, int], list[bytes]] = {}
 
+    def extended(self, output_ids: Sequence[int]) -> "PromptHashes":
+        """Return the hashes of the prompt with an output behind it; those of the prompt aren't computed again."""
+        longer = PromptHashes([*self._token_ids, *output_ids], self._cache_salt)
+        longer._chains = {key: list(chain) for key, chain in self._chains.items()}
+        return longer
+
     def chain(self, root_hash: bytes, block_size: int) -> Sequence[bytes]:
-        chain = self._chains.get((root_hash, block_size))
-        if chain is None:
-            chain = self._chains[root_hash, block_size] = []
+        chain = self._chains.setdefault((root_hash, block_size), [])
+        if len(chain) < (len(self._token_ids) - 1) // block_size:
             extend_hashes(chain, salted_root(root_hash, self._cache_salt), self._token_ids[:-1], block_size)
         return chain
 
 
 class PrefixView:
+    """The index of all workers' blocks."""
+
     def __init__(self) -> None:
         self._holdings: dict[Party, _Holding] = {}
+        self._blocks: dict[bytes, _Block] = {}
+
+    # ---- events ----
 
     def apply(self, batch: KVEventBatch) -> bool:
         """Apply a batch. Return False if an earlier batch is missing, or the worker has too many blocks: the view then
@@ -79,40 +102,120 @@ class PrefixView:
         party = Party(batch.engine_id, batch.incarnation)
         known = self._holdings.get(party)
         if batch.is_snapshot:
+            self.forget(party)
             known = self._holdings[party] = _Holding(batch.root_hash, batch.block_size, batch.number)
-        elif known is None:
+        elif known is None or known.number is None:
             return True  # the snapshot is on its way
         elif batch.number != known.number + 1:
             self.forget(party)
             return False
         known.number = batch.number
         for event in batch.events:
-            hashes = known.tiers.setdefault(event.tier, set())
-            if event.kind == "stored":
-                hashes.update(event.hashes)
-            else:
-                hashes.difference_update(event.hashes)
-        if sum(map(len, known.tiers.values())) > MAX_HASHES_PER_WORKER:
+            self._apply_event(party, known, event)
+        if sum(known.sizes.values()) > MAX_HASHES_PER_WORKER:
             self.forget(party)
             return False
         return True
 
+    def _apply_event(self, party: Party, known: _Holding, event: KVEvent) -> None:
+        if event.kind == "stored":
+            for block_hash in event.hashes:
+                self._put(party, known, block_hash, event.tier)
+            return
+        for block_hash in event.hashes:
+            self._take(party, known, block_hash, event.tier)
+            if event.tier == DEVICE and known.sent.pop(block_hash, SENT) is None:
+                self._take(party, known, block_hash, SENT)
+
+    def note_sent(self, party: Party, root_hash: bytes, prompt: PromptHashes, block_size: int, num_blocks: int) -> None:
+        """Take a prompt into account that ``party``, which has ``num_blocks`` blocks, was sent or has computed."""
+        known = self._holdings.get(party)
+        if known is None:
+            known = self._holdings[party] = _Holding(root_hash, block_size)
+        chain = prompt.chain(known.root_hash, known.block_size)
+        for block_hash in reversed(chain):  # so that the end of a prompt is forgotten before its beginning
+            if block_hash in known.sent:
+                known.sent.move_to_end(block_hash)
+            else:
+                known.sent[block_hash] = None
+                self._put(party, known, block_hash, SENT)
+        while len(known.sent) > min(num_blocks, MAX_HASHES_PER_WORKER):
+            self._take(party, known, known.sent.popitem(last=False)[0], SENT)
+
     def forget(self, party: Party) -> None:
-        self._holdings.pop(party, None)
+        """Forget all blocks of a worker."""
+        known = self._holdings.pop(party, None)
+        for block_hash in () if known is None else known.blocks:
+            self._blocks[block_hash].tiers.pop(party)
+            self._settle(party, block_hash)
+
+    def _put(self, party: Party, known: _Holding, block_hash: bytes, tier: str) -> None:
+        block = self._blocks.setdefault(block_hash, _Block())
+        tiers = block.tiers.setdefault(party, set())
+        if tier in tiers:
+            return
+        tiers.add(tier)
+        known.blocks.add(block_hash)
+        known.sizes[tier] = known.sizes.get(tier, 0) + 1
+        block.judge(party)
+
+    def _take(self, party: Party, known: _Holding, block_hash: bytes, tier: str) -> None:
+        if block_hash not in known.blocks or tier not in self._blocks[block_hash].tiers[party]:
+            return
+        tiers = self._blocks[block_hash].tiers
+        tiers[party].remove(tier)
+        known.sizes[tier] -= 1
+        if not tiers[party]:
+            del tiers[party]
+            known.blocks.remove(block_hash)
+        self._settle(party, block_hash)
+
+    def _settle(self, party: Party, block_hash: bytes) -> None:
+        block = self._blocks[block_hash]
+        block.judge(party)
+        if not block.tiers:
+            del self._blocks[block_hash]
+
+    # ---- queries ----
 
     def num_blocks(self, party: Party) -> Mapping[str, int]:
-        """Return the number of a worker's blocks by tier."""
+        """Return the number of a worker's blocks by tier, as its events say."""
         known = self._holdings.get(party)
-        return {} if known is None else {tier: len(hashes) for tier, hashes in known.tiers.items()}
+        return {} if known is None else {tier: size for tier, size in known.sizes.items() if tier != SENT and size}
 
-    def matches(self, prompt: PromptHashes) -> dict[Party, PrefixMatch]:
-        """Return the match of a prompt for each worker that holds some of it."""
+    def matches(self, prompt: PromptHashes, *, certain: bool = False) -> dict[Party, PrefixMatch]:
+        """Return the match of a prompt for each worker that holds some of it. ``certain``: count only blocks that the
+        worker has announced."""
         found: dict[Party, PrefixMatch] = {}
-        for party, holding in self._holdings.items():
-            match = holding.match(prompt.chain(holding.root_hash, holding.block_size))
-            if match.num_tokens:
-                found[party] = match
+        for root_hash, block_size in {(known.root_hash, known.block_size) for known in self._holdings.values()}:
+            worths = self._worths(prompt.chain(root_hash, block_size), certain=certain)
+            for party, (count, worth) in worths.items():
+                found[party] = PrefixMatch(count * block_size, round(worth * block_size))
         return found
+
+    def _worths(self, chain: Iterable[bytes], *, certain: bool) -> dict[Party, tuple[int, float]]:
+        """Return the number of leading blocks of ``chain`` that each worker holds, and their worth, in one pass: what a
+        block costs does not depend on the number of workers that hold it on their device."""
+        counts: dict[Party, int] = {}
+        lost: dict[Party, float] = {}  # worth that blocks in lower tiers lack
+        left: set[Party] = set()  # workers that hold all blocks so far
+        number = 0
+        for number, block_hash in enumerate(chain):
+            block = self._blocks.get(block_hash)
+            holders: Set[Party] = frozenset() if block is None else block.tiers.keys()
+            if block is not None and certain:
+                holders = holders - block.only_sent
+            before = left if number else set(holders)
+            left = before & holders
+            counts |= dict.fromkeys(before - left, number)
+            if block is None or not left:
+                break
+            for party, worth in block.lesser.items():
+                if party in left:
+                    lost[party] = lost.get(party, 0.0) + 1.0 - worth
+        else:
+            counts |= dict.fromkeys(left, number + 1)
+        return {party: (count, count - lost.get(party, 0.0)) for party, count in counts.items() if count}
 
 
 def helper_of(worker: Party, matches: Mapping[Party, PrefixMatch], min_gain_tokens: int) -> Party | None:

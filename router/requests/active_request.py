@@ -54,19 +54,14 @@ class ActiveRequest:
         arrived_at: float,
         context: RequestContext = NO_CONTEXT,
     ) -> "ActiveRequest":
-        scores = None
-        if sampling.prompt_logprobs is not None:
-            first = sampling.prompt_logprobs_start
-            scores = PromptScores(max(0, len(token_ids) - first), first)
-        wants_logprobs = sampling.logprobs is not None
-        state = RequestState(request_id, sampling.max_tokens, wants_logprobs=wants_logprobs, prompt_scores=scores)
+        state = _new_state(request_id, len(token_ids), sampling)
         hashes = PromptHashes(token_ids, context.cache_salt)
         return cls(token_ids, sampling, arrived_at, state, hashes, context)
 
     def add_sibling(self, request_id: str, choice: int) -> "ActiveRequest":
         """Add another choice of the prompt, and return its request."""
         sampling = msgspec.structs.replace(self.sampling, choice=choice)
-        state = RequestState(request_id, sampling.max_tokens)
+        state = _new_state(request_id, len(self.token_ids), sampling)
         sibling = ActiveRequest(self.token_ids, sampling, self.arrived_at, state, self.hashes, self.context)
         self.siblings += (sibling,)
         return sibling
@@ -110,3 +105,12 @@ class ActiveRequest:
         )
         if self.charge is not None and state.num_attempt_tokens > 0:
             assert not self.charge.is_prefilling, f"{self.request_id} is charged for a prompt that has been computed"
+
+
+def _new_state(request_id: str, num_prompt_tokens: int, sampling: SamplingParams) -> RequestState:
+    scores = None
+    if sampling.prompt_logprobs is not None:
+        first = sampling.prompt_logprobs_start
+        scores = PromptScores(max(0, num_prompt_tokens - first), first)
+    wants_logprobs = sampling.logprobs is not None
+    return RequestState(request_id, sampling.max_tokens, wants_logprobs=wants_logprobs, prompt_scores=scores)

@@ -48,6 +48,7 @@ class Attempts:
             self._begin(sibling, placement, replace(request.shape, num_prompt_tokens=0), now)
         for party, body in self.messages(request, placement, now, [sibling.state.key for sibling in siblings]):
             self._outbox.put(Send(party, body))
+        self._placer.note_sent(placement.parties, request.hashes)
 
     def _begin(self, request: ActiveRequest, placement: Placed, shape: RequestShape, now: float) -> None:
         request.state.begin(placement)

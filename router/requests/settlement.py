@@ -12,9 +12,13 @@ from splitserve.router.requests.state import FailureReason, RequestPhase, Update
 
 class Settlement:
     def __init__(
-        self, membership: Membership, objectives: Objectives, outbox: Outbox, note_output: Callable[[int], None]
+        self,
+        membership: Membership,
+        objectives: Objectives,
+        outbox: Outbox,
+        note_output: Callable[[ActiveRequest], None],
     ) -> None:
-        """``note_output`` is called with the number of tokens of each finished output."""
+        """``note_output`` is called with each finished request."""
         self._note_output = note_output
         self._membership = membership
         self._objectives = objectives
@@ -53,7 +57,7 @@ class Settlement:
         self._release(request, now)
         state = request.state
         if state.phase is RequestPhase.FINISHED:
-            self._note_output(len(state.delivered_ids))
+            self._note_output(request)
         if state.phase is RequestPhase.FINISHED and state.placement is not None:
             for party in state.placement.parties:
                 record = self._membership.get(party)

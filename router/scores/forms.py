@@ -32,10 +32,6 @@ class LogprobsForm(ABC):
     def of(self, token_ids: Sequence[int], logprobs: Logprobs) -> Json:
         """Return the object of the next tokens of the output."""
 
-    @abstractmethod
-    def of_prompt(self, token_ids: Sequence[int], logprobs: Logprobs | None) -> Json:
-        """Return the object of an echoed prompt, whose first token has no log-probability."""
-
 
 class CompletionLogprobs(LogprobsForm):
     """The form of ``/v1/completions``. ``text_offset`` counts characters of the choice's text."""
@@ -57,14 +53,14 @@ class CompletionLogprobs(LogprobsForm):
             "text_offset": [self._next_offset(token_id) for token_id in token_ids],
         }
 
-    def of_prompt(self, token_ids: Sequence[int], logprobs: Logprobs | None) -> Json:
-        first: Json = {
-            "tokens": [self._texts.shown(token_ids[0])],
+    def of_first(self, token_id: int) -> Json:
+        """Return the object of an echoed prompt's first token, which has no log-probability."""
+        return {
+            "tokens": [self._texts.shown(token_id)],
             "token_logprobs": [None],
             "top_logprobs": [None],
-            "text_offset": [self._next_offset(token_ids[0])],
+            "text_offset": [self._next_offset(token_id)],
         }
-        return first if logprobs is None else joined((first, self.of(token_ids[1:], logprobs))) or first
 
     def _alternatives(self, token_id: int, values: list[float], top_ids: list[int]) -> dict[str, float]:
         """Return the most probable tokens, and the token itself. Of tokens with the same text the better one counts."""
@@ -91,9 +87,6 @@ class ChatLogprobs(LogprobsForm):
         ]
         return {"content": content, "refusal": None}
 
-    def of_prompt(self, token_ids: Sequence[int], logprobs: Logprobs | None) -> Json:
-        raise NotImplementedError("a chat's prompt isn't echoed")
-
     def _entry(self, token_id: int, value: float) -> Json:
         return {"token": self._texts.shown(token_id), "logprob": value, "bytes": self._texts.content(token_id)}
 
@@ -109,17 +102,15 @@ class TokenIdLogprobs(LogprobsForm):
             "top_logprobs": [list(zip(top_ids, values[1:], strict=True)) for values, top_ids in rows],
         }
 
-    def of_prompt(self, token_ids: Sequence[int], logprobs: Logprobs | None) -> Json:
-        raise NotImplementedError("a prompt of token ids isn't echoed")
 
-
-def prompt_logprobs(token_ids: Sequence[int], logprobs: Logprobs | None, texts: TokenTexts) -> list[Json | None]:
-    """Return the extension ``prompt_logprobs``: by position, the token's own and its alternatives' by token id.
+def prompt_logprobs(token_ids: Sequence[int], logprobs: Logprobs, texts: TokenTexts) -> list[Json]:
+    """Return the extension ``prompt_logprobs`` of adjacent tokens after the prompt's first one: by position, the
+    token's own and its alternatives' by token id.
 
     ``rank`` counts from 1; it is null for a token that isn't among the alternatives.
     """
-    found: list[Json | None] = [None]
-    for token_id, (values, top_ids) in zip(token_ids[1:], logprobs.rows() if logprobs is not None else (), strict=True):
+    found: list[Json] = []
+    for token_id, (values, top_ids) in zip(token_ids, logprobs.rows(), strict=True):
         ranks: dict[int, int | None] = {top_id: rank for rank, top_id in enumerate(top_ids, start=1)}
         by_id = {token_id: values[0]} | dict(zip(top_ids, values[1:], strict=True))
         found.append(

@@ -241,14 +241,15 @@ class Preparation:
             return None
         texts, skips_special = self._tokenizer.texts, request.skip_special_tokens is not False
         form: LogprobsForm = ChatLogprobs(texts)
+        echo: CompletionLogprobs | None = None
         if request.wanted_scores.as_ids:
             form = TokenIdLogprobs(texts)
         elif isinstance(request, CompletionRequest):
-            form = CompletionLogprobs(texts, self._tokenizer.detokenizer(skip_special_tokens=skips_special))
+            form = echo = CompletionLogprobs(texts, self._tokenizer.detokenizer(skip_special_tokens=skips_special))
         if text is None and request.wanted_scores.echo:
             echoed = self._tokenizer.detokenizer(skip_special_tokens=skips_special)
             text = echoed.push(token_ids) + echoed.flush()
-        return ChoiceScores(request.wanted_scores, token_ids, text or "", form, texts)
+        return ChoiceScores(request.wanted_scores, token_ids, text or "", form, texts, echo=echo)
 
     def _or_default(self, name: str, value: Any) -> Any:
         return self._defaults.of(name) if value is None else value

@@ -7,10 +7,10 @@ from splitserve.benchmarks.engine.sampling_costs import main
 
 
 def test_each_feature_has_its_row(tmp_path: Path) -> None:
-    options = ["--batch", "2", "--vocab-size", "2000", "--steps", "5", "--result-dir", str(tmp_path)]
+    options = ["--batch", "2", "--vocab-size", "2500", "--steps", "5", "--result-dir", str(tmp_path)]
     assert main(options) == 0
     (path,) = tmp_path.glob("*.json")
     rows = json.loads(path.read_text())["results"]
     times = {row["features"]: row["ms"] for row in rows}
-    assert list(times) == ["off", "penalties", "logit_bias", "min_p", "JSON schema"]
+    assert list(times) == ["off", "penalties", "penalties, long prompts", "logit_bias", "min_p", "JSON schema"]
     assert all(0 < times["off"] < ms for name, ms in times.items() if name != "off")

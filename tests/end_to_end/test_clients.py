@@ -5,10 +5,12 @@ One cluster of a prefill and a decode worker, started by the command line, serve
 
 import os
 import subprocess
+from typing import Literal
 
 import anthropic
 import openai
 import pytest
+from pydantic import BaseModel
 
 from command_line import command
 from splitserve.models.demo.checkpoint import write_demo_model
@@ -16,6 +18,20 @@ from splitserve.models.demo.checkpoint import write_demo_model
 MODEL = "Some-Org/demo"
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 LONG = "Prefill reads a whole prompt at once and is bound by arithmetic; decode writes one token after another. " * 3
+
+
+class Verdict(BaseModel):
+    """A verdict that fits into few tokens."""
+
+    answer: Literal["yes", "no"]
+    weight: Literal[1, 2, 3]
+
+
+class Verdicts(BaseModel):
+    """Verdicts in a tree of models, which the package puts into ``$defs``."""
+
+    first: Verdict
+    second: Verdict | None
 
 
 def cache_model(home):
@@ -114,3 +130,26 @@ def test_generated_tokens_are_the_completions(client, url):
     answer = client.post("/generate", body={"token_ids": prompt, **fields}, cast_to=object)
     assert answer["token_ids"] == whole.choices[0].model_dump()["token_ids"]
     assert len(answer["weights_version"]) == 32
+
+
+@pytest.mark.parametrize("model", [Verdict, Verdicts])
+def test_parsed_answers_are_of_the_pydantic_model(client, model):
+    """``parse()`` of chats and responses, whole and streamed: the package's own strict schemas, greedy and drawn."""
+    asked = [{"role": "user", "content": "Yes or no?"}]
+    for temperature in (0, 1):
+        fields = {"model": MODEL, "temperature": temperature, "extra_body": {"seed": 5}}
+        chat = client.chat.completions.parse(messages=asked, response_format=model, max_tokens=400, **fields)
+        message = chat.choices[0].message
+        assert chat.choices[0].finish_reason == "stop" and isinstance(message.parsed, model)
+        assert message.parsed == model.model_validate_json(message.content)
+        whole = client.responses.parse(input=asked, text_format=model, max_output_tokens=400, store=False, **fields)
+        assert whole.status == "completed" and whole.output_parsed == message.parsed
+        with client.chat.completions.stream(messages=asked, response_format=model, max_tokens=400, **fields) as stream:
+            assert stream.get_final_completion().choices[0].message.parsed == message.parsed
+
+
+def test_a_cut_answer_is_an_error_of_parse(client):
+    with pytest.raises(openai.LengthFinishReasonError):
+        client.chat.completions.parse(
+            model=MODEL, messages=[{"role": "user", "content": "Hi"}], response_format=Verdicts, max_tokens=2
+        )

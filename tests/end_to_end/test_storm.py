@@ -2,14 +2,19 @@
 
 from pathlib import Path
 
+import pytest
+
 from real_storm import run_storm
 from splitserve.benchmarks.chaos.faults import FaultKind
+from storm_requests import write_storm_model
 
 NUM_REQUESTS = 24
 
 
-def test_answers_in_a_storm_are_those_of_an_undisturbed_worker(tiny_qwen3: Path) -> None:
-    storm = run_storm(tiny_qwen3, 0, NUM_REQUESTS, [FaultKind.KILL], pause=0.3)
+@pytest.mark.parametrize(("shape", "first"), [("2P2D", 0), ("1P1D", 100)])
+def test_answers_in_a_storm_are_those_of_an_undisturbed_worker(shape: str, first: int, tmp_path: Path) -> None:
+    model = write_storm_model(tmp_path / "model")
+    storm = run_storm(model, first, NUM_REQUESTS, [FaultKind.KILL], shape=shape, pause=0.3)
     assert not storm.problems
     assert len(storm.answers) == NUM_REQUESTS
     assert storm.faults, "no worker was lost"

@@ -1,4 +1,4 @@
-"""The command line: options to configs, refusals, errors in one line; sizes, cores and the display beneath it."""
+"""The command line: options to configs, refusals, errors in one line; the display beneath it."""
 
 import argparse
 import os
@@ -8,10 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from splitserve.common.cores import available_cores, awake_cpus, count_physical_cores, cpu_quota, split_cores
 from splitserve.common.errors import CheckpointError, ConfigError
 from splitserve.orchestration.cli import main as cli
 from splitserve.orchestration.cli.demo import ChatResult, DemoError, check_disaggregated, describe_result
@@ -22,11 +19,10 @@ from splitserve.orchestration.spec.cluster_spec import API_KEY_VARIABLE, Cluster
 from splitserve.orchestration.spec.document import to_yaml
 from splitserve.orchestration.spec.expansion import Secrets, resolve_secrets, router_config, worker_config, worker_names
 from splitserve.orchestration.spec.model_source import check_model_directory
-from splitserve.orchestration.spec.sizes import format_bytes, parse_bytes
 from splitserve.protocol.config import EngineConfig
 from splitserve.protocol.request import Role
 
-BENCHMARK_PAGES = Path(__file__).parents[1] / "docs" / "benchmarks"
+BENCHMARK_PAGES = Path(__file__).parents[2] / "docs" / "benchmarks"
 USER_BENCHES = {"serve", "isolation", "handover"}
 
 
@@ -214,110 +210,6 @@ def test_the_command_line_imports_nothing_heavy() -> None:
     program = f"import splitserve.orchestration.cli.main, sys; print(*{heavy} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.split() == []
-
-
-# ---- sizes ----
-
-
-@pytest.mark.parametrize(
-    ("text", "num_bytes"),
-    [
-        ("4096", 4096),
-        ("10B", 10),
-        ("512MiB", 512 * 2**20),
-        ("512mib", 512 * 2**20),
-        ("2GB", 2 * 10**9),
-        ("1.5g", 3 * 2**29),
-        ("8 k", 8192),
-        ("1TiB", 2**40),
-        ("0", 0),
-    ],
-)
-def test_sizes(text: str, num_bytes: int) -> None:
-    assert parse_bytes(text) == num_bytes
-
-
-@pytest.mark.parametrize("text", ["", "x", "-1", "3x", "1ib", "1.g", "1e9", "GiB", "1 2"])
-def test_what_is_no_size(text: str) -> None:
-    with pytest.raises(ConfigError, match="not an amount of memory"):
-        parse_bytes(text)
-
-
-def test_sizes_as_text() -> None:
-    assert [format_bytes(value) for value in (0, 1023, 1024, 3 * 2**19, 5 * 2**30)] == [
-        "0 B",
-        "1023 B",
-        "1.0 KiB",
-        "1.5 MiB",
-        "5.00 GiB",
-    ]
-
-
-# ---- cores ----
-
-
-@given(num_cores=st.integers(1, 512), num_workers=st.integers(1, 64))
-def test_cores_are_split_evenly_and_never_oversubscribed(num_cores: int, num_workers: int) -> None:
-    threads = split_cores(num_cores, num_workers)
-    assert len(threads) == num_workers
-    assert min(threads) >= 1
-    assert max(threads) - min(threads) <= 1
-    assert sum(threads) == max(num_cores, num_workers)
-
-
-def test_no_workers_need_no_cores() -> None:
-    assert split_cores(4, 0) == []
-
-
-def test_hardware_threads_of_a_core_count_once(tmp_path: Path) -> None:
-    for cpu, siblings in enumerate(["0,2", "1,3", "0,2", "1,3"]):
-        topology = tmp_path / f"cpu{cpu}" / "topology"
-        topology.mkdir(parents=True)
-        (topology / "thread_siblings_list").write_text(siblings + "\n")
-    assert count_physical_cores(tmp_path, [0, 1, 2, 3]) == 2
-    assert count_physical_cores(tmp_path, [0, 2]) == 1
-    assert count_physical_cores(tmp_path, [0, 7, 8]) == 3  # unknown ones are cores of their own
-    assert awake_cpus([3, 2, 1, 0], tmp_path) == {0, 1}, "one of each core"
-    assert awake_cpus([0, 2, 1], tmp_path) == {0, 1}
-    assert awake_cpus([0, 1, 8, 7, 10], tmp_path) == {0, 7, 10}, "every other core"
-    assert awake_cpus([5], tmp_path) == {5}
-    for cpu in range(20, 28):  # two sockets that take turns
-        topology = tmp_path / f"cpu{cpu}" / "topology"
-        topology.mkdir(parents=True)
-        (topology / "physical_package_id").write_text(f"{cpu % 2}\n")
-    assert awake_cpus(range(20, 28), tmp_path) == {20, 24, 21, 25}
-
-
-@given(cpus=st.sets(st.integers(0, 200), min_size=1))
-def test_about_half_of_the_cores_are_kept_awake(cpus: set[int]) -> None:
-    """Whatever this machine's cores are."""
-    assert awake_cpus(cpus) <= cpus and 1 <= len(awake_cpus(cpus)) <= (len(cpus) + 1) // 2
-
-
-def test_quota_of_version_2_is_the_tightest_upwards(tmp_path: Path) -> None:
-    leaf = tmp_path / "pods" / "one"
-    leaf.mkdir(parents=True)
-    (leaf / "cpu.max").write_text("max 100000\n")
-    assert cpu_quota(tmp_path, "0::/pods/one") is None
-    (tmp_path / "pods" / "cpu.max").write_text("250000 100000\n")
-    assert cpu_quota(tmp_path, "0::/pods/one") == 2.5
-    (leaf / "cpu.max").write_text("150000 100000\n")
-    assert cpu_quota(tmp_path, "0::/pods/one\n1:name=systemd:/x") == 1.5
-    assert cpu_quota(tmp_path, "0::/../elsewhere") is None
-
-
-def test_quota_of_version_1(tmp_path: Path) -> None:
-    folder = tmp_path / "cpu,cpuacct" / "job"
-    folder.mkdir(parents=True)
-    (folder / "cpu.cfs_quota_us").write_text("-1\n")
-    (folder / "cpu.cfs_period_us").write_text("100000\n")
-    assert cpu_quota(tmp_path, "3:cpu,cpuacct:/job\n4:memory:/job") is None
-    (folder / "cpu.cfs_quota_us").write_text("400000\n")
-    assert cpu_quota(tmp_path, "3:cpu,cpuacct:/job\n4:memory:/job") == 4.0
-
-
-def test_this_process_has_cores() -> None:
-    assert available_cores() >= 1
 
 
 # ---- what people see ----

@@ -7,34 +7,14 @@ import openai
 import pytest
 
 from model_outputs import qwen_call
-from router_harness import ready, served_router
-from scripted_writer import ANSWER, CALL, Writer, write_thinking_model
-from splitserve.protocol.request import Role
+from router_harness import served_router
+from scripted_writer import CALL, write_thinking_model
 
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}
 NAMES = ("get_weather", "get-time")
 RESPONSE_TOOLS = [{"type": "function", "name": name, "parameters": PARAMETERS, "strict": False} for name in NAMES]
 MESSAGE_TOOLS = [{"name": name, "description": "d", "input_schema": PARAMETERS} for name in NAMES]
 QUESTION = [{"role": "user", "content": "Weather?"}]
-
-
-@pytest.fixture(scope="module")
-def served(tmp_path_factory):
-    path = tmp_path_factory.mktemp("apis") / "tiny"
-    writer = Writer(write_thinking_model(path))
-    with served_router(path) as (router, workers):
-        for name in ("m0", "m1", "m2"):
-            workers.start(name, Role.MIXED, writer, max_model_len=4096, vocab_size=420)
-        ready(router)
-        yield router, writer
-
-
-@pytest.fixture
-def writer(served):
-    writer = served[1]
-    writer.text, writer.num_failures = ANSWER, 0
-    writer.prompts.clear()
-    return writer
 
 
 @pytest.fixture

@@ -7,27 +7,8 @@ import pytest
 
 from model_outputs import TOOLS, qwen_call
 from router_harness import ready, served_router, write_model_dir
-from scripted_writer import ANSWER, CALL, Writer, write_thinking_model
+from scripted_writer import CALL
 from splitserve.protocol.request import Role
-
-
-@pytest.fixture(scope="module")
-def served(tmp_path_factory):
-    path = tmp_path_factory.mktemp("tools") / "tiny"
-    writer = Writer(write_thinking_model(path))
-    with served_router(path) as (router, workers):
-        for name in ("m0", "m1", "m2", "m3"):
-            workers.start(name, Role.MIXED, writer, max_model_len=4096, vocab_size=420)
-        ready(router)
-        yield router, writer
-
-
-@pytest.fixture
-def writer(served):
-    writer = served[1]
-    writer.text, writer.num_failures = ANSWER, 0
-    writer.prompts.clear()
-    return writer
 
 
 @pytest.fixture

@@ -134,4 +134,8 @@ PLANTS: dict[Plant, str] = {
 @pytest.mark.parametrize("plant", PLANTS, ids=lambda plant: plant.__name__)
 def test_a_planted_bug_is_found(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch)
-    find([msgspec.structs.replace(QUIET, seed=seed) for seed in range(NUM_SCHEDULES)], PLANTS[plant], lambda _: True)
+    find(
+        [msgspec.structs.replace(QUIET, seed=seed) for seed in range(NUM_SCHEDULES)],
+        PLANTS[plant],
+        is_handover_sure=lambda _: True,
+    )

@@ -9,6 +9,8 @@ from schedules import Schedule, run_schedule
 from splitserve.engine.prompt_scores import PromptScores
 from splitserve.protocol.handover.sink import SinkHandover
 from splitserve.protocol.step import Draw
+from splitserve.router.requests.active_request import ActiveRequest
+from splitserve.router.requests.state import RequestState
 from splitserve.simulation.faults import Faults, Shape
 from splitserve.simulation.simulator import Simulator
 
@@ -39,6 +41,16 @@ def test_each_token_has_its_log_probability(faults: Faults, shape: Shape) -> Non
     assert sum(scored(run_schedule(Schedule(seed=seed, faults=faults, shape=shape))) for seed in range(NUM_SEEDS)) > 0
 
 
+@pytest.mark.parametrize("faults", FAULTS.values(), ids=FAULTS)
+def test_each_choice_has_those_of_its_output_and_of_the_prompt(faults: Faults) -> None:
+    sims = [
+        run_schedule(Schedule(seed=seed, faults=faults, shape=shape, max_choices=4))
+        for seed, shape in enumerate(SHAPES.values())
+    ]
+    siblings = [client for sim in sims for client in sim.router.clients.values() if client.first is not None]
+    assert any(client.prompt_scores for client in siblings) and any(client.scores for client in siblings)
+
+
 def test_preemption_and_tiers_lose_none() -> None:
     shapes = (Shape(num_blocks=16), Shape(num_blocks=16, tier_slots=40))
     sims = [
@@ -62,3 +74,18 @@ def test_tokens_without_their_log_probabilities_are_noticed(monkeypatch: pytest.
     with pytest.raises(AssertionError):
         for seed in range(20):
             run_schedule(Schedule(seed=seed, faults=FAULTS["quiet"], shape=SHAPES["1P1D"]))
+
+
+def test_choices_that_lose_theirs_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The router doesn't know that the other choices of a prompt want any."""
+    original = ActiveRequest.add_sibling
+
+    def add_sibling(self: ActiveRequest, request_id: str, choice: int) -> ActiveRequest:
+        sibling = original(self, request_id, choice)
+        sibling.state = RequestState(request_id, sibling.sampling.max_tokens)
+        return sibling
+
+    monkeypatch.setattr(ActiveRequest, "add_sibling", add_sibling)
+    with pytest.raises(AssertionError, match="before the prompt's log-probabilities"):
+        for seed in range(20):
+            run_schedule(Schedule(seed=seed, faults=FAULTS["quiet"], shape=SHAPES["1P1D"], max_choices=4))

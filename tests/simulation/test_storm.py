@@ -1,4 +1,4 @@
-"""The storm: requests with random mixes of sampling features, while workers die, freeze, drain and preempt.
+"""The storm: requests with random mixes of all features, while workers die, freeze, drain and preempt.
 
 ``scripts/long-tests storm-simulated`` does the same with 10,000 requests.
 """
@@ -18,9 +18,11 @@ from splitserve.protocol.messages.envelope import Body
 from splitserve.protocol.request import Party, SamplingParams
 from splitserve.protocol.sampling_features import NEUTRAL_VALUES
 from splitserve.protocol.step import FeatureStart, FeatureUse
+from splitserve.router.output.splitter import Splitter
 from splitserve.router.requests.attempts import Attempts
-from storms import run_storm, storm_schedules
+from storms import FEATURES, checked_figures, run_storm, storm_schedules
 
+UNMATCHED = "the output doesn't match the grammar"
 NUM_REQUESTS = 240
 NUM_SCHEDULES = 60
 
@@ -28,9 +30,10 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def test_answers_in_a_storm_are_those_of_an_undisturbed_worker() -> None:
-    """``run_storm`` compares all tokens; here it's checked that the storm was one."""
+    """``run_storm`` compares tokens, log-probabilities and messages; here it's checked that the storm was one."""
     found = run_storm(NUM_REQUESTS)
     assert not [name for name in NEUTRAL_VALUES if found[f"with {name}"] < NUM_REQUESTS // 10]
+    assert not [name for name in FEATURES if found[f"with {name}"] < NUM_REQUESTS // 60]
     assert found["lost a worker between first and last token"] > NUM_REQUESTS // 20
     assert found["lost a worker or a read during a hand-over"] > NUM_REQUESTS // 40
     assert found["preemptions"] > NUM_REQUESTS // 20
@@ -128,4 +131,12 @@ def tokens_not_counted_on_a_second_draw(patch: pytest.MonkeyPatch) -> None:
 )
 def test_the_storm_finds_a_planted_bug(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch)
-    find(itertools.islice(storm_schedules(), NUM_SCHEDULES), WRONG_TOKENS)
+    find(itertools.islice(storm_schedules(), NUM_SCHEDULES), WRONG_TOKENS, UNMATCHED)
+
+
+def test_a_byte_that_is_lost_between_two_updates_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = Splitter.push
+    monkeypatch.setattr(Splitter, "push", lambda self, text: original(self, text[:-1]))
+    with pytest.raises(AssertionError, match="instead of"):
+        for schedule in itertools.islice(storm_schedules(), NUM_SCHEDULES):
+            checked_figures(schedule)

@@ -4,19 +4,23 @@ import random
 from functools import cache
 from typing import Any
 
-from feature_examples import example_params, vocabulary
+import msgspec
+
+from feature_examples import example_params
 from splitserve.protocol.request import SamplingParams
 from splitserve.protocol.sampling_features import SAMPLING_FEATURES
 from splitserve.simulation.model import VOCAB
 from splitserve.simulation.sampled_model import SampledModel
+from storm_texts import calls_constraint, schema_constraint
+from storm_vocabulary import chat_vocabulary
 
-NUM_TOKENS = (1, 2, 6, 12, 20, 30)
+NUM_TOKENS = (1, 2, 6, 12, 20, 30, 36)
 
 
 @cache
 def sampled_model() -> SampledModel:
     """The model, with a tokenizer that is kept until the process ends."""
-    return SampledModel(vocabulary(VOCAB))
+    return SampledModel(chat_vocabulary())
 
 
 def random_params(chance: random.Random) -> SamplingParams:
@@ -33,9 +37,14 @@ def random_params(chance: random.Random) -> SamplingParams:
         "top_p": chance.choice([1.0, 1.0, 0.9, 0.5]),
     }
     params = example_params(features, chance, VOCAB, **others)
+    if params.constraint is not None:
+        make = chance.choice([None, calls_constraint, calls_constraint, schema_constraint])
+        if make is not None:
+            max_tokens = chance.choice([max_tokens, NUM_TOKENS[-1], NUM_TOKENS[-1]])
+            params = msgspec.structs.replace(params, constraint=make(chance), max_tokens=max_tokens)
     # A text ends with the end tokens of its grammar, as the router has it.
     ends = () if params.constraint is None else params.constraint.end_token_ids
-    values = {name: getattr(params, name) for name in params.__struct_fields__}
+    values: dict[str, Any] = {name: getattr(params, name) for name in params.__struct_fields__}
     values["stop_token_ids"] = tuple(dict.fromkeys((*stops, *ends)))
     if params.min_tokens:
         values["min_tokens"] = chance.randint(1, max_tokens)

@@ -27,6 +27,7 @@ BESIDE_OTHERS = {
     "kernels/test_sampling",
     "kernels/test_thresholds",
     "kernels/test_triton",
+    "orchestration/test_forking",
     "orchestration/test_launcher",
     "router/test_local_origin",
     "router/test_membership_connections",

@@ -3,11 +3,13 @@
     python tests/support/random_schemas.py --count 500 --first 0
 
 The requests bias the tokens that close strings, lists and objects, so that most answers end by themselves. One that its
-length has cut is completed by the shortest way on, and judged, too.
+length has cut is completed by the shortest way on, and judged, too. With SPLITSERVE_FIGURES set, figures of the run go
+to that file.
 """
 
 import argparse
 import json
+import os
 import random
 import string
 import sys
@@ -48,6 +50,14 @@ class Outcomes:
     @property
     def num_refused(self) -> int:
         return sum(self.refused.values())
+
+    @property
+    def figures(self) -> Counter[str]:
+        found = Counter({f"refused: {keyword}": count for keyword, count in self.refused.items()})
+        answers = Counter({"ended": self.ended, "cut": self.cut, "refused": self.num_refused})
+        found.update(answers)
+        found["invalid documents"] = len(self.problems)
+        return found
 
 
 def random_schema(chance: random.Random, depth: int = 0) -> dict[str, Any]:
@@ -119,7 +129,12 @@ def judge(url: str, model: Path, seeds: Sequence[int]) -> Outcomes:
     tokenizer = ModelTokenizer(model)
     bias = {ids[0]: CLOSING_BIAS for ids in (_encode(tokenizer, text) for text in CLOSING) if len(ids) == 1}
     schemas = [random_schema(random.Random(seed)) for seed in seeds]
-    answers = complete_all(url, [_body(model, *each, bias) for each in zip(seeds, schemas, strict=True)], at_once=True)
+    bodies = [_body(model, *each, bias) for each in zip(seeds, schemas, strict=True)]
+    answers = complete_all(url, bodies, at_once=True)
+    # On a busy machine so many grammars at once are too many: these requests are sent again, one after the other.
+    busy = [index for index, answer in enumerate(answers) if answer["status"] == 503]
+    for index, answer in zip(busy, complete_all(url, [bodies[index] for index in busy], at_once=False), strict=True):
+        answers[index] = answer
     outcomes = Outcomes()
     vocabulary = load_grammar_tokenizer(model, tokenizer.eos_token_ids)
     for seed, schema, answer in zip(seeds, schemas, answers, strict=True):
@@ -226,6 +241,8 @@ def main() -> int:
     print(f"schemas: {options.count}, ended {outcomes.ended}, cut {outcomes.cut}, refused {outcomes.num_refused}")
     print(f"refused by keyword: {dict(outcomes.refused.most_common())}")
     print("\n".join(outcomes.problems[:10]))
+    if path := os.environ.get("SPLITSERVE_FIGURES"):
+        Path(path).write_text(json.dumps(outcomes.figures))
     few = outcomes.num_refused > 0.2 * options.count or 2 * outcomes.ended < outcomes.ended + outcomes.cut
     return 1 if outcomes.problems or few else 0
 

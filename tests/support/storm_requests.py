@@ -1,19 +1,24 @@
-"""HTTP requests with random mixes of all registered sampling features. Not a test module."""
+"""HTTP requests with random mixes of all features: sampling, text, log-probabilities, chats. Not a test module."""
 
 import json
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jsonschema
+from tokenizers import Tokenizer
 
 from feature_examples import TYPES, example_value
-from splitserve.benchmarks.chaos.load import VOCABULARY, Answer, Case
+from splitserve.benchmarks.chaos.load import VOCABULARY
+from splitserve.models.demo.checkpoint import write_demo_model
 from splitserve.protocol.sampling_features import NEUTRAL_VALUES
+from storm_answers import ChoiceAnswer
 
 PROMPT_LENGTHS = (1, 17, 40, 64, 120, 300)
 NUM_TOKENS = (4, 16, 48, 96)
+MAX_CHAT_WORDS = 120  # the tools and the roles take further tokens
 PERSON = {
     "type": "object",
     "properties": {"name": {"type": "string", "maxLength": 12}, "age": {"type": "integer", "minimum": 0}},
@@ -31,11 +36,44 @@ CONSTRAINTS: tuple[dict[str, Any], ...] = (
 WORDS = ("the", " the", "and", " of", "to", " in", "er", "on", "a", " token")
 
 
+TOOLS: dict[str, dict[str, Any]] = {
+    "weather": {
+        "type": "object",
+        "properties": {"city": {"enum": ["Oslo", "Rome"]}, "days": {"type": "boolean"}},
+        "required": ["city", "days"],
+        "additionalProperties": False,
+    },
+    "time": {"type": "object", "properties": {}, "additionalProperties": False},
+}
+ADDED_TOKENS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
+CHAT_TEMPLATE = (
+    "{%- if tools %}<tools>{% for tool in tools %}{{ tool | tojson }}{% endfor %}</tools>"
+    "<tool_call></tool_call>\n{% endif %}"
+    "{%- for message in messages %}{{ '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}"
+    "{%- endfor %}{{ '<|im_start|>assistant\n' }}"
+    "{%- if enable_thinking is defined %}{{ '<think>\n' if enable_thinking else '<think>\n\n</think>\n\n' }}{% endif %}"
+)
+END_OF_REASONING_BIAS = 11.0  # with it random weights end their reasoning after some tokens
+
+
+def write_storm_model(directory: Path) -> Path:
+    """Write a demo checkpoint with tokens and a chat template for reasoning and tool calls. Returns ``directory``."""
+    write_demo_model(directory, architecture="qwen3")
+    path = directory / "tokenizer.json"
+    tokenizer = Tokenizer.from_file(str(path))
+    tokenizer.add_tokens(list(ADDED_TOKENS))
+    tokenizer.save(str(path))
+    (directory / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+    return directory
+
+
 @dataclass(frozen=True, slots=True)
 class StormCase:
     """A request, and the names of its features."""
 
-    case: Case
+    name: str
+    path: str
+    body: dict[str, Any]
     features: tuple[str, ...]
 
 
@@ -70,36 +108,77 @@ _TEXT: dict[str, Callable[[random.Random], dict[str, Any]]] = {
         "top_p": chance.choice((1.0, 0.9)),
     },
 }
-FEATURES = {name: _OTHERS.get(name) or _bounded(name) for name in NEUTRAL_VALUES} | _TEXT
+# Log-probabilities, and parts of chats.
+_ANSWERS: dict[str, Callable[[random.Random], dict[str, Any]]] = {
+    "n": lambda chance: {"n": chance.randint(2, 3)},
+    "logprobs": lambda chance: {"logprobs": chance.randint(0, 3)},
+    "prompt_logprobs": lambda chance: {"prompt_logprobs": chance.randint(0, 2)},
+    "tools": lambda chance: {
+        "tools": [{"type": "function", "function": {"name": name, "parameters": each}} for name, each in TOOLS.items()],
+        "tool_choice": chance.choice(
+            ("auto", "required", "required", {"type": "function", "function": {"name": "weather"}})
+        ),
+        "parallel_tool_calls": chance.random() < 0.5,
+    },
+    "reasoning": lambda chance: {"enable_thinking": chance.random() < 0.8},
+}
+FEATURES = {name: _OTHERS.get(name) or _bounded(name) for name in NEUTRAL_VALUES} | _TEXT | _ANSWERS
 
 
-def storm_cases(model: str, first: int, count: int) -> list[StormCase]:
+def storm_cases(model: Path, first: int, count: int) -> list[StormCase]:
     """Return requests number ``first`` and following: each depends on its number alone."""
-    return [_storm_case(model, number) for number in range(first, first + count)]
+    end_of_reasoning = Tokenizer.from_file(str(model / "tokenizer.json")).token_to_id("</think>")
+    return [_storm_case(model.name, number, end_of_reasoning) for number in range(first, first + count)]
 
 
-def _storm_case(model: str, number: int) -> StormCase:
+def _storm_case(model: str, number: int, end_of_reasoning: int) -> StormCase:
     chance = random.Random(number)
-    share = chance.choice((0.2, 0.4, 0.6, 0.8))
+    share = chance.choice((0.4, 0.5, 0.6, 0.7, 0.8))
     names = tuple(name for name in FEATURES if chance.random() < share)
     body: dict[str, Any] = {
-        "model": model, "prompt": chance.choices(VOCABULARY, k=chance.choice(PROMPT_LENGTHS)), "seed": number,
-        "max_tokens": chance.choice(NUM_TOKENS), "temperature": 0, "stream": True, "return_route": True,
-        "stream_options": {"include_usage": True}, "return_token_ids": True,
+        "model": model, "seed": number, "max_tokens": chance.choice(NUM_TOKENS), "temperature": 0, "stream": True,
+        "return_route": True, "stream_options": {"include_usage": True}, "return_token_ids": True,
     }  # fmt: skip
     for name in names:
         body |= FEATURES[name](chance)
-    return StormCase(Case(f"storm-{number}", body), names)
+    num_prompt_tokens = chance.choice(PROMPT_LENGTHS)
+    if "tools" not in names and "reasoning" not in names:
+        body["prompt"] = chance.choices(VOCABULARY, k=num_prompt_tokens)
+        return StormCase(f"storm-{number}", "/v1/completions", body, names)
+    body["messages"] = [
+        {"role": "user", "content": " ".join(chance.choices(WORDS, k=min(num_prompt_tokens, MAX_CHAT_WORDS)))}
+    ]
+    _finish_chat(body, end_of_reasoning)
+    return StormCase(f"storm-{number}", "/v1/chat/completions", body, names)
 
 
-def check_document(case: Case, answer: Answer) -> None:
-    """Check that a text that ended by itself satisfies the schema that its request has, unless a stop string cut it."""
-    if answer.finish_reason != "stop" or "stop" in case.body or "stop_token_ids" in case.body:
-        return
-    if "response_format" in case.body:
-        wanted = case.body["response_format"]
+def _finish_chat(body: dict[str, Any], end_of_reasoning: int) -> None:
+    """Write parameters as chats have them. A constraint leaves no room for a forced call."""
+    if "logprobs" in body:
+        body |= {"logprobs": True, "top_logprobs": body["logprobs"]}
+    if "tool_choice" in body and ("response_format" in body or "structured_outputs" in body):
+        body["tool_choice"] = "auto"
+    if body.get("enable_thinking"):
+        body["logit_bias"] = {**body.get("logit_bias", {}), str(end_of_reasoning): END_OF_REASONING_BIAS}
+
+
+def check_documents(case: StormCase, choice: ChoiceAnswer) -> bool:
+    """Check that a choice that ended by itself satisfies the schema of its request, or those of the tools it was forced
+    to call, unless something else cut it; return whether there was one to check."""
+    body = case.body
+    if "stop" in body or "stop_token_ids" in body or choice.finish_reason == "length":
+        return False
+    if body.get("tool_choice", "auto") != "auto":
+        assert choice.calls, f"{case.name} ended without the call that it was forced to make"
+        for call in choice.calls:
+            jsonschema.validate(json.loads(call.arguments), TOOLS[call.name])
+        return True
+    if "response_format" in body:
+        wanted = body["response_format"]
         schema = wanted.get("json_schema", {}).get("schema", {"type": "object"})
     else:
-        schema = case.body.get("structured_outputs", {}).get("json")
-    if schema is not None:
-        jsonschema.validate(json.loads(answer.text), schema)
+        schema = body.get("structured_outputs", {}).get("json")
+    if schema is None:
+        return False
+    jsonschema.validate(json.loads(choice.text), schema)
+    return True

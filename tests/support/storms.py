@@ -2,8 +2,8 @@
 
     python tests/support/storms.py --requests 500 [--first SEED]
 
-Each answer must equal that of an undisturbed worker. A schedule that fails prints the command that replays it. With
-SPLITSERVE_FIGURES set, figures of the run go to that file.
+Each choice must equal that of an undisturbed worker: tokens, log-probabilities, parts of the message. A schedule that
+fails prints the command that replays it. With SPLITSERVE_FIGURES set, figures of the run go to that file.
 """
 
 import argparse
@@ -27,6 +27,7 @@ from splitserve.router.requests.state import FailedAttempt, FailureReason
 from splitserve.simulation.faults import Shape
 from splitserve.simulation.router.client import SimClient
 from splitserve.simulation.simulator import Simulator
+from storm_texts import TEXT_FEATURES, check_text, features_of_text
 
 SHAPES = (
     Shape(num_blocks=20),
@@ -39,6 +40,7 @@ SHAPES = (
     Shape(prefill=2, decode=2, num_blocks=24, window=6),
 )
 """Little memory, so that requests are preempted; a request of the largest size fits each."""
+FEATURES = (*NEUTRAL_VALUES, "n", "logprobs", "prompt_logprobs", "temperature", "stop_token_ids", *TEXT_FEATURES)
 
 
 def storm_schedule(seed: int) -> Schedule:
@@ -52,11 +54,20 @@ def storm_schedule(seed: int) -> Schedule:
         step_error=schedule.faults.step_error / 4,
         abort=schedule.faults.abort / 4,
         step_seconds=chance.choice([0.02, 0.1]),
-        kills=chance.randint(1, 4),
+        kills=chance.randint(0, 3),
+        handover_kills=chance.randint(0, 2),
+        scored=chance.random() < 0.5,
         freezes=chance.randint(0, 2),
         drains=chance.randint(0, 2),
     )
-    return msgspec.structs.replace(schedule, faults=faults, shape=chance.choice(SHAPES), num_requests=16, features=True)
+    return msgspec.structs.replace(
+        schedule,
+        faults=faults,
+        shape=chance.choice(SHAPES),
+        num_requests=16,
+        features=True,
+        max_choices=chance.choice([1, 1, 2, 4]),
+    )
 
 
 def storm_schedules(first: int = 0) -> Iterator[Schedule]:
@@ -69,25 +80,44 @@ def figures_of(sim: Simulator) -> Counter[str]:
     continued = continued_requests(sim)
     for client in sim.router.clients.values():
         if client.request is not None and client.has_begun:
-            found.update(_figures_of_request(client, continued))
+            found.update(_figures_of_choice(client, continued))
     found["preemptions"] = sum(worker.core.state.counters.preemptions for worker in sim.workers.values())
     found["hand-overs"] = sim.num_handovers
     found["workers lost"] = sum(not worker.alive for worker in sim.workers.values())
     return found
 
 
-def _figures_of_request(client: SimClient, continued: set[str]) -> Counter[str]:
+def _figures_of_choice(client: SimClient, continued: set[str]) -> Counter[str]:
+    """Return what a choice had: its features, if it is the first one of its request, and what it lived through."""
     assert client.request is not None
     history = client.request.state.history
     was_lost = any(attempt.failure.reason is FailureReason.WORKER_LOST for attempt in history)
-    found = Counter(f"with {name}" for name, _ in client.sampling.wanted_params())
-    found["requests"] = 1
+    found: Counter[str] = Counter()
+    if client.first is None:
+        found.update(f"with {name}" for name in _features_of(client))
+        found["requests"] = 1
+    found["choices"] = 1
     found["tokens"] = len(client.output)
     found["lost a worker"] = was_lost
     found["lost a worker between first and last token"] = was_lost and client.request_id in continued
     found["lost a worker or a read during a hand-over"] = any(map(_was_in_handover, history))
     found["failed"] = client.request.state.failure is not None
     return found
+
+
+def _features_of(client: SimClient) -> Iterator[str]:
+    """Yield the names of what a client wants, and of the parts that its message has."""
+    params = client.sampling
+    yield from (name for name, _ in params.wanted_params())
+    wanted = {
+        "n": bool(client.siblings),
+        "logprobs": params.logprobs is not None,
+        "prompt_logprobs": params.prompt_logprobs is not None,
+        "temperature": params.temperature > 0,
+        "stop_token_ids": bool(params.stop_token_ids),
+    }
+    yield from (name for name, is_wanted in wanted.items() if is_wanted)
+    yield from features_of_text(client)
 
 
 def _was_in_handover(attempt: FailedAttempt) -> bool:
@@ -108,11 +138,23 @@ def continued_requests(sim: Simulator) -> set[str]:
     return {key.request_id for key, output in keyed if isinstance(key, RequestKey) and key.attempt and output}
 
 
+def checked_figures(schedule: Schedule) -> Counter[str]:
+    """Run a schedule, check the messages that the router makes of the tokens, and return its figures."""
+    sim = run_schedule(schedule)
+    try:
+        for client in sim.router.clients.values():
+            check_text(client)
+    except Exception as error:
+        error.add_note(f"Replay it: {schedule.command}")
+        raise
+    return figures_of(sim)
+
+
 def run_storm(num_requests: int, first: int = 0) -> Counter[str]:
     """Run schedules until ``num_requests`` requests were compared; raises at the first difference."""
     found: Counter[str] = Counter()
     for schedule in storm_schedules(first):
-        found += figures_of(run_schedule(schedule))
+        found += checked_figures(schedule)
         found["schedules"] += 1
         if found["requests"] >= num_requests:
             return found
@@ -130,7 +172,7 @@ def main() -> None:
     except Exception as error:
         print(f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ()), sep="\n")
         sys.exit(1)
-    figures = {name: found[name] for name in sorted({*found, *(f"with {name}" for name in NEUTRAL_VALUES)})}
+    figures = {name: found[name] for name in sorted({*found, *(f"with {name}" for name in FEATURES)})}
     print(json.dumps(figures | {"seconds": round(time.monotonic() - began, 1)}, indent=2))
     if path := os.environ.get("SPLITSERVE_FIGURES"):
         Path(path).write_text(json.dumps(figures))

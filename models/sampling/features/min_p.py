@@ -5,7 +5,8 @@ import math
 import torch
 from torch import Tensor
 
-from splitserve.models.sampling.feature import BANNED, Draw, Feature, Rows
+from splitserve.models.constraints.masks import FORBIDDEN
+from splitserve.models.sampling.feature import Draw, Feature, Rows
 
 
 class MinP(Feature):
@@ -13,9 +14,20 @@ class MinP(Feature):
 
     def apply(self, logits: Tensor, rows: Rows) -> None:
         """See :meth:`Feature.apply`."""
-        chosen = logits[rows.rows]
-        floor = chosen.amax(dim=-1, keepdim=True) + rows.column(_log_share)
-        logits[rows.rows] = torch.where(chosen < floor, chosen.clamp(max=BANNED), chosen)
+        if self.device.type == "cpu":
+            for draw in rows.draws:
+                _cut(logits[draw.row], _log_share(draw))
+        else:
+            chosen = logits[rows.rows]
+            floor = chosen.amax(dim=-1, keepdim=True) + rows.column(_log_share)
+            logits[rows.rows] = torch.where(chosen < floor, FORBIDDEN, chosen)
+
+
+def _cut(row: Tensor, log_share: float) -> None:
+    """Forbid the tokens of one row [vocab] on a CPU whose logit is below the largest plus ``log_share``."""
+    floor = row.amax() + log_share
+    below = torch.nextafter(floor, floor.new_tensor(-math.inf))
+    torch.threshold_(row, float(below), FORBIDDEN)
 
 
 def _log_share(draw: Draw) -> float:

@@ -17,7 +17,7 @@ from starlette.responses import Response
 
 from splitserve.router.http.access.request_id import request_id_of
 from splitserve.router.http.api_error import ApiError
-from splitserve.router.http.formats import Format, Usage, scores_of, sse_event
+from splitserve.router.http.formats import ChunksFormat, Usage, scores_of, sse_event
 from splitserve.router.http.schema import CompletionRequest, GenerationRequest, NumTop, TokenId
 from splitserve.router.http.serving import Serving
 from splitserve.router.scores.wanted import WantedScores
@@ -52,7 +52,7 @@ class _TokensCompletion(CompletionRequest):
         return replace(super().wanted_scores, as_ids=True)
 
 
-class TokensFormat(Format):
+class TokensFormat(ChunksFormat):
     """Token ids as JSON: ``token_ids``, ``finish_reason``, ``usage``, ``weights_version``."""
 
     id_prefix = "gen"
@@ -78,12 +78,6 @@ class TokensFormat(Format):
             "weights_version": self.weights_version,
         }
         return content | scores_of(piece)
-
-    def _delta(self, piece: Piece) -> dict[str, Any]:
-        return self._content(piece)
-
-    def _message(self, piece: Piece) -> dict[str, Any]:
-        return self._content(piece)
 
 
 class Generate:

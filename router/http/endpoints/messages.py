@@ -83,13 +83,9 @@ def _error_body(error: ApiError) -> bytes:
 class MessagesFormat(Format):
     """A message: blocks of thinking, text and tool use."""
 
-    id_prefix = "msg"
-    whole_kind = "message"
-    chunk_kind = "message"
-
     def __init__(self, model: str, *, request_id: str) -> None:
-        super().__init__(model, request_id=request_id)
-        self._id = f"{self.id_prefix}_{request_id}"
+        self._model = model
+        self._id = f"msg_{request_id}"
         self._runs = Runs()
         self._stop: dict[str, Any] = {}
         self._extra: dict[str, Any] = {}
@@ -127,18 +123,12 @@ class MessagesFormat(Format):
             "id": self._id,
             "type": "message",
             "role": "assistant",
-            "model": self._head["model"],
+            "model": self._model,
             "content": blocks,
             "stop_reason": None,
             "stop_sequence": None,
             "usage": _usage(usage),
         }
-
-    def _delta(self, piece: Piece) -> dict[str, Any]:
-        raise NotImplementedError(f"events are made of steps, not of {piece}")
-
-    def _message(self, piece: Piece) -> dict[str, Any]:
-        raise NotImplementedError(f"blocks are made of runs, not of {piece}")
 
 
 def _event(kind: str, **content: Any) -> bytes:

@@ -60,14 +60,9 @@ class Responses:
 class ResponsesFormat(Format):
     """A response: items of reasoning, text and function calls. Each event names its type and its number."""
 
-    id_prefix = "resp"
-    whole_kind = "response"
-    chunk_kind = "response"
-
     def __init__(self, model: str, body: ResponsesRequest, request_id: str) -> None:
-        super().__init__(model, request_id=request_id)
         self._response = _echo(body) | {
-            "id": f"{self.id_prefix}_{request_id}",
+            "id": f"resp_{request_id}",
             "object": "response",
             "created_at": int(time.time()),
             "model": model,
@@ -178,12 +173,6 @@ class ResponsesFormat(Format):
         if run.kind is PartKind.REASONING:
             return {"type": "reasoning", **item, "summary": [], "content": content}
         return {"type": "message", **item, "role": "assistant", "content": content}
-
-    def _delta(self, piece: Piece) -> dict[str, Any]:
-        raise NotImplementedError(f"events are made of steps, not of {piece}")
-
-    def _message(self, piece: Piece) -> dict[str, Any]:
-        raise NotImplementedError(f"items are made of runs, not of {piece}")
 
 
 def _event(kind: str, number: int, **content: Any) -> bytes:

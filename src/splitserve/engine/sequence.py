@@ -182,15 +182,21 @@ class Sequence:
         """Sequences that begin here once the prompt's KV is complete."""
         return len(self.siblings) if self.decodes_here else 0
 
+    @property
+    def choice_keys(self) -> tuple[RequestKey, ...]:
+        """The requests that this sequence stands for: its own unless that was aborted, and those of the siblings."""
+        return (*(() if self.was_aborted else (self.key,)), *self.siblings)
+
     def fork(self) -> "list[Sequence]":
-        """Return the sequences of the siblings: the same prompt, without output."""
+        """Return the sequences of the siblings: the same prompt, without output. The log-probabilities of the prompt
+        have been sent for all of them."""
         forks = [
             Sequence(
                 key=key,
                 reply_to=self.reply_to,
                 token_ids=self.token_ids[: self.num_prompt_tokens],
                 num_prompt_tokens=self.num_prompt_tokens,
-                sampling=msgspec.structs.replace(self.sampling, choice=choice),
+                sampling=msgspec.structs.replace(self.sampling, choice=choice, prompt_logprobs=None),
                 deadline=self.deadline,
                 max_length=self.max_length,
                 handover=self.handover,

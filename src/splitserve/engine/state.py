@@ -92,12 +92,13 @@ class EngineState:
         self.deltas.setdefault(sequence.reply_to, []).append(delta)
 
     def send_prompt_logprobs(self, sequence: Sequence, chunk: ScheduledChunk, logprobs: Logprobs) -> None:
-        """Send log-probabilities of a prompt's tokens, in messages of bounded size."""
+        """Send log-probabilities of a prompt's tokens, for each of its choices, in messages of bounded size."""
         assert chunk.scored is not None
         position, count = chunk.start + chunk.scored.first_row + 1, len(chunk.scored.token_ids)
         for start in range(0, count, MAX_SCORES_PER_MESSAGE):
             part = logprobs.between(start, min(start + MAX_SCORES_PER_MESSAGE, count))
-            self.outbox.send(sequence.reply_to, PromptLogprobs(sequence.key, position + start, part))
+            for key in sequence.choice_keys:
+                self.outbox.send(sequence.reply_to, PromptLogprobs(key, position + start, part))
 
     def flush_deltas(self) -> None:
         """One message per router for everything since the last flush."""
@@ -107,7 +108,7 @@ class EngineState:
 
     def fail(self, sequence: Sequence, code: FailureCode, message: str) -> None:
         """Report to the router that this worker has failed a request, and with it the siblings that haven't begun."""
-        for key in (*(() if sequence.was_aborted else (sequence.key,)), *sequence.siblings):
+        for key in sequence.choice_keys:
             self.outbox.send(sequence.reply_to, RequestFailed(key=key, code=code, message=message))
 
     def leave_tombstone(self, key: RequestKey, reason: str, now: float, *, attempt_over: bool = False) -> None:

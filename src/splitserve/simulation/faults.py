@@ -28,6 +28,7 @@ class Faults(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     mutes: int = 0  # workers that receive their peers' messages, but send none, for partition_seconds
     partition_seconds: float = 3.0
     kills: int = 0  # workers that die, and restart at the same address
+    handover_kills: int = 0  # workers that die shortly after an offer, while blocks move
     freezes: int = 0  # workers that stop for a while, as by SIGSTOP
     drains: int = 0  # workers that drain, as by SIGTERM, and restart
     clocks: float = 600.0  # largest offset of a worker's clock

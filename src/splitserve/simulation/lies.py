@@ -51,11 +51,15 @@ class Liar:
         """Return a block that doesn't exist, has other content, or has lost its content."""
         chosen, source = self._sim.random, self._sim.workers[str(sender)]
         blocks, slots = range(source.num_blocks), range(source.num_blocks, source.num_readable)
-        # Generations grow: a larger one never becomes the offered one. Those of blocks and slots are far apart.
-        others = [block_id for block_id in blocks if source.generation(block_id, group) > true_block.generation]
-        others = others if true_block.block_id in blocks else list(blocks)
+        # Generations of blocks and slots are far apart. Within a kind they grow: a larger one never becomes it.
+        others, other_slots = (
+            [each for each in ids if source.generation(each, group) > true_block.generation]
+            if true_block.block_id in ids
+            else list(ids)
+            for ids in (blocks, slots)
+        )
         beyond = source.num_readable + chosen.randrange(3)
-        wrong_ids = [chosen.choice(each) for each in (others, slots, slots, [beyond]) if each]
+        wrong_ids = [chosen.choice(each) for each in (others, other_slots, other_slots, [beyond]) if each]
         lies = [msgspec.structs.replace(true_block, block_id=block_id) for block_id in wrong_ids]
         past = (true_block.generation - 1) & GENERATION_MASK
         lies.append(msgspec.structs.replace(true_block, generation=past))

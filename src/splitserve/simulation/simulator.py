@@ -18,6 +18,7 @@ from splitserve.simulation.worker.driver import SimWorker
 from splitserve.simulation.worker.tiers import SharedServer
 
 DISASTER_SECONDS = 2.0  # disasters begin within this time
+HANDOVER_KILL_SHARE = 0.1  # probability that an offer is its sender's last, while such kills are to come
 
 
 class Simulator:
@@ -49,6 +50,7 @@ class Simulator:
         self._counter = itertools.count()
         self._events: list[tuple[float, Party | None, Party | None, object]] = []
         self._link_busy_until: dict[tuple[Party, Party], float] = {}
+        self._num_handover_kills = faults.handover_kills  # those still to come
         self._unsent_since: dict[Party, float] = {}  # messages of dead workers after this time were never sent
         self.router = SimRouter(self)
         self.liar = Liar(self)
@@ -85,6 +87,8 @@ class Simulator:
         """Deliver a message after a while, in order on a router's link; between peers it may get lost or repeated."""
         if self.faults.lies and isinstance(body, Offer):
             body = self.liar.twist(sender, body)
+        if isinstance(body, Offer) and self._num_handover_kills:
+            self._kill_in_handover(sender)
         self._events.append((self.now, sender, to, body))
         envelope, sent_at = Envelope(sender, to, body), self.now
         if ROUTER in (sender, to):  # one connection, which keeps the order
@@ -133,6 +137,13 @@ class Simulator:
             self._unsent_since[worker.party] = self.now - self.random.uniform(0.0, 0.01)
             self.after(self.random.uniform(0.001, 0.02), lambda: self.router.on_connection_closed(worker.party))
             self.after(restart_after, lambda: self._restart(worker))
+
+    def _kill_in_handover(self, source: Party) -> None:
+        """Perhaps kill the source of an offer, soon."""
+        if self.random.random() < HANDOVER_KILL_SHARE:
+            self._num_handover_kills -= 1
+            when, restart_after = self.random.uniform(0.0, 0.02), self.random.uniform(0.1, 2.0)
+            self.after(when, lambda: self.kill(self.workers[str(source)], restart_after))
 
     def freeze(self, worker: SimWorker, seconds: float) -> None:
         """Freeze a worker as by SIGSTOP, with SIGCONT later: nothing in it moves, and no other process learns of it."""

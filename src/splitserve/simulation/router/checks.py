@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 MAX_ATTEMPTS_ALLOWED = 8
 ROUNDING_SECONDS = 1e-9
-ROLES = {DecodeRequest: {Role.DECODE}, PrefillRequest: {Role.PREFILL}, LocalRequest: set(Role)}
+ROLES = {DecodeRequest: {Role.DECODE}, PrefillRequest: {Role.PREFILL}, LocalRequest: {Role.DECODE, Role.MIXED}}
 AnyRequest: TypeAlias = DecodeRequest | PrefillRequest | LocalRequest
 
 
@@ -68,7 +68,10 @@ class RouterChecks:
         state = "gone" if record is None else record.state
         assert record is not None and state is WorkerState.READY, f"{body.key} goes to {to}, which is {state}"
         role = record.info.role
-        assert role in ROLES[type(body)], f"{to} gets a {type(body).__name__}, but its role is {role}"
+        is_prompt_only = body.sampling.max_tokens == 1 and isinstance(body, LocalRequest)  # nothing to decode
+        is_spare = isinstance(body, LocalRequest) and self._router.sim.shape.policy == "cost"  # a worker's spare time
+        may_run = role in ROLES[type(body)] or is_prompt_only or is_spare
+        assert may_run, f"{to} gets a {type(body).__name__}, but its role is {role}"
         needed, room = len(body.token_ids) + body.sampling.max_tokens, record.view(0.0).context_tokens_limit
         if isinstance(body, PrefillRequest):
             needed = min(needed, len(body.token_ids) + len(body.output_ids) + 1)

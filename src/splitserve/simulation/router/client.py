@@ -1,11 +1,12 @@
 """A client of the simulator: it prepares and submits its prompt, retries after a rejection, and may leave early."""
 
 from array import array
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from splitserve.protocol.request import SamplingParams
+from splitserve.protocol.request import FinishReason, SamplingParams
 from splitserve.router.placement.placer import Limits
 from splitserve.router.requests.active_request import ActiveRequest
 from splitserve.router.requests.events import AskLimits, Cancel, StopStringReached, Submit
@@ -30,6 +31,7 @@ class SimClient:
         self.prompt = prompt
         self.sampling = sampling
         self.output: list[int] = []
+        self.updates: list[tuple[Sequence[int], FinishReason | None]] = []  # the output as it came
         self.scores: list[float] = []  # log-probabilities of the output
         self.prompt_scores: list[float] | None = None  # those of the prompt; None: they haven't come
         self.request: ActiveRequest | None = None  # submitted last
@@ -139,6 +141,7 @@ class SimClient:
             assert self.prompt_scores is None, f"{self.request_id} gets the prompt's log-probabilities twice"
             self.prompt_scores = [values[0] for values, _ in update.prompt_logprobs.rows()]
         self.output += update.token_ids
+        self.updates.append((update.token_ids, update.finish_reason))
         if update.logprobs is not None:
             self.scores += [values[0] for values, _ in update.logprobs.rows()]
         self._check_scores()

@@ -1,0 +1,210 @@
+"""Products of sorted pairs with their experts' weights, tile by tile, and the sum of each token's products.
+
+A tile's rows are gathered, and results are stored by pair, so that every sum has one order: that of a token's choices.
+"""
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from splitserve.kernels.experts.launch import ExpertLaunch
+from splitserve.kernels.experts.triton.activation import ACTIVATION_NUMBERS, activate
+from splitserve.kernels.experts.triton.sorting import SortedPairs
+from splitserve.kernels.experts.weights import ExpertWeights
+from splitserve.kernels.fp8.triton_linear import quantise_rows
+from splitserve.kernels.fp8.weight import GROUP
+
+_SUM_BLOCK = 1024
+
+
+def grouped_gate_up(
+    x: Tensor, ordered: SortedPairs, top_k: int, weights: ExpertWeights, launch: ExpertLaunch
+) -> Tensor:
+    """Return the activations [T * k, I] of all pairs of the rank's experts; those of other pairs are undefined."""
+    num_pairs, inner_size, hidden_size = x.shape[0] * top_k, weights.inner_size, x.shape[1]
+    out = torch.empty((num_pairs, inner_size), dtype=x.dtype, device=x.device)
+    activation, scales = weights.activation, weights.gate_up_scales
+    x, x_scales = (x, x) if scales is None else quantise_rows(x, GROUP)
+    grid = (triton.cdiv(inner_size, launch.block_n), ordered.tile_experts.shape[0])
+    _gate_up_kernel[grid](
+        x, x_scales, weights.gate_up, x if scales is None else scales, _or(weights.gate_up_bias, x), out,
+        ordered.pairs, ordered.tile_experts, num_pairs, activation.limit or 0.0, activation.sigmoid_factor,
+        activation.up_offset, HIDDEN=hidden_size, INNER=inner_size, TOP_K=top_k, IS_FP8=scales is not None,
+        HAS_BIAS=weights.gate_up_bias is not None, INTERLEAVED=activation.interleaved,
+        HAS_LIMIT=activation.limit is not None, FUNCTION=ACTIVATION_NUMBERS[activation.function],
+        BLOCK_M=ordered.block_m, BLOCK_N=launch.block_n, BLOCK_K=GROUP if scales is not None else launch.block_k,
+        num_warps=launch.num_warps, num_stages=launch.num_stages,
+    )  # fmt: skip
+    return out
+
+
+def grouped_down(
+    inner: Tensor, factors: Tensor, ordered: SortedPairs, weights: ExpertWeights, launch: ExpertLaunch
+) -> Tensor:
+    """Return the products [T * k, hidden] of all pairs of the rank's experts, times their factors [T, k]; those of
+    other pairs are undefined."""
+    num_pairs, inner_size = inner.shape
+    hidden_size = weights.down.shape[1]
+    out = torch.empty((num_pairs, hidden_size), dtype=inner.dtype, device=inner.device)
+    scales = weights.down_scales
+    x, x_scales = (inner, inner) if scales is None else quantise_rows(inner, GROUP)
+    grid = (triton.cdiv(hidden_size, launch.down_block_n), ordered.tile_experts.shape[0])
+    _down_kernel[grid](
+        x, x_scales, weights.down, x if scales is None else scales, _or(weights.down_bias, x), factors, out,
+        ordered.pairs, ordered.tile_experts, num_pairs, HIDDEN=hidden_size, INNER=inner_size,
+        IS_FP8=scales is not None, HAS_BIAS=weights.down_bias is not None, BLOCK_M=ordered.block_m,
+        BLOCK_N=launch.down_block_n, BLOCK_K=GROUP if scales is not None else launch.down_block_k,
+        num_warps=launch.num_warps, num_stages=launch.num_stages,
+    )  # fmt: skip
+    return out
+
+
+def sum_of_choices(products: Tensor, experts: Tensor, first: int, num_experts: int) -> Tensor:
+    """Return the sum of each token's products [T * k, hidden], in the order of its choices -> float32 [T, hidden]."""
+    num_tokens, top_k = experts.shape
+    hidden_size = products.shape[1]
+    out = torch.empty((num_tokens, hidden_size), dtype=torch.float32, device=products.device)
+    block = min(_SUM_BLOCK, triton.next_power_of_2(hidden_size))
+    _sum_kernel[(num_tokens, triton.cdiv(hidden_size, block))](
+        products, experts, out, first, num_experts, HIDDEN=hidden_size, TOP_K=top_k, BLOCK=block, num_warps=4
+    )
+    return out
+
+
+def _or(tensor: Tensor | None, other: Tensor) -> Tensor:
+    return other if tensor is None else tensor
+
+
+@triton.jit
+def _tile(x_at, weight_at, x_scales_at, weight_scales_at, total, SIZE: tl.constexpr, BLOCK_K: tl.constexpr,
+          IS_FP8: tl.constexpr):  # fmt: skip
+    """Return ``total`` plus the product of a tile's rows of x and of the weight; pointers are those of the rows."""
+    columns = tl.arange(0, BLOCK_K)
+    for start in range(0, SIZE, BLOCK_K):
+        inside = start + columns < SIZE
+        rows = tl.load(x_at[:, None] + start + columns[None, :], mask=inside[None, :], other=0.0)
+        weight = tl.load(weight_at[None, :] + start + columns[:, None], mask=inside[:, None], other=0.0)
+        if IS_FP8:
+            group = start // BLOCK_K
+            scale = tl.load(x_scales_at + group)[:, None] * tl.load(weight_scales_at + group)[None, :]
+            total += tl.dot(rows, weight) * scale
+        else:
+            total = tl.dot(rows, weight, total, input_precision="ieee")
+    return total
+
+
+@triton.jit
+def _gate_up_kernel(
+    x_ptr,
+    x_scales_ptr,
+    weight_ptr,
+    weight_scales_ptr,
+    bias_ptr,
+    out_ptr,
+    pairs_ptr,
+    tile_experts_ptr,
+    num_pairs,
+    limit,
+    sigmoid_factor,
+    up_offset,
+    HIDDEN: tl.constexpr,
+    INNER: tl.constexpr,
+    TOP_K: tl.constexpr,
+    IS_FP8: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    HAS_LIMIT: tl.constexpr,
+    FUNCTION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    expert = tl.load(tile_experts_ptr + tl.program_id(1)).to(tl.int64)
+    if expert < 0:
+        return
+    GROUPS: tl.constexpr = (HIDDEN + BLOCK_K - 1) // BLOCK_K
+    pairs = tl.load(pairs_ptr + tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M))
+    has_pair = pairs < num_pairs
+    tokens = tl.where(has_pair, pairs // TOP_K, 0).to(tl.int64)
+    outputs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    has_output = outputs < INNER
+    safe = tl.where(has_output, outputs, 0)
+    gate_rows = expert * 2 * INNER + (safe * 2 if INTERLEAVED else safe)
+    up_rows = gate_rows + (1 if INTERLEAVED else INNER)
+    zeros = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    x_at, x_scales_at = x_ptr + tokens * HIDDEN, x_scales_ptr + tokens * GROUPS
+    gate_scales, up_scales = weight_scales_ptr + gate_rows * GROUPS, weight_scales_ptr + up_rows * GROUPS
+    gate = _tile(x_at, weight_ptr + gate_rows * HIDDEN, x_scales_at, gate_scales, zeros, HIDDEN, BLOCK_K, IS_FP8)
+    up = _tile(x_at, weight_ptr + up_rows * HIDDEN, x_scales_at, up_scales, zeros, HIDDEN, BLOCK_K, IS_FP8)
+    if HAS_BIAS:
+        gate += tl.load(bias_ptr + gate_rows).to(tl.float32)[None, :]
+        up += tl.load(bias_ptr + up_rows).to(tl.float32)[None, :]
+    inner = activate(gate, up, limit, sigmoid_factor, up_offset, HAS_LIMIT, FUNCTION)
+    at = out_ptr + tl.where(has_pair, pairs, 0).to(tl.int64)[:, None] * INNER + outputs[None, :]
+    tl.store(at, inner.to(out_ptr.dtype.element_ty), mask=has_pair[:, None] & has_output[None, :])
+
+
+@triton.jit
+def _down_kernel(
+    inner_ptr,
+    inner_scales_ptr,
+    weight_ptr,
+    weight_scales_ptr,
+    bias_ptr,
+    factors_ptr,
+    out_ptr,
+    pairs_ptr,
+    tile_experts_ptr,
+    num_pairs,
+    HIDDEN: tl.constexpr,
+    INNER: tl.constexpr,
+    IS_FP8: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    expert = tl.load(tile_experts_ptr + tl.program_id(1)).to(tl.int64)
+    if expert < 0:
+        return
+    GROUPS: tl.constexpr = (INNER + BLOCK_K - 1) // BLOCK_K
+    pairs = tl.load(pairs_ptr + tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M))
+    has_pair = pairs < num_pairs
+    safe_pairs = tl.where(has_pair, pairs, 0).to(tl.int64)
+    outputs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    has_output = outputs < HIDDEN
+    rows = expert * HIDDEN + tl.where(has_output, outputs, 0)
+    total = _tile(
+        inner_ptr + safe_pairs * INNER, weight_ptr + rows * INNER, inner_scales_ptr + safe_pairs * GROUPS,
+        weight_scales_ptr + rows * GROUPS, tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32), INNER, BLOCK_K, IS_FP8,
+    )  # fmt: skip
+    if HAS_BIAS:
+        total += tl.load(bias_ptr + rows).to(tl.float32)[None, :]
+    total *= tl.load(factors_ptr + safe_pairs)[:, None]
+    at = out_ptr + safe_pairs[:, None] * HIDDEN + outputs[None, :]
+    tl.store(at, total.to(out_ptr.dtype.element_ty), mask=has_pair[:, None] & has_output[None, :])
+
+
+@triton.jit
+def _sum_kernel(
+    products_ptr,
+    experts_ptr,
+    out_ptr,
+    first,
+    num_experts,
+    HIDDEN: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    for choice in range(TOP_K):
+        pair = token * TOP_K + choice
+        expert = tl.load(experts_ptr + pair) - first
+        is_own = (expert >= 0) & (expert < num_experts)
+        inside = columns < tl.where(is_own, HIDDEN, 0)
+        total += tl.load(products_ptr + pair * HIDDEN + columns, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out_ptr + token * HIDDEN + columns, total, mask=columns < HIDDEN)

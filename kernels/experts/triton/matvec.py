@@ -1,0 +1,150 @@
+"""Products of few tokens with their experts' weights: memory-bound, so each program reads whole rows of one expert.
+
+Nothing is sorted: an expert that several tokens have chosen is read for each of them, from the cache. A token's sum is
+made by the program of its output, in the order of the token's choices.
+"""
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from splitserve.kernels.experts.launch import ExpertLaunch
+from splitserve.kernels.experts.triton.activation import ACTIVATION_NUMBERS, activate
+from splitserve.kernels.experts.weights import ExpertWeights
+
+
+def narrow_gate_up(x: Tensor, experts: Tensor, weights: ExpertWeights, launch: ExpertLaunch) -> Tensor:
+    """Return the activations [T * k, I] of all pairs of the rank's experts; those of other pairs are undefined."""
+    num_tokens, top_k = experts.shape
+    inner_size, hidden_size = weights.inner_size, x.shape[1]
+    out = torch.empty((num_tokens * top_k, inner_size), dtype=x.dtype, device=x.device)
+    activation, bias, scales = weights.activation, weights.gate_up_bias, weights.gate_up_scales
+    _narrow_gate_up_kernel[(triton.cdiv(inner_size, launch.block_n), num_tokens * top_k)](
+        x, weights.gate_up, x if scales is None else scales, x if bias is None else bias, experts, out,
+        weights.first, weights.num_experts, activation.limit or 0.0, activation.sigmoid_factor, activation.up_offset,
+        HIDDEN=hidden_size, INNER=inner_size, TOP_K=top_k, GROUP=weights.group(weights.gate_up, scales),
+        HAS_SCALES=scales is not None, HAS_BIAS=bias is not None, INTERLEAVED=activation.interleaved,
+        HAS_LIMIT=activation.limit is not None, FUNCTION=ACTIVATION_NUMBERS[activation.function],
+        BLOCK_N=launch.block_n, BLOCK_K=launch.block_k, num_warps=launch.num_warps,
+    )  # fmt: skip
+    return out
+
+
+def narrow_down(
+    inner: Tensor, experts: Tensor, factors: Tensor, weights: ExpertWeights, launch: ExpertLaunch
+) -> Tensor:
+    """Return the sum of each token's products, times their factors [T, k] -> float32 [T, hidden]."""
+    num_tokens, top_k = experts.shape
+    hidden_size, inner_size = weights.down.shape[1:]
+    out = torch.empty((num_tokens, hidden_size), dtype=torch.float32, device=inner.device)
+    bias, scales = weights.down_bias, weights.down_scales
+    _narrow_down_kernel[(triton.cdiv(hidden_size, launch.down_block_n), num_tokens)](
+        inner, weights.down, inner if scales is None else scales, inner if bias is None else bias, experts, factors,
+        out, weights.first, weights.num_experts, HIDDEN=hidden_size, INNER=inner_size, TOP_K=top_k,
+        GROUP=weights.group(weights.down, scales), HAS_SCALES=scales is not None, HAS_BIAS=bias is not None,
+        BLOCK_N=launch.down_block_n, BLOCK_K=launch.down_block_k, num_warps=launch.num_warps,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _row_products(x_at, weight_ptr, scales_ptr, rows, SIZE: tl.constexpr, GROUP: tl.constexpr,
+                  HAS_SCALES: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):  # fmt: skip
+    """Return the products [BLOCK_N] of the vector at ``x_at`` with ``rows`` of the weight, in float32."""
+    NUM_GROUPS: tl.constexpr = (SIZE + GROUP - 1) // GROUP
+    columns = tl.arange(0, BLOCK_K)
+    total = tl.zeros((BLOCK_N, BLOCK_K), dtype=tl.float32)
+    for start in range(0, SIZE, BLOCK_K):
+        at = start + columns
+        inside = at < SIZE
+        x = tl.load(x_at + at, mask=inside, other=0.0).to(tl.float32)
+        weight = tl.load(weight_ptr + rows[:, None] * SIZE + at[None, :], mask=inside[None, :], other=0.0)
+        weight = weight.to(tl.float32)
+        if HAS_SCALES:
+            scales_at = scales_ptr + rows[:, None] * NUM_GROUPS + (at // GROUP)[None, :]
+            weight *= tl.load(scales_at, mask=inside[None, :], other=0.0)
+        total += weight * x[None, :]
+    return tl.sum(total, 1)
+
+
+@triton.jit
+def _narrow_gate_up_kernel(
+    x_ptr,
+    weight_ptr,
+    scales_ptr,
+    bias_ptr,
+    experts_ptr,
+    out_ptr,
+    first,
+    num_experts,
+    limit,
+    sigmoid_factor,
+    up_offset,
+    HIDDEN: tl.constexpr,
+    INNER: tl.constexpr,
+    TOP_K: tl.constexpr,
+    GROUP: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    HAS_LIMIT: tl.constexpr,
+    FUNCTION: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    pair = tl.program_id(1).to(tl.int64)
+    expert = (tl.load(experts_ptr + pair) - first).to(tl.int64)
+    if (expert < 0) | (expert >= num_experts):
+        return
+    outputs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    safe = tl.where(outputs < INNER, outputs, 0)
+    gate_rows = expert * 2 * INNER + (safe * 2 if INTERLEAVED else safe)
+    up_rows = gate_rows + (1 if INTERLEAVED else INNER)
+    x_at = x_ptr + pair // TOP_K * HIDDEN
+    gate = _row_products(x_at, weight_ptr, scales_ptr, gate_rows, HIDDEN, GROUP, HAS_SCALES, BLOCK_N, BLOCK_K)
+    up = _row_products(x_at, weight_ptr, scales_ptr, up_rows, HIDDEN, GROUP, HAS_SCALES, BLOCK_N, BLOCK_K)
+    if HAS_BIAS:
+        gate += tl.load(bias_ptr + gate_rows).to(tl.float32)
+        up += tl.load(bias_ptr + up_rows).to(tl.float32)
+    inner = activate(gate, up, limit, sigmoid_factor, up_offset, HAS_LIMIT, FUNCTION)
+    tl.store(out_ptr + pair * INNER + outputs, inner.to(out_ptr.dtype.element_ty), mask=outputs < INNER)
+
+
+@triton.jit
+def _narrow_down_kernel(
+    inner_ptr,
+    weight_ptr,
+    scales_ptr,
+    bias_ptr,
+    experts_ptr,
+    factors_ptr,
+    out_ptr,
+    first,
+    num_experts,
+    HIDDEN: tl.constexpr,
+    INNER: tl.constexpr,
+    TOP_K: tl.constexpr,
+    GROUP: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    token = tl.program_id(1).to(tl.int64)
+    outputs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    safe = tl.where(outputs < HIDDEN, outputs, 0)
+    total = tl.zeros((BLOCK_N,), dtype=tl.float32)
+    for choice in range(TOP_K):
+        pair = token * TOP_K + choice
+        expert = (tl.load(experts_ptr + pair) - first).to(tl.int64)
+        if (expert >= 0) & (expert < num_experts):
+            rows = expert * HIDDEN + safe
+            product = _row_products(
+                inner_ptr + pair * INNER, weight_ptr, scales_ptr, rows, INNER, GROUP, HAS_SCALES, BLOCK_N, BLOCK_K
+            )
+            if HAS_BIAS:
+                product += tl.load(bias_ptr + rows).to(tl.float32)
+            total += product * tl.load(factors_ptr + pair)
+    tl.store(out_ptr + token * HIDDEN + outputs, total, mask=outputs < HIDDEN)

@@ -1,0 +1,120 @@
+"""The choice of experts as a Triton kernel: one program per token."""
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from splitserve.kernels.experts.spec import GroupScore, RouterSpec, Score
+
+_SCORES = {Score.SOFTMAX: 0, Score.SIGMOID: 1, Score.SOFTMAX_OF_TOP: 2}
+
+
+def route(logits: Tensor, bias: Tensor | None, spec: RouterSpec) -> tuple[Tensor, Tensor]:
+    """See :class:`splitserve.kernels.api.Route`. A token's experts come best first; of equal ones the lowest number."""
+    num_tokens = logits.shape[0]
+    assert logits.shape[1] == spec.num_experts and logits.stride(1) == 1
+    experts = torch.empty((num_tokens, spec.top_k), dtype=torch.int32, device=logits.device)
+    weights = torch.empty((num_tokens, spec.top_k), dtype=torch.float32, device=logits.device)
+    block = triton.next_power_of_2(spec.num_groups) * triton.next_power_of_2(spec.group_size)
+    _route_kernel[(num_tokens,)](
+        logits,
+        logits if bias is None else bias,
+        experts,
+        weights,
+        logits.stride(0),
+        SCALE=spec.scale,
+        SCORE=_SCORES[spec.score],
+        HAS_BIAS=bias is not None,
+        NORMALISED=spec.normalised,
+        GROUPS=spec.num_groups,
+        GROUP_SIZE=spec.group_size,
+        KEPT_GROUPS=spec.kept_groups,
+        BEST_TWO=spec.group_score is GroupScore.TOP2_SUM,
+        TOP_K=spec.top_k,
+        GROUP_BLOCK=triton.next_power_of_2(spec.num_groups),
+        SIZE_BLOCK=triton.next_power_of_2(spec.group_size),
+        SLOT_BLOCK=triton.next_power_of_2(spec.top_k),
+        num_warps=1 if block <= 256 else 4,
+    )
+    return experts, weights
+
+
+@triton.jit
+def _best(values, numbers):
+    """Return the number of the largest of ``values`` [A, B], and that value; of equal ones the lowest number."""
+    largest = tl.max(tl.max(values, 1), 0)
+    candidates = tl.where(values == largest, numbers, 1 << 30)
+    return tl.min(tl.min(candidates, 1), 0), largest
+
+
+@triton.jit
+def _route_kernel(
+    logits_ptr,
+    bias_ptr,
+    experts_ptr,
+    weights_ptr,
+    row_stride,
+    SCALE: tl.constexpr,
+    SCORE: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    NORMALISED: tl.constexpr,
+    GROUPS: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    KEPT_GROUPS: tl.constexpr,
+    BEST_TWO: tl.constexpr,
+    TOP_K: tl.constexpr,
+    GROUP_BLOCK: tl.constexpr,
+    SIZE_BLOCK: tl.constexpr,
+    SLOT_BLOCK: tl.constexpr,
+):
+    LOWEST: tl.constexpr = -3.0e38  # of experts without a number; those that can't be chosen have minus infinity
+    row = tl.program_id(0).to(tl.int64)
+    groups, members = tl.arange(0, GROUP_BLOCK), tl.arange(0, SIZE_BLOCK)
+    numbers = groups[:, None] * GROUP_SIZE + members[None, :]
+    exists = (groups[:, None] < GROUPS) & (members[None, :] < GROUP_SIZE)
+    logits = tl.load(logits_ptr + row * row_stride + numbers, mask=exists, other=float("-inf")).to(tl.float32)
+    scores = logits
+    if SCORE == 0:
+        powers = tl.exp(logits - tl.max(tl.max(logits, 1), 0))
+        scores = powers / tl.sum(tl.sum(powers, 1), 0)
+    if SCORE == 1:
+        scores = 1.0 / (1.0 + tl.exp(-logits))
+    ranked = scores
+    if HAS_BIAS:
+        ranked += tl.load(bias_ptr + numbers, mask=exists, other=0.0)
+    ranked = tl.where(ranked == ranked, tl.maximum(ranked, LOWEST), LOWEST)
+    ranked = tl.where(exists, ranked, float("-inf"))
+    if KEPT_GROUPS < GROUPS:
+        group_best = tl.max(ranked, 1)
+        if BEST_TWO:
+            firsts = tl.min(tl.where(ranked == group_best[:, None], numbers, 1 << 30), 1)
+            others = tl.where(numbers == firsts[:, None], float("-inf"), ranked)
+            group_best += tl.max(others, 1)
+        group_best = tl.where(groups < GROUPS, tl.maximum(group_best, LOWEST), float("-inf"))
+        is_kept = groups < 0
+        for _ in range(KEPT_GROUPS):
+            best = tl.max(group_best, 0)
+            chosen_group = tl.min(tl.where(group_best == best, groups, 1 << 30), 0)
+            is_kept = is_kept | (groups == chosen_group)
+            group_best = tl.where(groups == chosen_group, float("-inf"), group_best)
+        ranked = tl.where(is_kept[:, None], ranked, float("-inf"))
+    slots = tl.arange(0, SLOT_BLOCK)
+    chosen = tl.zeros((SLOT_BLOCK,), dtype=tl.int32)
+    weights = tl.full((SLOT_BLOCK,), float("-inf") if SCORE == 2 else 0.0, dtype=tl.float32)
+    for slot in range(TOP_K):
+        number, _ = _best(ranked, numbers)
+        is_it = numbers == number
+        weight = tl.sum(tl.sum(tl.where(is_it & exists, scores, 0.0), 1), 0)
+        chosen = tl.where(slots == slot, number, chosen)
+        weights = tl.where(slots == slot, weight, weights)
+        ranked = tl.where(is_it, float("-inf"), ranked)
+    if SCORE == 2:
+        powers = tl.exp(weights - tl.max(weights, 0))
+        weights = powers / tl.sum(powers, 0)
+    if NORMALISED:
+        weights = weights / tl.maximum(tl.sum(weights, 0), 1e-20)
+    inside = slots < TOP_K
+    tl.store(experts_ptr + row * TOP_K + slots, chosen, mask=inside)
+    tl.store(weights_ptr + row * TOP_K + slots, weights * SCALE, mask=inside)

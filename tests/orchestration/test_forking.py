@@ -1,0 +1,191 @@
+"""Workers of a fork server: as if started each by itself, and gone with their server or their launcher."""
+
+import json
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from splitserve.orchestration.cluster.host import ChildExited, ChildProgress, Event
+from splitserve.orchestration.hosts import fork_server, forking, process
+from splitserve.orchestration.hosts.forking import LOST_STATUS, ForkError
+from splitserve.orchestration.hosts.process import ChildProcess, child_environment
+from splitserve.protocol.config import EngineConfig, WorkerConfig
+from waiting import PATIENCE_SECONDS, wait_until
+
+pytestmark = pytest.mark.skipif(not forking.can_fork(), reason="needs descriptors of processes")
+SUPPORT = Path(__file__).parents[1] / "support"
+ENVIRONMENT = {"PYTHONPATH": str(SUPPORT)}
+LAUNCHER = """
+import sys
+from test_forking import Worker
+worker = Worker("w-0")
+worker.wait_for("ready")
+print(worker.child.pid, worker.server().pid, flush=True)
+sys.stdin.read()
+"""
+
+
+class Worker:
+    """Child of a fork server, and its events."""
+
+    def __init__(self, name: str, behaviour: str = "", **variables: str) -> None:
+        self.events: queue.Queue[Event] = queue.Queue()
+        engine = EngineConfig(model="m")
+        self.child = ChildProcess(
+            name=name,
+            entry="launcher_children:run_worker",
+            config=WorkerConfig(
+                engine_id=name, role="mixed", membership="tcp://127.0.0.1:9", engine=engine, secret="s3cret"
+            ),
+            threads=3,
+            log_level="info",
+            emit=self.events.put,
+            environment={**ENVIRONMENT, "SPLITSERVE_TEST_BEHAVIOUR": f"{name}={behaviour}", **variables},
+            forks=True,
+        )
+
+    def wait_for(self, stage: str) -> dict[str, str]:
+        while True:
+            event = self.events.get(timeout=PATIENCE_SECONDS)
+            assert isinstance(event, ChildProgress), event
+            if event.stage == stage:
+                return event.detail
+
+    def wait_for_exit(self) -> int:
+        while not isinstance(event := self.events.get(timeout=PATIENCE_SECONDS), ChildExited):
+            pass
+        assert self.child.join(PATIENCE_SECONDS) and not self.child.is_alive()
+        return event.returncode
+
+    def server(self) -> psutil.Process:
+        parent = psutil.Process(self.child.pid).parent()
+        assert parent is not None
+        return parent
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., Worker]]:
+    workers: list[Worker] = []
+
+    def start_one(name: str, behaviour: str = "", **variables: str) -> Worker:
+        workers.append(Worker(name, behaviour, **variables))
+        return workers[-1]
+
+    yield start_one
+    for worker in workers:
+        worker.child.kill()
+        assert worker.child.join(PATIENCE_SECONDS)
+
+
+def test_workers_of_one_server_have_their_own_surroundings(
+    start: Callable[..., Worker], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = start("w-0", FIRST_NUM_THREADS="1")
+    monkeypatch.chdir(tmp_path)
+    other = start("w-1", OMP_NUM_THREADS="2", UCX_TLS="tcp")
+    assert json.loads(one.wait_for("environment")["variables"]).items() >= {
+        ("FIRST_NUM_THREADS", "1"), ("OMP_NUM_THREADS", "3"), ("OPENBLAS_NUM_THREADS", "3"),
+    }  # fmt: skip
+    assert "FIRST_NUM_THREADS" not in json.loads(other.wait_for("environment")["variables"])
+    assert one.server() == other.server() and one.server().ppid() == os.getpid()
+    pids = [one.child.pid, other.child.pid]
+    assert [os.getpgid(pid) for pid in pids] == pids and {os.getsid(pid) for pid in pids} == {os.getsid(0)}
+    assert psutil.Process(other.child.pid).cwd() == str(tmp_path) != psutil.Process(one.child.pid).cwd()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        worker = (one, other)[number == signal.SIGINT]
+        worker.wait_for("ready")
+        worker.child.send_signal(number)
+        assert worker.wait_for_exit() == 0
+        worker.child.send_signal(number)  # to no other process
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "returncode", "message"),
+    [
+        ("refuse", 2, "model.norm.weight is missing: take a complete checkpoint"),
+        ("bug", 1, "ZeroDivisionError: nobody foresaw this"),
+        ("crash", -signal.SIGKILL, "was ended by SIGKILL"),
+        ("half-a-line", -signal.SIGKILL, "was ended by SIGKILL"),
+    ],
+)
+def test_ends_are_reported(start: Callable[..., Worker], behaviour: str, returncode: int, message: str) -> None:
+    worker = start("w-0", behaviour)
+    assert worker.wait_for_exit() == returncode
+    assert worker.child.describe_exit(returncode) == message
+
+
+def test_no_descriptor_of_one_worker_is_in_another(start: Callable[..., Worker]) -> None:
+    """The end of a status pipe must mean the end of its process."""
+    workers = [start("w-0"), start("w-1")]
+    pipes = []
+    for worker in workers:
+        worker.wait_for("ready")
+        folder = Path(f"/proc/{worker.child.pid}/fd")
+        links = [os.readlink(entry) for entry in folder.iterdir() if int(entry.name) > 2 or entry.name == "0"]
+        pipes.append({link for link in links if link.startswith(("pipe:", "socket:"))})
+        assert len(pipes[-1]) == 2, links
+    assert not pipes[0] & pipes[1]
+
+
+def test_workers_end_with_their_server_and_the_next_has_another(start: Callable[..., Worker]) -> None:
+    worker = start("w-0")
+    worker.wait_for("ready")
+    server = worker.server()
+    server.kill()
+    assert worker.wait_for_exit() == LOST_STATUS
+    successor = start("w-0")
+    successor.wait_for("ready")
+    assert successor.server() != server and not server.is_running()
+
+
+def test_server_and_workers_end_with_the_launcher() -> None:
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", LAUNCHER],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(SUPPORT), str(Path(__file__).parent)])},
+        text=True,
+    )
+    with launcher:
+        assert launcher.stdout is not None
+        processes = [psutil.Process(int(pid)) for pid in launcher.stdout.readline().split()]
+        assert len(processes) == 2
+        launcher.kill()
+    wait_until(lambda: not any(one.is_running() for one in processes), lambda: str(processes))
+
+
+def test_variables_that_libraries_read_while_they_are_loaded() -> None:
+    """Without a start: the environments that may share a server."""
+    base = child_environment(1, {"PATH": "/bin", "UCX_TLS": "tcp", "CUDA_VISIBLE_DEVICES": "0"})
+    key = forking.key_of(base)
+    assert key == forking.key_of({**base, "UCX_TLS": "sm", "OMP_NUM_THREADS": "7", "HOME": "/"})
+    for name in ("OMP_WAIT_POLICY", "PYTHONPATH", "CUDA_VISIBLE_DEVICES", "TORCH_LOGS", "LD_PRELOAD"):
+        assert key != forking.key_of({**base, name: "1"}), name
+
+
+def test_a_server_without_children_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fork_server, "IDLE_SECONDS", 0.05)
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        fork_server.ForkServer(theirs).serve()
+
+
+def test_without_a_server_a_worker_starts_by_itself(
+    start: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_arguments: object) -> None:
+        raise ForkError("no more processes")
+
+    monkeypatch.setattr(process, "fork_child", refuse)
+    worker = start("w-0")
+    worker.wait_for("ready")
+    assert worker.server().pid == os.getpid()
+    assert "starts without a fork server, and takes longer: no more processes" in caplog.text
