@@ -2,41 +2,19 @@
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from splitserve.common.errors import CheckpointError
+from splitserve.kernels.latent.shape import LatentShape
 from splitserve.models.fields import ConfigFields
 from splitserve.models.rope import mscale
 
-if TYPE_CHECKING:
-    from splitserve.kernels.api import LatentShape
-
 
 @dataclass(frozen=True, slots=True)
-class LatentSizes:
+class LatentSizes(LatentShape):
     """Sizes of a layer's projections."""
 
-    query_rank: int | None  # elements of the vector that queries are expanded from; None: they are projected directly
-    rank: int  # elements of the latent that keys and values are expanded from
-    plain_dim: int  # elements of a head's queries and keys that are not rotated
-    rotated_dim: int  # those that are; all heads share this part of the key
-    value_dim: int  # elements of a head's values
-
-    @property
-    def width(self) -> int:
-        """Elements of a token in the cache of one layer."""
-        return self.rank + self.rotated_dim
-
-    @property
-    def query_dim(self) -> int:
-        """Elements of a query head."""
-        return self.plain_dim + self.rotated_dim
-
-    def of_kernels(self) -> "LatentShape":
-        """Return the same for kernels."""
-        from splitserve.kernels.api import LatentShape
-
-        return LatentShape(self.rank, self.plain_dim, self.rotated_dim, self.value_dim)
+    query_rank: int | None = None  # elements of the vector that queries are expanded from; None: projected directly
 
 
 def latent_features(given: ConfigFields) -> dict[str, Any]:

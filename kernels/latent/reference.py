@@ -16,8 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from splitserve.kernels.api import AttentionPlan, AttentionShape, DecodePlan, LatentShape, PagedBatch
+from splitserve.kernels.api import AttentionPlan, AttentionShape, DecodePlan, PagedBatch
 from splitserve.kernels.fp8.kv import FP8, LARGEST
+from splitserve.kernels.latent.shape import LatentShape
 from splitserve.kernels.reference.attend import QUERY_BLOCK, attend_segment, merge
 from splitserve.kernels.reference.operations import rms_norm, rope
 

@@ -74,7 +74,7 @@ class ModelRunner:
             scale=config.attention_scale,
             soft_cap=config.attention_soft_cap,
             window=config.window,
-            latent=None if config.latent is None else config.latent.of_kernels(),
+            latent=config.latent,
         )
         self._attention: AnyAttention
         if config.latent is not None:

@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from splitserve.kernels.api import AttentionShape, LatentAttention, LatentShape, PagedBatch
+from splitserve.kernels.api import AttentionShape, LatentAttention, PagedBatch
 from splitserve.kernels.fp8.kv import FP8
 from splitserve.kernels.latent import reference
+from splitserve.kernels.latent.shape import LatentShape
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.on_gpu]
 

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from latent_families import LATENT_FAMILIES, LATENT_MISTAKES
 from splitserve.kernels.experts.spec import GroupScore, Score
 from splitserve.kernels.fp8.kv import FP8, DequantisingAttention
 from splitserve.kernels.reference import operations as reference
@@ -61,18 +62,7 @@ BY_KIND = {"sliding_attention": {"rope_type": "default", "rope_theta": 100.0}}
 KINDS = ["sliding_attention", "full_attention", "sliding_attention"]
 WINDOW = {"sliding_window": 8, "layer_types": KINDS}
 SCALES = {"embedding_multiplier": 3.0, "logits_scaling": 2.0, "residual_multiplier": 0.4, "attention_multiplier": 0.3}
-LATENT = {
-    "num_key_value_heads": 8,
-    "head_dim": 16,
-    "kv_lora_rank": 32,
-    "q_lora_rank": 48,
-    "qk_nope_head_dim": 24,
-    "qk_rope_head_dim": 16,
-    "v_head_dim": 20,
-    "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.8},
-}
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
-GROUPS = {"n_routed_experts": 8, "n_shared_experts": 2, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.5}
 # Features that are off by default, or that default to sizes of large models
 OWN_SIZES: dict[str, dict[str, Any]] = {
     "ArceeForCausalLM": {**BIASED, "rope_parameters": YARN},
@@ -82,16 +72,6 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
         "attention_bias": True,
     },
-    "DeepseekV2ForCausalLM": {
-        **LATENT,
-        **EXPERTS,
-        **GROUPS,
-        "num_experts_per_tok": 3,  # groups of the best experts are kept: fewer would be the same without groups
-        "q_lora_rank": None,
-        "topk_method": "group_limited_greedy",
-        "first_k_dense_replace": 1,
-    },
-    "DeepseekV3ForCausalLM": {**LATENT, **EXPERTS, **GROUPS, "first_k_dense_replace": 1},
     "Gemma2ForCausalLM": {
         **WINDOW,
         "query_pre_attn_scalar": 24,
@@ -116,7 +96,7 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
         "routed_scaling_factor": 1.5,
         "norm_topk_prob": True,
     },
-    "Glm4MoeLiteForCausalLM": {**LATENT, **EXPERTS, **GROUPS, "v_head_dim": 48},
+    **LATENT_FAMILIES,
     "GraniteForCausalLM": {**BIASED, **SCALES},
     "LlamaForCausalLM": BIASED,
     "MiniMaxM2ForCausalLM": {
@@ -232,27 +212,13 @@ def test_logits_are_those_of_transformers(family: tuple[Path, list[list[int]]]) 
 
 # What each of these changes is a mistake that could be made; each must change the tokens of some prompt.
 MISTAKES: list[tuple[str, dict[str, Any]]] = [
+    *LATENT_MISTAKES,
     ("ArceeForCausalLM", {"activation": "silu"}),
     ("ArceeForCausalLM", {"rope_scaling": None}),
     ("Cohere2ForCausalLM", {"rotates_neighbours": False}),
     ("Cohere2ForCausalLM", {"unrotated_layers": ()}),
     ("Cohere2ForCausalLM", {"window": 7}),
     ("Cohere2ForCausalLM", {"window": 9}),
-    ("DeepseekV2ForCausalLM", {"attention_scale": None}),
-    ("DeepseekV2ForCausalLM", {"rotates_neighbours": False}),
-    ("DeepseekV2ForCausalLM", {"experts": {"router": {"score": Score.SIGMOID}}}),
-    ("DeepseekV2ForCausalLM", {"experts": {"router": {"normalised": True}}}),
-    ("DeepseekV2ForCausalLM", {"experts": {"router": {"scale": 1.0}}}),
-    ("DeepseekV2ForCausalLM", {"experts": {"router": {"num_groups": 1, "kept_groups": 1}}}),
-    ("DeepseekV2ForCausalLM", {"experts": {"router": {"group_score": GroupScore.TOP2_SUM}}}),
-    ("DeepseekV3ForCausalLM", {"attention_scale": None}),
-    ("DeepseekV3ForCausalLM", {"experts": {"router": {"score": Score.SOFTMAX}}}),
-    ("DeepseekV3ForCausalLM", {"experts": {"router": {"normalised": False}}}),
-    ("DeepseekV3ForCausalLM", {"experts": {"router": {"scale": 1.0}}}),
-    ("DeepseekV3ForCausalLM", {"experts": {"router": {"num_groups": 1, "kept_groups": 1}}}),
-    ("DeepseekV3ForCausalLM", {"experts": {"router": {"group_score": GroupScore.MAX}}}),
-    ("DeepseekV3ForCausalLM", {"rope_scaling": None}),
-    ("DeepseekV3ForCausalLM", {"rotates_neighbours": False}),
     ("Gemma2ForCausalLM", {"activation": "silu"}),
     ("Gemma2ForCausalLM", {"attention_scale": None}),
     ("Gemma2ForCausalLM", {"attention_soft_cap": None}),
@@ -273,8 +239,6 @@ MISTAKES: list[tuple[str, dict[str, Any]]] = [
     ("Glm4MoeForCausalLM", {"experts": {"router": {"kept_groups": 3}}}),
     ("Glm4MoeForCausalLM", {"experts": {"router": {"group_score": GroupScore.MAX}}}),
     ("Glm4MoeForCausalLM", {"experts": {"router": {"top_k": 1}}}),
-    ("Glm4MoeLiteForCausalLM", {"attention_scale": None}),
-    ("Glm4MoeLiteForCausalLM", {"experts": {"router": {"num_groups": 1, "kept_groups": 1}}}),
     ("GraniteForCausalLM", {"attention_scale": None}),
     ("GraniteForCausalLM", {"embedding_scale": 1.0}),
     ("GraniteForCausalLM", {"residual_scale": 1.0}),
