@@ -13,6 +13,7 @@ from splitserve.kvconnector.transfer.connector import PeerConnected
 from splitserve.protocol.counters import WorkerLoad
 from splitserve.protocol.handover.reads import ReadResult
 from splitserve.protocol.messages.handover import Offer, PeerRefused, PeerWelcome, Withdrawn
+from splitserve.protocol.messages.marks import MarkKind
 from splitserve.protocol.messages.membership import PeerLink
 from splitserve.protocol.messages.requests import (
     DecodeRequest,
@@ -108,6 +109,7 @@ class SinkPart(Part):
             num_cached_tokens=sequence.num_cached_tokens,
             handover=report,
             logprobs=first_token.logprobs,
+            marks=[] if sequence.marks is None else sequence.marks.take(),
         )
         if not sequence.was_aborted:
             self._state.add_delta(sequence, delta)
@@ -123,8 +125,10 @@ class SinkPart(Part):
         else:
             self._scheduler.add_admitted(sequence)
 
-    def _on_prefix_read(self, sequence: Sequence) -> None:
+    def _on_prefix_read(self, sequence: Sequence, now: float) -> None:
         """Go on with the prefix that a peer had; a sequence that holds nothing is the next one to begin."""
+        if sequence.marks is not None:
+            sequence.marks.add(MarkKind.PREFIX, now)
         if sequence.block_ids:
             self._scheduler.add_admitted(sequence)
         else:

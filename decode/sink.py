@@ -14,6 +14,7 @@ from splitserve.kvconnector.blocks.pool import BlockState
 from splitserve.protocol.handover.reads import ReadResult
 from splitserve.protocol.handover.sink import Pull, PullSpan, SinkHandover, SinkState
 from splitserve.protocol.messages.handover import MAX_HASHES, Offer, Release, Withdrawn
+from splitserve.protocol.messages.marks import MarkKind
 from splitserve.protocol.messages.requests import HandoverReport, PeerRef
 from splitserve.protocol.request import Party, RequestKey
 from splitserve.protocol.step import Draw
@@ -50,8 +51,8 @@ class SinkSide:
 
     Calls ``on_ready(sequence, first_token, report, now)`` when all KV is here and verified, and
     ``on_failed(sequence, reason, now)`` when a hand-over failed; the sequence then holds no blocks, and no read in
-    flight targets its blocks. Calls ``on_prefix(sequence)`` when a prefix was read, or couldn't be read: in that case
-    the sequence holds no blocks.
+    flight targets its blocks. Calls ``on_prefix(sequence, now)`` when a prefix was read, or couldn't be read: in that
+    case the sequence holds no blocks.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class SinkSide:
         peers: PeerTable,
         on_ready: Callable[[Sequence, Draw, HandoverReport, float], None],
         on_failed: Callable[[Sequence, str, float], None],
-        on_prefix: Callable[[Sequence], None],
+        on_prefix: Callable[[Sequence, float], None],
     ) -> None:
         self._state = state
         self._peers = peers
@@ -223,7 +224,7 @@ class SinkSide:
             hashes = self._state.blocks.missing_hashes(sequence)[:MAX_HASHES]
             if not hashes:
                 del self._incoming[sequence.key]
-                self._on_prefix(sequence)
+                self._on_prefix(sequence, now)
                 return
             local_blocks = local_blocks[: len(hashes)]
             num_tokens = (first_block + len(hashes)) * block_size
@@ -240,6 +241,8 @@ class SinkSide:
             hashes=hashes,
             reads_host_tier=self._reads_host_tiers,
         )
+        if sequence.marks is not None and not incoming.is_prefix:
+            sequence.marks.add(MarkKind.GRANTED, now)
         incoming.handover = SinkHandover(sequence.key, incoming.peer, pull, self._state.protocol, now)
         self._advance(incoming, now)
 
@@ -279,7 +282,7 @@ class SinkSide:
         self._state.counters.peer_prefix_blocks += handover.statistics.num_blocks
         if incoming.first_token is None:
             sequence.num_cached_tokens = min(sequence.num_computed, sequence.num_prompt_tokens)
-            self._on_prefix(sequence)
+            self._on_prefix(sequence, now)
         elif self._state.blocks.missing_hashes(sequence):
             self._state.blocks.give_back(sequence)
             self._state.counters.handover_failures += 1
@@ -324,10 +327,12 @@ class SinkSide:
             bytes=statistics.num_bytes * self._state.layout.tensor_parallel_size,
             cached_tokens=handover.first_block * self._state.blocks.block_size,
             reads=statistics.num_reads,
-            seconds=now - (statistics.first_read_at or now),
             read_seconds=statistics.read_seconds,
-            exposed_seconds=now - (statistics.last_offer_at or now),
         )
+        marks = incoming.sequence.marks
+        if marks is not None:
+            for kind, at in statistics.marks():
+                marks.add(kind, at)
         self._state.counters.handovers += 1
         self._state.counters.reads_repeated += statistics.num_repeated
         self._state.counters.handover_bytes += report.bytes
@@ -343,7 +348,7 @@ class SinkSide:
         self._let_go(incoming, complete=False)
         if incoming.is_prefix and incoming.first_token is None:
             self._state.counters.peer_prefix_failures += not handover.was_declined
-            self._on_prefix(incoming.sequence)
+            self._on_prefix(incoming.sequence, now)
             return
         peer = self._peers.get(incoming.peer)
         can_ask = peer is not None and peer.has_host_tier and self._reads_host_tiers and not handover.mismatches

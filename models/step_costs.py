@@ -25,9 +25,18 @@ def decode_bytes(config: ModelConfig, batch: int, context: int, itemsize: int) -
 
 
 def token_flops(config: ModelConfig) -> int:
-    """Return the operations of all layers' products for one token: a multiplication and an addition per weight."""
-    projections = [weight for weight in stored_weights(config).values() if weight.role is Role.PROJECTION]
-    return 2 * sum(math.prod(weight.shape) for weight in projections)
+    """Return the operations of all layers' products for one token: a multiplication and an addition per weight.
+
+    Of experts, those count that a token has.
+    """
+    counts = dict.fromkeys((Role.PROJECTION, Role.EXPERT), 0)
+    for weight in stored_weights(config).values():
+        if weight.role in counts:
+            counts[weight.role] += math.prod(weight.shape)
+    if config.experts is not None:
+        router = config.experts.router
+        counts[Role.EXPERT] = counts[Role.EXPERT] * router.top_k // router.num_experts
+    return 2 * sum(counts.values())
 
 
 def head_flops(config: ModelConfig) -> int:

@@ -27,6 +27,7 @@ from splitserve.protocol.messages.handover import (
     Release,
     Withdrawn,
 )
+from splitserve.protocol.messages.marks import MarkKind
 from splitserve.protocol.messages.requests import FailureCode, PrefillRequest
 from splitserve.protocol.request import Party, RequestKey
 from splitserve.protocol.step import Draw
@@ -275,6 +276,8 @@ class SourcePart(Part):
             return
         tails = self._state.blocks.tails(num_tokens)
         self._handovers[sequence.key] = SourceHandover(grant, peer, block_size, self._state.protocol, now, tails=tails)
+        if sequence.marks is not None:
+            sequence.marks.add(MarkKind.GRANTED, now)
         self._scheduler.add(sequence)
         self._serve(True)
 

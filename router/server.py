@@ -98,7 +98,7 @@ async def _serve(
     local_only = is_loopback(config.host) and not config.api_key
     _check_origins(config, local_only=local_only)
     names = tuple(dict.fromkeys((config.served_model_name, *config.aliases)))
-    metrics = RouterMetrics()
+    metrics = RouterMetrics(config.served_model_name)
     dispatcher = Dispatcher(config, metrics)
     renderer = Renderer(tokenizer.chat_template)
     checker = GrammarChecker(Path(config.model), tokenizer.eos_token_ids)

@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import time
 from typing import Any
 
 import msgspec
@@ -23,6 +24,8 @@ from splitserve.orchestration.spec.model_source import is_model_id
 
 EXIT_FAILED = 1
 DEFAULT_NAME = "default"
+WATCH_SECONDS = 2.0
+CLEAR_SCREEN = "\x1b[2J\x1b[H"
 
 
 def add_cluster_commands(commands: Any) -> None:
@@ -46,8 +49,10 @@ def add_cluster_commands(commands: Any) -> None:
     down.add_argument(
         "--forget", action="store_true", help="forget a cluster whose Ray cluster can't be reached any more"
     )
-    status = _add(commands, "status", "show a cluster's processes", _status)
-    status.add_argument("--json", action="store_true", help="for programs")
+    status = _add(commands, "status", "show a cluster's processes and load", _status)
+    shown = status.add_mutually_exclusive_group()
+    shown.add_argument("--json", action="store_true", help="for programs; without the load")
+    shown.add_argument("--watch", action="store_true", help="show it again every two seconds, until Ctrl-C")
     scale = _add(commands, "scale", "change the number of a pool's workers", _scale)
     scale.add_argument("pool", metavar="POOL")
     scale.add_argument("count", metavar="N", type=COUNT)
@@ -83,12 +88,13 @@ def _say(line: str) -> None:
 
 
 def _up(options: argparse.Namespace) -> int:
-    from splitserve.common.logs import set_up_logging
+    from splitserve.common.logs import FORMAT_VARIABLE, set_up_logging
     from splitserve.orchestration.cli.display import print_progress
     from splitserve.orchestration.cluster.detached import start_detached
     from splitserve.orchestration.control.state_folder import StateFolder
     from splitserve.orchestration.spec.start_checks import check_start
 
+    os.environ[FORMAT_VARIABLE] = options.log_format  # child processes inherit it
     set_up_logging("up", options.log_level)
     if options.api_key and options.ray:
         raise ConfigError("--api-key stays on this machine: give --api-key-file, a file on the router's node")
@@ -146,13 +152,20 @@ def _down(options: argparse.Namespace) -> int:
 def _status(options: argparse.Namespace) -> int:
     from splitserve.orchestration.cli.client import status_of
     from splitserve.orchestration.cli.display import describe_status
+    from splitserve.orchestration.cli.load import load_of
 
-    status = status_of(_client(options))
-    if options.json:
-        _say(json.dumps(msgspec.to_builtins(status), indent=2))
-    else:
-        _say(describe_status(status))
-    return 0
+    while True:
+        status = status_of(_client(options))
+        if options.json:
+            _say(json.dumps(msgspec.to_builtins(status), indent=2))
+            return 0
+        text = describe_status(status)
+        if status.url:
+            text += f"\n{load_of(status.url)}"
+        _say(f"{CLEAR_SCREEN}{text}" if options.watch else text)
+        if not options.watch:
+            return 0
+        time.sleep(WATCH_SECONDS)
 
 
 def _scale(options: argparse.Namespace) -> int:

@@ -14,7 +14,7 @@ from typing import Any
 
 from splitserve import __version__
 from splitserve.common.errors import ConfigError, SplitserveError
-from splitserve.common.logs import LOG_LEVELS, set_up_logging
+from splitserve.common.logs import FORMAT_VARIABLE, LOG_LEVELS, set_up_logging
 from splitserve.orchestration.cli.cluster_commands import add_cluster_commands
 from splitserve.orchestration.cli.command_parser import CommandParser
 from splitserve.orchestration.cli.option_types import path, positive_bytes, whole_number
@@ -25,6 +25,7 @@ from splitserve.orchestration.cli.options import (
     cluster_spec,
     errors_in_options,
 )
+from splitserve.orchestration.cli.trace import add_trace_command
 from splitserve.orchestration.lmcache.command import add_lmcache_command
 from splitserve.orchestration.spec.sizes import format_bytes
 
@@ -118,6 +119,7 @@ def build_parser() -> CommandParser:
     add_cluster_commands(commands)
     add_lmcache_command(commands)
     _add_doctor(commands)
+    add_trace_command(commands)
     _add_spec_commands(commands)
     _add_demo(commands)
     _add_demo_model(commands)
@@ -248,6 +250,7 @@ def _serve(options: argparse.Namespace) -> int:
     from splitserve.orchestration.spec.hub import with_local_model
     from splitserve.orchestration.spec.start_checks import check_start
 
+    os.environ[FORMAT_VARIABLE] = options.log_format  # child processes inherit it
     set_up_logging("launcher", options.log_level)
     spec = with_local_model(cluster_spec(options))
     with errors_in_options(options):

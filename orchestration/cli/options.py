@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from splitserve.common.errors import ConfigError
-from splitserve.common.logs import LOG_LEVELS
+from splitserve.common.logs import LOG_FORMATS, LOG_LEVELS
 from splitserve.orchestration.cli.option_types import (
     COUNT,
     absolute_path,
@@ -169,6 +169,12 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     """Add options for running a cluster, which are independent of its spec."""
     parser.add_argument("--restart", action=argparse.BooleanOptionalAction, default=True, help="start what ends again")
     parser.add_argument("--log-level", choices=LOG_LEVELS, default="info", help="of every process")
+    parser.add_argument(
+        "--log-format",
+        choices=LOG_FORMATS,
+        default="text",
+        help="of every process on this machine: lines of text, or JSON objects",
+    )
 
 
 def cluster_spec(options: argparse.Namespace) -> ClusterSpec:

@@ -168,6 +168,7 @@ class RouterSpec(Part, frozen=True, kw_only=True):
     generation_config: Annotated[str, _router("generation_config")] = _ROUTER["generation_config"]
     chat_template: Annotated[str, _router("chat_template")] = _ROUTER["chat_template"]
     allowed_origins: Annotated[list[str], _router("allowed_origins")] = []
+    request_log: Annotated[bool, _router("request_log")] = _ROUTER["request_log"]
     nodes: NodeSpec = NodeSpec()
 
 

@@ -5,13 +5,13 @@ import socket
 import time
 
 from splitserve import __version__
-from splitserve.protocol.cluster_report import ClusterReport, WorkerReport
+from splitserve.protocol.cluster_report import ClusterReport, RequestRates, WorkerReport
 from splitserve.protocol.config import RouterConfig
 from splitserve.router.links.fleet import Fleet
 from splitserve.router.links.worker_record import WorkerRecord
 
 
-def cluster_report(config: RouterConfig, fleet: Fleet, now: float) -> ClusterReport:
+def cluster_report(config: RouterConfig, fleet: Fleet, rates: RequestRates, now: float) -> ClusterReport:
     """Return the report; ``now`` is the event loop's time, whose clock the records use."""
     return ClusterReport(
         version=__version__,
@@ -27,6 +27,7 @@ def cluster_report(config: RouterConfig, fleet: Fleet, now: float) -> ClusterRep
         workers=[_worker_report(record, now) for record in fleet.membership.records()],
         refused=fleet.rejected_attempts.refused(now),
         strangers=fleet.rejected_attempts.strangers(now),
+        rates=rates,
     )
 
 

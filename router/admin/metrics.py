@@ -1,18 +1,21 @@
 """Prometheus metrics of the router and, from their last heartbeats, of the workers."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import accumulate
 from typing import TypeAlias
 
 import msgspec
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from splitserve.protocol.cluster_report import WorkerState
+from splitserve.protocol.cluster_report import RequestSummary, WorkerState
 from splitserve.protocol.counters import Counter as CounterField
-from splitserve.protocol.counters import TierLoad, WorkerLoad, metrics_of
+from splitserve.protocol.counters import Distribution, TierLoad, WorkerLoad, metrics_of
+from splitserve.protocol.counters import Histogram as HistogramField
 from splitserve.router.links.worker_record import WorkerRecord
 from splitserve.router.requests.effects import Count, CountTokens, Observe
+from splitserve.router.requests.timeline.stages import HANDOVER_STAGES, TTFT_STAGES
 
 _TTFT_BUCKETS = (0.005, 0.01, 0.02, 0.04, 0.06, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 _ITL_BUCKETS = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 5)
@@ -21,13 +24,20 @@ _E2E_BUCKETS = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600
 
 _LABELS = ("worker", "role")
 
-Family: TypeAlias = CounterMetricFamily | GaugeMetricFamily
+_STAGE_BUCKETS = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 60)
+_LENGTH_BUCKETS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
+
+Family: TypeAlias = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily
+
+disable_created_metrics()  # type: ignore[no-untyped-call]  # they double the series, and no query needs them
 
 
 class RouterMetrics:
-    """All metrics, in a registry of their own."""
+    """All metrics, in a registry of their own. Each sample gets the label ``model``, unless that is empty."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: str = "") -> None:
+        self._model = model
+        self._stages: dict[tuple[str, ...], Histogram] = {}  # series by their labels: looking them up costs
         registry = self.registry = CollectorRegistry()
         self.http_requests = Counter(
             "splitserve_http_requests",
@@ -43,7 +53,8 @@ class RouterMetrics:
         )
         self.requests_finished = Counter(
             "splitserve_requests_finished",
-            "Requests that ended: where they were meant to run, where they ran, and why it ended so",
+            "Requests that ended: where they were meant to run, where they ran (or failed, or cancelled: the client "
+            "hung up), and why it ended so",
             ("intended", "actual", "reason"),
             registry=registry,
         )
@@ -53,14 +64,7 @@ class RouterMetrics:
         self.requests_waiting = Gauge(
             "splitserve_requests_waiting", "New requests that wait because no worker can take them", registry=registry
         )
-        self.ttft_seconds = _histogram(registry, "ttft", "Arrival of an HTTP request to its first token", _TTFT_BUCKETS)
-        self.itl_seconds = _histogram(registry, "itl", "Time between deliveries of tokens of a request", _ITL_BUCKETS)
-        self.e2e_seconds = _histogram(
-            registry, "e2e", "Arrival of an HTTP request to its end, whatever that was", _E2E_BUCKETS
-        )
-        self.handover_seconds = _histogram(
-            registry, "handover", "Arrival of prefill's first token to decode's readiness", _HANDOVER_BUCKETS
-        )
+        self._add_histograms(registry)
         self.prompt_tokens = _counter(registry, "prompt_tokens", "Prompt tokens of placed requests")
         self.output_tokens = _counter(registry, "output_tokens", "Output tokens received and delivered in order")
         self.objectives = Counter(
@@ -87,6 +91,44 @@ class RouterMetrics:
             "Workers that died or sent no heartbeats; not those that left in order",
         )
 
+    def _add_histograms(self, registry: CollectorRegistry) -> None:
+        self.ttft_seconds = _histogram(registry, "ttft", "Arrival of an HTTP request to its first token", _TTFT_BUCKETS)
+        self.itl_seconds = _histogram(registry, "itl", "Time between deliveries of tokens of a request", _ITL_BUCKETS)
+        self.e2e_seconds = _histogram(
+            registry, "e2e", "Arrival of an HTTP request to its end, whatever that was", _E2E_BUCKETS
+        )
+        self.handover_seconds = _histogram(
+            registry, "handover", "Arrival of prefill's first token to decode's readiness", _HANDOVER_BUCKETS
+        )
+        self.stage_seconds = Histogram(
+            "splitserve_stage_seconds",
+            "Stages of the time to first token; the stages of a request add up to it: "
+            + "; ".join(f"{stage}: {meaning}" for stage, meaning in TTFT_STAGES.items()),
+            ("stage",),
+            buckets=_STAGE_BUCKETS,
+            registry=registry,
+        )
+        self.handover_stage_seconds = Histogram(
+            "splitserve_handover_stage_seconds",
+            "Stages from prefill's first token to decode's own first one, by transport: "
+            + "; ".join(f"{stage}: {meaning}" for stage, meaning in HANDOVER_STAGES.items()),
+            ("stage", "transport"),
+            buckets=_STAGE_BUCKETS,
+            registry=registry,
+        )
+        self.request_prompt_tokens = Histogram(
+            "splitserve_request_prompt_tokens",
+            "Prompt tokens of a request that ended",
+            buckets=_LENGTH_BUCKETS,
+            registry=registry,
+        )
+        self.request_output_tokens = Histogram(
+            "splitserve_request_output_tokens",
+            "Output tokens of a request that ended",
+            buckets=_LENGTH_BUCKETS,
+            registry=registry,
+        )
+
     def watch_workers(self, records: Callable[[], list[WorkerRecord]]) -> None:
         self.registry.register(WorkerCollector(records))
 
@@ -107,8 +149,32 @@ class RouterMetrics:
     def observe(self, effect: Observe) -> None:
         getattr(self, effect.metric).observe(effect.seconds)
 
+    def observe_end(self, summary: RequestSummary) -> None:
+        """Observe the stages and lengths of a request that has ended."""
+        self.request_prompt_tokens.observe(summary.num_prompt_tokens)
+        self.request_output_tokens.observe(summary.num_output_tokens)
+        for stage, seconds in summary.ttft_stages.items():
+            self._series(self.stage_seconds, stage).observe(seconds)
+        for stage, seconds in summary.handover_stages.items():
+            self._series(self.handover_stage_seconds, stage, summary.transport).observe(seconds)
+
+    def _series(self, histogram: Histogram, *labels: str) -> Histogram:
+        found = self._stages.get(labels)
+        if found is None:
+            found = self._stages[labels] = histogram.labels(*labels)
+        return found
+
     def render(self) -> bytes:
-        return generate_latest(self.registry)
+        return generate_latest(self)
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield all families, their samples with the label ``model``."""
+        for family in self.registry.collect():
+            if self._model:
+                family.samples = [
+                    sample._replace(labels={**sample.labels, "model": self._model}) for sample in family.samples
+                ]
+            yield family
 
 
 class WorkerCollector(Collector):
@@ -126,6 +192,7 @@ class WorkerCollector(Collector):
             placed.add_metric(_labels(record), record.num_requests)
         yield ready
         yield placed
+        yield _kv_used(records)
         yield _identities(records)
         yield from _links(records)
         loads = [(_labels(record), record.load) for record in records]
@@ -145,11 +212,43 @@ def _families(
 ) -> Iterator[Family]:
     """Yield a family for each annotated field of ``struct``; ``values`` are instances of it with their labels."""
     for name, metric in metrics_of(struct).items():
+        if isinstance(metric, HistogramField):
+            yield _histogram_family(
+                f"{prefix}_{name}", metric, labels, [(of, getattr(each, name)) for of, each in values]
+            )
+            continue
         kind = CounterMetricFamily if isinstance(metric, CounterField) else GaugeMetricFamily
         family = kind(f"{prefix}_{name}", metric.help, labels=labels)
         for label_values, load in values:
             family.add_metric(label_values, getattr(load, name))
         yield family
+
+
+def _histogram_family(
+    name: str,
+    metric: HistogramField,
+    labels: Sequence[str],
+    values: Sequence[tuple[tuple[str, ...], Distribution]],
+) -> HistogramMetricFamily:
+    family = HistogramMetricFamily(name, metric.help, labels=labels)
+    bounds = [*map(str, metric.buckets), "+Inf"]
+    for label_values, distribution in values:
+        counts = distribution.counts or [0] * len(bounds)
+        family.add_metric(label_values, list(zip(bounds, accumulate(counts), strict=False)), distribution.total)
+    return family
+
+
+def _kv_used(records: list[WorkerRecord]) -> GaugeMetricFamily:
+    """Return the share of each worker's KV blocks that requests hold, or that are in quarantine."""
+    family = GaugeMetricFamily(
+        "splitserve_worker_kv_used_ratio",
+        "Share of the worker's KV blocks that are in use, from 0 to 1; cached blocks without references count as free",
+        labels=_LABELS,
+    )
+    for record in records:
+        used = record.load.blocks_referenced + record.load.blocks_quarantined
+        family.add_metric(_labels(record), used / record.info.num_blocks)
+    return family
 
 
 def _identities(records: list[WorkerRecord]) -> GaugeMetricFamily:

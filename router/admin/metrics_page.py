@@ -16,7 +16,7 @@ _HEAD = """<!-- made by `python scripts/reference_pages.py`, not by hand -->
 
 The router's `GET /metrics` has all metrics of a cluster in Prometheus' text format; those of workers and tiers are
 as of the worker's last heartbeat, their counters since the worker's start. A histogram
-has `_bucket`, `_sum` and `_count`.
+has `_bucket`, `_sum` and `_count`. Each series also has the label `model`, the served model's name.
 """
 
 

@@ -262,7 +262,7 @@ class GenerationResponse(Response):
         )
 
     def _route(self, request: ActiveRequest) -> dict[str, Any]:
-        return {"splitserve": route(request.state)} if self._return_route else {}
+        return {"splitserve": route(request.state, request.timeline)} if self._return_route else {}
 
 
 _STREAM_START = {

@@ -1,6 +1,7 @@
 """The HTTP interface: OpenAI's endpoints, health, readiness, metrics. Every error has OpenAI's shape."""
 
 import asyncio
+import time
 from collections.abc import Callable, Collection, Coroutine, Sequence
 from typing import Any, TypeAlias
 
@@ -45,7 +46,7 @@ class Api:
         self._bodies = serving.bodies
 
     async def completions(self, request: Request) -> Response:
-        arrived_at = asyncio.get_running_loop().time()
+        arrived_at = time.monotonic()
         body, num_bytes = await self._serving.read(request, CompletionRequest)
         check_not_empty(body)
         return await self._serving.generate(
@@ -59,7 +60,7 @@ class Api:
         )
 
     async def chat_completions(self, request: Request) -> Response:
-        arrived_at = asyncio.get_running_loop().time()
+        arrived_at = time.monotonic()
         body, num_bytes = await self._serving.read(request, ChatCompletionRequest)
         return await self._serving.generate(
             request,
@@ -105,8 +106,16 @@ class Api:
     async def workers(self, _request: Request) -> Response:
         """Answer with all that is known of the cluster, for the search for faults (``splitserve doctor``)."""
         self._dispatcher.fleet.mend_links()  # a link still broken in the next answer doesn't mend by itself
-        report = cluster_report(self._dispatcher.config, self._dispatcher.fleet, asyncio.get_running_loop().time())
+        fleet, rates = self._dispatcher.fleet, self._dispatcher.reports.rates()
+        report = cluster_report(self._dispatcher.config, fleet, rates, asyncio.get_running_loop().time())
         return Response(msgspec.json.encode(report), media_type="application/json")
+
+    async def request_traces(self, request: Request) -> Response:
+        """Answer with the timelines of ended requests whose ids begin with the given one (``splitserve trace``)."""
+        traces = self._dispatcher.reports.traces(request.path_params["request_id"])
+        if not traces.traces:
+            raise ApiError(404, "no request of the last ones has this id", code="not_found", param="request_id")
+        return Response(msgspec.json.encode(traces), media_type="application/json")
 
     async def profile(self, request: Request) -> Response:
         """Let the workers record their next steps, and answer when their reports are complete."""
@@ -153,6 +162,7 @@ def create_app(
         ("/version", api.version),
         ("/metrics", api.metrics),
         ("/admin/workers", api.workers),
+        ("/admin/requests/{request_id}", api.request_traces),
         ("/openapi.json", openapi),
     ]
     routes: list[BaseRoute] = [Route(path, handler, methods=["POST"]) for path, handler in posts]

@@ -1,4 +1,4 @@
-"""One request of the router's core: its prompt, its state machine, its charge, its times."""
+"""One request of the router's core: its prompt, its state machine, its charge, its timeline."""
 
 from dataclasses import dataclass
 
@@ -10,6 +10,7 @@ from splitserve.router.links.worker_record import Charge
 from splitserve.router.placement.policies import RequestShape
 from splitserve.router.placement.prefix_view import PromptHashes
 from splitserve.router.requests.state import RequestState
+from splitserve.router.requests.timeline.timeline import Timeline
 from splitserve.router.requests.token_sequence import PromptScores
 
 
@@ -32,14 +33,11 @@ class ActiveRequest:
 
     token_ids: TokenIds
     sampling: SamplingParams
-    arrived_at: float
+    timeline: Timeline
     state: RequestState
     hashes: PromptHashes
     context: RequestContext = NO_CONTEXT
     charge: Charge | None = None  # of the current attempt
-    attempt_began_at: float = 0.0
-    first_token_at: float = 0.0  # 0.0: no token came yet
-    last_token_at: float = 0.0
     num_waits: int = 0  # of the current wait for a worker that can continue the request
     stranded_at: float | None = None  # when that wait began
     siblings: tuple["ActiveRequest", ...] = ()  # of the prompt's other choices, which begin with this one
@@ -53,18 +51,27 @@ class ActiveRequest:
         sampling: SamplingParams,
         arrived_at: float,
         context: RequestContext = NO_CONTEXT,
+        *,
+        prepared_at: float | None = None,
     ) -> "ActiveRequest":
+        """Return a new request; ``prepared_at``: when its prompt was tokens, by default at its arrival."""
         state = _new_state(request_id, len(token_ids), sampling)
         hashes = PromptHashes(token_ids, context.cache_salt)
-        return cls(token_ids, sampling, arrived_at, state, hashes, context)
+        timeline = Timeline(arrived_at, arrived_at if prepared_at is None else prepared_at)
+        return cls(token_ids, sampling, timeline, state, hashes, context)
 
     def add_sibling(self, request_id: str, choice: int) -> "ActiveRequest":
         """Add another choice of the prompt, and return its request."""
         sampling = msgspec.structs.replace(self.sampling, choice=choice)
         state = _new_state(request_id, len(self.token_ids), sampling)
-        sibling = ActiveRequest(self.token_ids, sampling, self.arrived_at, state, self.hashes, self.context)
+        timeline = Timeline(self.arrived_at, self.timeline.prepared_at)
+        sibling = ActiveRequest(self.token_ids, sampling, timeline, state, self.hashes, self.context)
         self.siblings += (sibling,)
         return sibling
+
+    @property
+    def arrived_at(self) -> float:
+        return self.timeline.arrived_at
 
     @property
     def request_id(self) -> str:

@@ -16,6 +16,7 @@ from splitserve.router.requests.effects import CancelTimer, Count, Log, Outbox, 
 from splitserve.router.requests.events import Timer, TimerKind
 from splitserve.router.requests.ladder import backoff_seconds, may_wait, next_step
 from splitserve.router.requests.state import Failure
+from splitserve.router.requests.timeline.timeline import Timeline
 
 MIN_DEADLINE_SECONDS = 0.001  # a worker refuses a request without time left
 
@@ -45,14 +46,21 @@ class Attempts:
         siblings = request.siblings if not request.state.num_attempts else ()
         self._begin(request, placement, request.shape, now)
         for sibling in siblings:
-            self._begin(sibling, placement, replace(request.shape, num_prompt_tokens=0), now)
+            self._begin(sibling, placement, replace(request.shape, num_prompt_tokens=0), now, request.timeline)
         for party, body in self.messages(request, placement, now, [sibling.state.key for sibling in siblings]):
             self._outbox.put(Send(party, body))
         self._placer.note_sent(placement.parties, request.hashes)
 
-    def _begin(self, request: ActiveRequest, placement: Placed, shape: RequestShape, now: float) -> None:
+    def _begin(
+        self,
+        request: ActiveRequest,
+        placement: Placed,
+        shape: RequestShape,
+        now: float,
+        primary: Timeline | None = None,
+    ) -> None:
         request.state.begin(placement)
-        request.attempt_began_at = now
+        request.timeline.begin_attempt(placement, now, primary)
         request.stranded_at, request.num_waits = None, 0
         request.charge = self._membership.charge(placement, shape, now)
 

@@ -57,6 +57,7 @@ from splitserve.router.requests.orphans import Orphans
 from splitserve.router.requests.settlement import Settlement
 from splitserve.router.requests.state import NOTHING, Failure, FailureReason
 from splitserve.router.requests.table import RequestTable
+from splitserve.router.requests.timeline.clocks import WorkerClocks
 from splitserve.router.requests.waiting_room import WaitingRoom
 
 MAX_SHARE_OF_DEADLINE_WAITED = 0.25
@@ -88,6 +89,7 @@ class RouterCore:
         self.waiting_room: WaitingRoom[Newcomer] = WaitingRoom(
             protocol.max_requests_waiting, protocol.max_waiting_mib << 20, wait_seconds, self._outbox, self._serve
         )
+        self._clocks = WorkerClocks()
         self._orphans = Orphans(protocol.tombstone_seconds)
         attempts = Attempts(self.placer, membership, self._outbox, chosen, self.deadline_seconds)
         self._settlement = Settlement(membership, objectives, self._outbox, self.placer.note_output)
@@ -166,6 +168,8 @@ class RouterCore:
         if request is None or update is None:
             self._outbox.put(Stale("tokens", str(delta.key), sender))
             return
+        if delta.marks:
+            request.timeline.add_marks(sender, delta.marks, self._clocks, now)
         if delta.handover is not None and not request.sampling.choice:  # the other choices share the first one's
             self._settlement.on_handover(request, update, now)
         self.requests.apply(request, update, now)

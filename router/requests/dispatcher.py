@@ -22,6 +22,7 @@ from splitserve.protocol.request import Party, SamplingParams
 from splitserve.protocol.token_ids import TokenIds
 from splitserve.router.admin.metrics import RouterMetrics
 from splitserve.router.admin.profiles import Profiles
+from splitserve.router.admin.request_reports import RequestReports
 from splitserve.router.http.inbox import Inbox
 from splitserve.router.links.fleet import Fleet
 from splitserve.router.placement.placer import Limits
@@ -35,6 +36,7 @@ from splitserve.router.requests.effects import (
     CountTokens,
     Deliver,
     Effect,
+    Ended,
     Log,
     Observe,
     Refuse,
@@ -88,6 +90,7 @@ class Dispatcher:
         self.core = RouterCore(config, self.fleet.membership, self.fleet.prefixes, random.Random())
         self.deadline_seconds = self.core.deadline_seconds
         self.profiles = Profiles(self.fleet)
+        self.reports = RequestReports(self.core, metrics, writes_lines=config.request_log)
         self._performers: dict[type, Callable[[Any], None]] = {
             Send: self._send,
             Deliver: self._deliver,
@@ -97,7 +100,8 @@ class Dispatcher:
             SetTimer: self._set_timer,
             CancelTimer: self._cancel_timer,
             Count: metrics.count,
-            CountTokens: metrics.count_tokens,
+            CountTokens: self.reports.count_tokens,
+            Ended: self.reports.on_end,
             Observe: metrics.observe,
             Stale: lambda effect: self.fleet.drop_stale(effect.kind, effect.detail, effect.sender),
             Log: lambda effect: log.info("%s", effect.text),
@@ -149,7 +153,7 @@ class Dispatcher:
         """
         request_id = f"{context.client_id}-{secrets.token_hex(4)}" if context.client_id else secrets.token_hex(12)
         self._inboxes[request_id] = (inbox, index)
-        request = ActiveRequest.new(request_id, token_ids, sampling, arrived_at, context)
+        request = ActiveRequest.new(request_id, token_ids, sampling, arrived_at, context, prepared_at=time.monotonic())
         for choice in range(1, num_choices):
             sibling = request.add_sibling(f"{request_id}-{choice}", choice)
             self._inboxes[sibling.request_id] = (inbox, index + choice)
@@ -196,6 +200,7 @@ class Dispatcher:
         self._is_closed = True
         self._handle(Close())
         self.profiles.close()
+        self.reports.close()
         self.fleet.close()
 
     # ---- events of the workers ----

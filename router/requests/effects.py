@@ -8,6 +8,7 @@ import msgspec
 from splitserve.protocol.messages.envelope import Body
 from splitserve.protocol.request import Party
 from splitserve.router.placement.placer import Limits
+from splitserve.router.requests.active_request import ActiveRequest
 from splitserve.router.requests.events import Timer
 from splitserve.router.requests.state import Update
 
@@ -82,6 +83,12 @@ class Observe(msgspec.Struct, frozen=True, gc=False):
     seconds: float
 
 
+class Ended(msgspec.Struct, frozen=True):
+    """End of a request that had begun: its timeline is complete."""
+
+    request: ActiveRequest
+
+
 class Stale(msgspec.Struct, frozen=True, gc=False):
     """A worker's message that was dropped, to be counted and logged: it came too late, or isn't for a router."""
 
@@ -97,7 +104,19 @@ class Log(msgspec.Struct, frozen=True, gc=False):
 
 
 Effect: TypeAlias = (
-    Send | Deliver | Begun | TellLimits | Refuse | SetTimer | CancelTimer | Count | CountTokens | Observe | Stale | Log
+    Send
+    | Deliver
+    | Begun
+    | TellLimits
+    | Refuse
+    | SetTimer
+    | CancelTimer
+    | Count
+    | CountTokens
+    | Observe
+    | Ended
+    | Stale
+    | Log
 )
 
 

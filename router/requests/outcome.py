@@ -4,9 +4,12 @@ from typing import Any
 
 import msgspec
 
+from splitserve.protocol.messages.requests import HandoverReport
 from splitserve.router.links.membership import decode_party, prefill_party
 from splitserve.router.placement.policies import Disaggregated
 from splitserve.router.requests.state import RequestPhase, RequestState
+from splitserve.router.requests.timeline.stages import handover_stages, read_times, ttft_stages
+from splitserve.router.requests.timeline.timeline import AttemptTimeline, Timeline
 
 
 def outcome(state: RequestState) -> tuple[str, str, str]:
@@ -19,7 +22,7 @@ def outcome(state: RequestState) -> tuple[str, str, str]:
     if state.failure is not None:
         return intended, "failed", state.failure.reason.value
     if state.phase is RequestPhase.CANCELLED:
-        return intended, "failed", "cancelled"
+        return intended, "cancelled", "cancelled"
     if intended == "local":
         return intended, "local", "ok"
     if not isinstance(state.placement, Disaggregated):
@@ -31,8 +34,9 @@ def outcome(state: RequestState) -> tuple[str, str, str]:
     return intended, "disaggregated", "ok"
 
 
-def route(state: RequestState) -> dict[str, Any]:
-    """Return the ``splitserve`` object of an answer: the request's workers, its hand-over's cost, earlier failures."""
+def route(state: RequestState, timeline: Timeline) -> dict[str, Any]:
+    """Return the ``splitserve`` object of an answer: the request's workers, its stages so far, its hand-over's cost,
+    earlier failures."""
     placement = state.placement
     if placement is None:  # between attempts
         placement = state.history[-1].placement
@@ -45,6 +49,14 @@ def route(state: RequestState) -> dict[str, Any]:
             {"worker": attempt.culprit.engine_id, "reason": attempt.failure.reason.value} for attempt in state.history
         ],
         "cached_tokens": state.num_cached_tokens,
-        "handover_seconds": state.handover_seconds,
-        "handover": None if state.handover is None else msgspec.to_builtins(state.handover),
+        "stages": ttft_stages(timeline),
+        "handover_seconds": timeline.attempts[-1].handover_seconds,
+        "handover": None if state.handover is None else _handover(state.handover, timeline.attempts[-1]),
     }
+
+
+def _handover(report: HandoverReport, attempt: AttemptTimeline) -> dict[str, Any]:
+    """Return decode's report with its times: since the first read posted, and since the last offer's arrival."""
+    seconds, exposed_seconds = read_times(attempt)
+    times = {"seconds": seconds, "exposed_seconds": exposed_seconds, "stages": handover_stages(attempt)}
+    return {**msgspec.to_builtins(report), **times}

@@ -1,5 +1,6 @@
 """Settlement of requests: charges, breakers, and the metrics of tokens, hand-overs, attempts and ends. Pure."""
 
+import math
 from collections.abc import Callable
 
 from splitserve.router.links.membership import Membership
@@ -24,33 +25,34 @@ class Settlement:
         self._objectives = objectives
         self._outbox = outbox
 
+    @property
+    def gap_seconds(self) -> float:
+        """Return the time between tokens above which a timeline notes the gap."""
+        return self._objectives.tpot_seconds or math.inf
+
     def on_tokens(self, request: ActiveRequest, count: int, now: float) -> None:
         """Count new tokens that are delivered to the client."""
         if request.charge is not None:
             request.charge.first_token_out(now)  # of each attempt: a retry computes the prompt again
-        are_first = not request.last_token_at
-        if are_first:
-            request.first_token_at = now
-        since = request.arrived_at if are_first else request.last_token_at
-        self._outbox.put(CountTokens(count, now - since, are_first))
-        request.last_token_at = now
+        are_first = not request.timeline.num_tokens
+        self._outbox.put(CountTokens(count, request.timeline.on_tokens(count, now), are_first))
 
     def on_handover(self, request: ActiveRequest, update: Update, now: float) -> None:
         """Record the duration of a hand-over when decode reports that it is ready.
 
         The report repeats the first token; if the token is new, decode's report was faster than prefill's: 0 s.
         """
-        seconds = 0.0 if update.token_ids else now - request.last_token_at
-        request.state.handover_seconds = seconds
+        seconds = request.timeline.on_handover(now, is_first=bool(update.token_ids))
         self._outbox.put(Observe("handover_seconds", seconds))
 
     def on_attempt_failed(self, request: ActiveRequest, now: float) -> None:
         """Take the failed attempt off its workers' counts, and count the failure against its culprit."""
         self._release(request, now)
         attempt = request.state.history[-1]
+        request.timeline.fail_attempt(attempt.failure.reason.value, attempt.culprit.engine_id)
         record = self._membership.get(attempt.culprit)
         if record is not None and attempt.failure.reason is not FailureReason.OVERLOADED:
-            record.breaker.on_failure(now, request.attempt_began_at)
+            record.breaker.on_failure(now, request.timeline.attempts[-1].began_at)
 
     def on_end(self, request: ActiveRequest, now: float) -> None:
         """Count the request once, by its outcome."""
@@ -66,6 +68,7 @@ class Settlement:
         self._outbox.put(Observe("e2e_seconds", now - request.arrived_at))
         self._outbox.put(Count("requests_finished", outcome(state)))
         self._judge(request)
+        request.timeline.ended_at = now
 
     @staticmethod
     def _release(request: ActiveRequest, now: float) -> None:
@@ -77,7 +80,7 @@ class Settlement:
         """Count the objectives that the request met or missed; none if the client ended it."""
         state = request.state
         if state.phase is RequestPhase.FINISHED:
-            times = (request.arrived_at, request.first_token_at, request.last_token_at)
+            times = (request.arrived_at, request.timeline.first_token_at, request.timeline.last_token_at)
             verdicts = self._objectives.judge(*times, len(state.delivered_ids))
         elif state.failure is not None and state.failure.reason is not FailureReason.INVALID:
             verdicts = self._objectives.missed()

@@ -111,7 +111,6 @@ class RequestState:
         self.key = RequestKey(request_id)  # of the current attempt
         self.failure: Failure | None = None
         self.handover: HandoverReport | None = None
-        self.handover_seconds: float | None = None  # from the first token to decode's report, as received here
         self.num_cached_tokens = 0
         self.history: list[FailedAttempt] = []
         self.was_disaggregated = False  # as first placed
@@ -135,7 +134,6 @@ class RequestState:
         self.key = RequestKey(self.request_id, self.num_attempts)
         self.num_attempts += 1
         self.handover = None
-        self.handover_seconds = None
         self.num_cached_tokens = 0
         self._at_work = list(placement.parties)
         self._decode_started = False

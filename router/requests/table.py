@@ -9,7 +9,7 @@ from splitserve.router.links.worker_record import Charges
 from splitserve.router.placement.policies import Placed
 from splitserve.router.requests.active_request import ActiveRequest
 from splitserve.router.requests.attempts import Attempts
-from splitserve.router.requests.effects import Begun, CancelTimer, Count, Deliver, Outbox, Send, SetTimer
+from splitserve.router.requests.effects import Begun, CancelTimer, Count, Deliver, Ended, Outbox, Send, SetTimer
 from splitserve.router.requests.events import Timer, TimerKind
 from splitserve.router.requests.settlement import Settlement
 from splitserve.router.requests.state import NOTHING, Failure, FailureReason, Update
@@ -48,6 +48,7 @@ class RequestTable:
         self._outbox.put(Count("prompt_tokens", amount=len(request.token_ids)))
         for each in (request, *request.siblings):
             self._requests[each.request_id] = each
+            each.timeline.gap_seconds = self._settlement.gap_seconds
             self._outbox.put(Begun(each.request_id))
             deadline = each.arrived_at + self._deadline_seconds
             self._outbox.put(SetTimer(Timer(TimerKind.DEADLINE, each.request_id), deadline))
@@ -70,6 +71,8 @@ class RequestTable:
         if update.ended:
             self._retire(request, now)
         self._outbox.put(Deliver(request.request_id, update))
+        if update.ended:
+            self._outbox.put(Ended(request))  # after the client has its last token
 
     def go_on(self, request: ActiveRequest, now: float) -> None:
         """Begin the next attempt, wait for a worker, or fail the request, as the ladder decides."""

@@ -82,7 +82,7 @@ def test_a_worker_that_lost_a_rank_says_which_and_ends(two_heads: Path, capfd: p
         os.kill(rank.pid, signal.SIGKILL)
         worker.wait(timeout=PATIENCE_SECONDS)
         with urllib.request.urlopen(f"{running.url}/metrics", timeout=PATIENCE_SECONDS) as metrics:
-            assert "splitserve_workers_lost_total 1.0" in metrics.read().decode()
+            assert re.search(r"^splitserve_workers_lost_total\S* 1\.0$", metrics.read().decode(), re.MULTILINE)
     said = capfd.readouterr().err
     assert "mixed-0 rank 1 was ended by SIGKILL" in said
     assert re.search(r"worker mixed-0@\w+ has ended: mixed-0 rank 1 was ended by SIGKILL", said), (

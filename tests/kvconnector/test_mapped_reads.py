@@ -1,4 +1,4 @@
-"""Copies through a mapping of a peer's memory: which bytes they move, carried out within one process; their choice.
+"""CopyBatch through a mapping of a peer's memory: which bytes they move, carried out within one process; their choice.
 
 That a GPU moves them is in test_handover_gpu.
 """
@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from host_driver import STREAM, HostDriver
-from splitserve.kvconnector.cuda.batch_copies import BatchCopier, Copies
+from splitserve.kvconnector.cuda.batch_copies import BatchCopier, CopyBatch
 from splitserve.kvconnector.layout.memory import KVMemory
 from splitserve.kvconnector.nixl import mapped_reads
 from splitserve.kvconnector.nixl.agent import TransferError
@@ -98,7 +98,7 @@ def test_a_few_blocks_are_under_way_first(count: int, sizes: list[int]) -> None:
 def test_a_driver_that_refuses_batches_copies_one_by_one(is_flat: bool) -> None:
     source, target = torch.arange(64, dtype=torch.uint8), torch.zeros(64, dtype=torch.uint8)
     addresses = ([tensor.data_ptr(), tensor.data_ptr() + 32] for tensor in (target, source))
-    copies = Copies(*addresses, [2, 3], 4, *([4, 4] if is_flat else [8, 8]))
+    copies = CopyBatch(*addresses, [2, 3], 4, *([4, 4] if is_flat else [8, 8]))
     assert copies.num_bytes == 20
     driver = HostDriver(batches=True, fails=True)
     copier = BatchCopier(driver)

@@ -11,7 +11,17 @@ from splitserve.orchestration.spec.conversion import convert_spec
 from splitserve.orchestration.spec.expansion import Secrets, router_config
 from splitserve.orchestration.spec.settings import spec_settings
 from splitserve.protocol.config import EngineConfig, HttpLimits, LMCacheConfig, RouterConfig
-from splitserve.protocol.counters import Counter, Gauge, TierCounters, TierLoad, WorkerCounters, WorkerLoad, metrics_of
+from splitserve.protocol.counters import (
+    Counter,
+    Distribution,
+    Gauge,
+    Histogram,
+    TierCounters,
+    TierLoad,
+    WorkerCounters,
+    WorkerLoad,
+    metrics_of,
+)
 from splitserve.protocol.engine_config import OPTION_GROUPS
 
 
@@ -22,8 +32,8 @@ def test_every_number_of_a_heartbeat_is_a_metric() -> None:
 
 def test_what_the_engine_adds_to_are_counters_from_zero() -> None:
     for struct in (WorkerCounters, TierCounters):
-        assert all(isinstance(metric, Counter) for metric in metrics_of(struct).values())
-        assert not any(msgspec.structs.astuple(struct()))
+        assert all(isinstance(metric, Counter | Histogram) for metric in metrics_of(struct).values())
+        assert all(value in (0, Distribution()) for value in msgspec.structs.astuple(struct()))
     gauges = [name for name, metric in metrics_of(WorkerLoad).items() if isinstance(metric, Gauge)]
     assert "num_running" in gauges
     assert not set(gauges) & set(WorkerCounters.__struct_fields__)

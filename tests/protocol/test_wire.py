@@ -37,6 +37,7 @@ from splitserve.protocol.messages.handover import (
     Withdrawn,
 )
 from splitserve.protocol.messages.logprobs import Logprobs
+from splitserve.protocol.messages.marks import Mark, MarkKind
 from splitserve.protocol.messages.membership import (
     Draining,
     Heartbeat,
@@ -93,7 +94,7 @@ SETUP = WorkerSetup(
     {"sample": "triton"},
 )
 INFO = WorkerInfo(PREFILL, Role.PREFILL, "tcp://127.0.0.1:1", 42, LAYOUT, 64, 8, 1024, 320, setup=SETUP)
-REPORT = HandoverReport("prefill-0", "nixl", 3, 3072, 16, 2, 0.01, 0.001, 0.005)
+REPORT = HandoverReport("prefill-0", "nixl", 3, 3072, 16, 2, 0.005)
 
 EXAMPLES: list[Body] = [
     Register(info=INFO),
@@ -119,6 +120,7 @@ EXAMPLES: list[Body] = [
     Profiled("p0", "", "/tmp/mixed.trace.json", 128, 0.9, 0.85, 0.01),
     StepTokens([TokenDelta(KEY, 4, [9], FinishReason.STOP, 16, REPORT), TokenDelta(KEY, 0, [1])]),
     StepTokens([TokenDelta(KEY, 4, [9], logprobs=LOGPROBS)]),
+    StepTokens([TokenDelta(KEY, 0, [9], marks=[Mark(MarkKind.ACCEPTED, 12.5), Mark(MarkKind.CHUNK, 12.75, 512)])]),
     PromptLogprobs(KEY, 1, LOGPROBS),
     RequestFailed(KEY, FailureCode.OVERLOADED, "full \N{SNOWMAN}"),
     PeerHello(LAYOUT),

@@ -35,7 +35,7 @@ def test_slices_make_the_json_of_one_piece(tokenizer, num_tokens):
     token_ids, logprobs = scored(num_tokens)
     wanted = WantedScores(2, NUM_TOP, echo=True)
     form = CompletionLogprobs(tokenizer.texts, tokenizer.detokenizer())
-    scores = ChoiceScores(wanted, token_ids, "prompt", form, tokenizer.texts)
+    scores = ChoiceScores(wanted, token_ids, "prompt", form, tokenizer.texts, echo=form)
     num_slices = sum(1 for _ in scores.take_prompt(logprobs))
     assert num_slices >= num_tokens * (1 + NUM_TOP) // 500
     piece = scores.add(Piece("", (), None), None)
@@ -49,6 +49,6 @@ def test_slices_make_the_json_of_one_piece(tokenizer, num_tokens):
 
 def test_a_prompt_of_one_token_has_no_log_probability(tokenizer):
     form = CompletionLogprobs(tokenizer.texts, tokenizer.detokenizer())
-    scores = ChoiceScores(WantedScores(1, 1, echo=True), [7], "p", form, tokenizer.texts)
+    scores = ChoiceScores(WantedScores(1, 1, echo=True), [7], "p", form, tokenizer.texts, echo=form)
     piece = scores.add(Piece("", (), None), None)
     assert piece.prompt_logprobs == [None] and piece.logprobs["token_logprobs"] == [None]

@@ -70,7 +70,7 @@ def only_the_first_attempt_has_a_first_token(patch: pytest.MonkeyPatch) -> None:
 
     def on_tokens(self: Settlement, request: ActiveRequest, count: int, now: float) -> None:
         charge = request.charge
-        if request.last_token_at:
+        if request.timeline.num_tokens:
             request.charge = None
         original(self, request, count, now)
         request.charge = charge

@@ -2,6 +2,7 @@
 
 import http.client
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -115,8 +116,9 @@ class RouterProcess:
         return self.request("POST", path, {"model": "tiny"} | fields)
 
     def metric(self, name: str) -> float:
-        """One sample of /metrics, by its name with labels; 0 when it isn't there yet."""
-        for line in self.request("GET", "/metrics")[2].splitlines():
+        """One sample of /metrics, by its name with labels but ``model``; 0 when it isn't there yet."""
+        text = re.sub(r'(?<=[{,])model="[^"]*",?', "", self.request("GET", "/metrics")[2])
+        for line in text.replace(",}", "}").replace("{}", "").splitlines():
             if line.startswith(name + " "):
                 return float(line.rsplit(" ", 1)[1])
         return 0.0

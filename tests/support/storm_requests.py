@@ -135,6 +135,9 @@ def _storm_case(model: str, number: int, end_of_reasoning: int) -> StormCase:
     chance = random.Random(number)
     share = chance.choice((0.4, 0.5, 0.6, 0.7, 0.8))
     names = tuple(name for name in FEATURES if chance.random() < share)
+    if {"n", "prompt_logprobs"} <= set(names):  # the router refuses them together
+        left_out = chance.choice(("n", "prompt_logprobs"))
+        names = tuple(name for name in names if name != left_out)
     body: dict[str, Any] = {
         "model": model, "seed": number, "max_tokens": chance.choice(NUM_TOKENS), "temperature": 0, "stream": True,
         "return_route": True, "stream_options": {"include_usage": True}, "return_token_ids": True,

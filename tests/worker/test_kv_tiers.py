@@ -17,7 +17,7 @@ from splitserve.protocol.memory_records import LayoutRecord
 from splitserve.protocol.request import Role
 from splitserve.worker.machine import pinning
 from splitserve.worker.start.kv_tiers import RankTiers, make_tiers
-from splitserve.worker.start.registration import place_of
+from splitserve.worker.start.registration import setup_of
 
 LAYOUT = LayoutRecord("m", "sha", "float32", 16, 2, 2, 16)
 MIB = 1 << 20
@@ -82,9 +82,9 @@ def test_memory_on_another_node_is_told(monkeypatch: pytest.MonkeyPatch, caplog:
     config = WorkerConfig(
         engine_id="mixed-0", role=Role.MIXED, engine=EngineConfig(model="m"), membership="tcp://127.0.0.1:1", secret="s"
     )
-    place = place_of(config, KVMemory(LAYOUT, 8), host, {})
-    assert (place.remote_bytes, place.host_kv_bytes) == (3 << 14, 1 << 16)
-    assert place_of(config, KVMemory(LAYOUT, 8), None, {}).remote_bytes == 0
+    setup = setup_of(config, KVMemory(LAYOUT, 8), host, {})
+    assert (setup.remote_bytes, setup.host_kv_bytes) == (3 << 14, 1 << 16)
+    assert setup_of(config, KVMemory(LAYOUT, 8), None, {}).remote_bytes == 0
     assert HostMemory(1 << 16).num_remote_bytes == 0, "it may be anywhere"
 
 

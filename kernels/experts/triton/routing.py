@@ -50,6 +50,32 @@ def _best(values, numbers):
 
 
 @triton.jit
+def _kept(
+    ranked,
+    numbers,
+    groups,
+    GROUPS: tl.constexpr,
+    KEPT_GROUPS: tl.constexpr,
+    BEST_TWO: tl.constexpr,
+    LOWEST: tl.constexpr,
+):
+    """Return whether each group is one of the best, by its best expert or its best two."""
+    group_best = tl.max(ranked, 1)
+    if BEST_TWO:
+        firsts = tl.min(tl.where(ranked == group_best[:, None], numbers, 1 << 30), 1)
+        others = tl.where(numbers == firsts[:, None], float("-inf"), ranked)
+        group_best += tl.max(others, 1)
+    group_best = tl.where(groups < GROUPS, tl.maximum(group_best, LOWEST), float("-inf"))
+    is_kept = groups < 0
+    for _ in range(KEPT_GROUPS):
+        best = tl.max(group_best, 0)
+        chosen = tl.min(tl.where(group_best == best, groups, 1 << 30), 0)
+        is_kept = is_kept | (groups == chosen)
+        group_best = tl.where(groups == chosen, float("-inf"), group_best)
+    return is_kept
+
+
+@triton.jit
 def _route_kernel(
     logits_ptr,
     bias_ptr,
@@ -87,18 +113,7 @@ def _route_kernel(
     ranked = tl.where(ranked == ranked, tl.maximum(ranked, LOWEST), LOWEST)
     ranked = tl.where(exists, ranked, float("-inf"))
     if KEPT_GROUPS < GROUPS:
-        group_best = tl.max(ranked, 1)
-        if BEST_TWO:
-            firsts = tl.min(tl.where(ranked == group_best[:, None], numbers, 1 << 30), 1)
-            others = tl.where(numbers == firsts[:, None], float("-inf"), ranked)
-            group_best += tl.max(others, 1)
-        group_best = tl.where(groups < GROUPS, tl.maximum(group_best, LOWEST), float("-inf"))
-        is_kept = groups < 0
-        for _ in range(KEPT_GROUPS):
-            best = tl.max(group_best, 0)
-            chosen_group = tl.min(tl.where(group_best == best, groups, 1 << 30), 0)
-            is_kept = is_kept | (groups == chosen_group)
-            group_best = tl.where(groups == chosen_group, float("-inf"), group_best)
+        is_kept = _kept(ranked, numbers, groups, GROUPS, KEPT_GROUPS, BEST_TWO, LOWEST)
         ranked = tl.where(is_kept[:, None], ranked, float("-inf"))
     slots = tl.arange(0, SLOT_BLOCK)
     chosen = tl.zeros((SLOT_BLOCK,), dtype=tl.int32)

@@ -4,8 +4,8 @@ For programs that have a tokenizer of their own, and for training: nothing is tu
 don't exist here.
 """
 
-import asyncio
 import secrets
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated, Any
@@ -87,7 +87,7 @@ class Generate:
         self._serving = serving
 
     async def generate(self, request: Request) -> Response:
-        arrived_at = asyncio.get_running_loop().time()
+        arrived_at = time.monotonic()
         body, num_bytes = await self._serving.read(request, GenerateRequest)
         for name in _TEXT_FIELDS:
             if getattr(body, name) is not None:

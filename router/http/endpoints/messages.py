@@ -1,6 +1,6 @@
 """``/v1/messages`` and ``/v1/messages/count_tokens``: Anthropic's Messages API, whole and as its events."""
 
-import asyncio
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
@@ -44,7 +44,7 @@ class Messages:
         return await _with_errors(self._count, request)
 
     async def _create(self, request: Request) -> Response:
-        arrived_at = asyncio.get_running_loop().time()
+        arrived_at = time.monotonic()
         body, num_bytes = await self._serving.read(request, MessagesRequest)
         chat = body.chat()
         return await self._serving.generate(

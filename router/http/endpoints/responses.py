@@ -1,6 +1,5 @@
 """``/v1/responses`` without a store: OpenAI's Responses API, whole and as its events."""
 
-import asyncio
 import secrets
 import time
 from collections.abc import Iterable, Sequence
@@ -43,7 +42,7 @@ class Responses:
         self._serving = serving
 
     async def create(self, request: Request) -> Response:
-        arrived_at = asyncio.get_running_loop().time()
+        arrived_at = time.monotonic()
         body, num_bytes = await self._serving.read(request, ResponsesRequest)
         chat = body.chat()
         model = self._serving.model.name(body.model)

@@ -1,6 +1,6 @@
 """``/tokenize`` and ``/detokenize``, as vLLM has them: text or messages to token ids, and back."""
 
-import asyncio
+import time
 from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
@@ -48,7 +48,7 @@ class Tokens:
         self._serving = serving
 
     async def tokenize(self, request: Request) -> Response:
-        arrived_at = asyncio.get_running_loop().time()
+        arrived_at = time.monotonic()
         body, num_bytes = await self._serving.read(request, TokenizeRequest)
         if (body.prompt is None) == (body.messages is None):
             raise ApiError(400, "give either prompt or messages", param="prompt", code="invalid_value")
@@ -73,7 +73,7 @@ class Tokens:
         )
 
     async def detokenize(self, request: Request) -> Response:
-        arrived_at = asyncio.get_running_loop().time()
+        arrived_at = time.monotonic()
         body, num_bytes = await self._serving.read(request, DetokenizeRequest)
         limits = await self._serving.limits(request, arrived_at, num_bytes)
         check_vocabulary(body.tokens, limits.vocab_size, "tokens")

@@ -1,9 +1,18 @@
-"""Logging of every process: one line per record on standard error, with the name of the process (the engine id)."""
+"""Logging of every process: one line per record on standard error, with the name of the process (the engine id).
 
+A line is text, or a JSON object where the environment variable of :data:`FORMAT_VARIABLE` is "json"; child processes
+inherit it. A record's attribute ``fields`` is a function that returns further values for JSON.
+"""
+
+import json
 import logging
+import os
 import sys
+import time
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
+LOG_FORMATS = ("text", "json")
+FORMAT_VARIABLE = "SPLITSERVE_LOG_FORMAT"
 
 
 class _OneLineFormatter(logging.Formatter):
@@ -13,15 +22,40 @@ class _OneLineFormatter(logging.Formatter):
         return super().formatMessage(record).replace("\n", "\\n")
 
 
+class _JsonFormatter(logging.Formatter):
+    """One JSON object per record: time (UTC), level, process, logger, message, traceback if any, and its fields."""
+
+    def __init__(self, process_name: str) -> None:
+        super().__init__()
+        self._process_name = process_name
+
+    def format(self, record: logging.LogRecord) -> str:
+        seconds = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+        shown: dict[str, object] = {
+            "time": f"{seconds}.{int(record.msecs):03d}Z",
+            "level": record.levelname.lower(),
+            "process": self._process_name,
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            shown["traceback"] = self.formatException(record.exc_info)
+        shown.update(getattr(record, "fields", dict)())
+        return json.dumps(shown, default=str)
+
+
 def set_up_logging(process_name: str, level: str) -> None:
     """Send this process's records to standard error; ``level`` is one of :data:`LOG_LEVELS`."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(
-        _OneLineFormatter(
-            f"%(asctime)s.%(msecs)03d %(levelname)-7s {process_name} %(name)s: %(message)s",
-            datefmt="%Y-%m-%d %H:%M:%S",
+    if os.environ.get(FORMAT_VARIABLE) == "json":
+        handler.setFormatter(_JsonFormatter(process_name))
+    else:
+        handler.setFormatter(
+            _OneLineFormatter(
+                f"%(asctime)s.%(msecs)03d %(levelname)-7s {process_name} %(name)s: %(message)s",
+                datefmt="%Y-%m-%d %H:%M:%S",
+            )
         )
-    )
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())

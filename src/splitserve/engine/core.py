@@ -19,6 +19,7 @@ from splitserve.kvconnector.transfer.connector import PeerConnected
 from splitserve.protocol.counters import WorkerLoad
 from splitserve.protocol.handover.reads import ReadResult
 from splitserve.protocol.messages.envelope import Envelope
+from splitserve.protocol.messages.marks import Mark, MarkKind
 from splitserve.protocol.messages.membership import PeerLink
 from splitserve.protocol.messages.requests import Abort, FailureCode, TokenDelta
 from splitserve.protocol.request import FinishReason
@@ -98,6 +99,8 @@ class EngineCore:
             return None
         for index, (sequence, chunk) in enumerate(step):
             sequence.on_launched(chunk, index)
+            if sequence.marks is not None:
+                sequence.marks.begin(now)
             if sequence.features is not None and chunk.sample is not None:
                 self._with_features[sequence] = None
         self._steps.append(step)
@@ -130,7 +133,7 @@ class EngineCore:
                 self._fail(step, outcome, now)
 
     def _commit(self, step: list[Planned], output: StepOutput, now: float) -> None:
-        self.state.counters.steps += 1
+        self.state.counters.count_step(len(step), sum([len(planned.chunk.token_ids) for planned in step]))
         prefilling = Stage.PREFILLING
         for index, ((sequence, chunk), draw) in enumerate(zip(step, output.draws, strict=True)):
             sequence.on_completed(chunk)
@@ -141,6 +144,8 @@ class EngineCore:
                 continue
             if chunk.start < sequence.num_prompt_tokens:
                 self._count_prompt_tokens(sequence, chunk)
+                if sequence.marks is not None:
+                    sequence.marks.add_chunk(now, len(chunk.token_ids))
             sequence.num_computed += len(chunk.token_ids)
             self.state.blocks.publish_computed(sequence)
             if sequence.stage is prefilling:
@@ -172,7 +177,7 @@ class EngineCore:
         token_id = draw.token_id
         finish_reason = sequence.finish_reason(token_id)
         self.state.counters.output_tokens += 1
-        self._deliver(sequence, draw, finish_reason)
+        self._deliver(sequence, draw, finish_reason, now)
         if sequence.siblings and sequence.decodes_here:
             self._requests.fork(sequence)
         if sequence.was_aborted and not sequence.siblings:
@@ -186,9 +191,13 @@ class EngineCore:
             self.scheduler.remove(sequence)
             self._requests.owner(sequence).on_token(sequence, draw, now)
 
-    def _deliver(self, sequence: Sequence, draw: Draw, finish_reason: FinishReason | None) -> None:
+    def _deliver(self, sequence: Sequence, draw: Draw, finish_reason: FinishReason | None, now: float) -> None:
         if sequence.was_aborted:
             return
+        marks: list[Mark] = []
+        if sequence.marks is not None:
+            sequence.marks.add(MarkKind.DRAWN, now)
+            marks, sequence.marks = sequence.marks.take(), None
         position, num_cached_tokens = sequence.num_output_tokens, sequence.num_cached_tokens
         delta = TokenDelta(
             sequence.key,
@@ -198,6 +207,7 @@ class EngineCore:
             num_cached_tokens,
             sequence.handover,
             draw.logprobs,
+            marks,
         )
         sequence.handover = None
         self.state.add_delta(sequence, delta)

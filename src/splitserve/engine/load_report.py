@@ -17,8 +17,12 @@ def load_of(state: EngineState, scheduler: StepScheduler, parts: ListLike[Part])
     pool = min(state.blocks.pools, key=lambda pool: pool.num_available / pool.num_blocks)  # the scarcest group's
     outside = [sequence for part in parts for sequence in part.waiting]
     waiting = [*outside, *scheduler.prompts.waiting, *scheduler.prompts.active]
+    counters = msgspec.structs.asdict(state.counters) | {
+        "step_tokens": state.counters.step_tokens.copy(),  # the engine adds to them in place
+        "step_sequences": state.counters.step_sequences.copy(),
+    }
     load = WorkerLoad(
-        **msgspec.structs.asdict(state.counters),
+        **counters,
         num_waiting=len(waiting),
         num_running=scheduler.num_running,
         waiting_tokens=sum(sequence.num_remaining for sequence in waiting),

@@ -144,7 +144,8 @@ class WorkerLoop:
             if isinstance(envelope.body, Profile) and envelope.to == self._core.state.me:
                 self._on_profile(envelope.sender, envelope.body)
             else:
-                self._core.handle(envelope, now)
+                self._core.handle(envelope, time.monotonic())  # after its arrival, which marks rely on
+        now = time.monotonic()
         self._io.cores.note(not self._core.is_idle, now)
         refusal = self._membership.receive(now)
         if refusal is not None and self._error is None:

@@ -8,6 +8,7 @@ from splitserve.engine.scheduling import StepScheduler
 from splitserve.engine.sequence import Sequence
 from splitserve.engine.stage import Stage
 from splitserve.engine.state import DRAINING_REASON, EngineState
+from splitserve.protocol.messages.marks import MarkKind
 from splitserve.protocol.messages.requests import Abort, FailureCode, RequestFailed
 from splitserve.protocol.request import Party
 
@@ -53,6 +54,8 @@ class Requests:
             state.fail(sequence, *refusal)
             state.leave_tombstone(request.key, refusal[1], now)
             return None
+        if sequence.marks is not None:
+            sequence.marks.add(MarkKind.ACCEPTED, now)
         state.sequences[request.key] = sequence
         return sequence
 

@@ -10,6 +10,7 @@ from splitserve.engine.prompt_scores import PromptScores
 from splitserve.engine.stage import NEXT_STAGES, Stage
 from splitserve.kvconnector.layout.shape import num_blocks_for
 from splitserve.kvconnector.tiers.loads import BlockLoad
+from splitserve.protocol.messages.marks import MarkList
 from splitserve.protocol.messages.requests import HandoverReport
 from splitserve.protocol.request import FinishReason, Party, RequestKey, SamplingParams
 from splitserve.protocol.step import MAX_STEPS_UNDER_WAY, UNKNOWN_TOKEN, ChunkTable, SampleSpec, ScheduledChunk
@@ -52,6 +53,8 @@ class Sequence:
     siblings: dict[RequestKey, int] = field(default_factory=dict)
     was_aborted: bool = False  # its own output is over; it goes on for its siblings
     handover: HandoverReport | None = None  # of the prompt, for the message with the first token
+    # Marks for the next message; None after its first token here.
+    marks: MarkList | None = field(default_factory=MarkList)
     decodes_here: bool = True  # False: after the first token a decode worker takes over
     stage: Stage = Stage.NEW  # its place in the worker; changed by :meth:`enter` alone
     block_ids: list[int] = field(

@@ -1,4 +1,5 @@
-"""The router's report of its cluster, for the search for faults: the answer of GET /admin/workers, as typed data.
+"""The router's reports to operators, as typed data: its cluster (the answer of GET /admin/workers), and requests that
+have ended (GET /admin/requests/ID).
 
 Ages are in seconds at ``clock_seconds``, the router's Unix time.
 """
@@ -54,6 +55,20 @@ class Stranger(msgspec.Struct, frozen=True, kw_only=True):
     seconds_ago: float
 
 
+class RequestRates(msgspec.Struct, frozen=True, kw_only=True):
+    """Requests of the last ``seconds``, and of now. Without a request in that time, TTFT is None."""
+
+    seconds: float
+    num_in_flight: int
+    num_waiting: int  # for a worker
+    requests_per_second: float
+    failures_per_second: float
+    prompt_tokens_per_second: float
+    output_tokens_per_second: float
+    ttft_seconds_median: float | None
+    ttft_seconds_p99: float | None
+
+
 class ClusterReport(msgspec.Struct, frozen=True, kw_only=True):
     """``model`` is the checkpoint's directory on the router's machine, ``membership`` the endpoint where workers
     register. ``has_secret``: whether side channels require a secret."""
@@ -71,3 +86,56 @@ class ClusterReport(msgspec.Struct, frozen=True, kw_only=True):
     workers: list[WorkerReport]
     refused: list[RefusedWorker] = []
     strangers: list[Stranger] = []
+    rates: RequestRates | None = None
+
+
+class RequestSummary(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """A request that has ended."""
+
+    request_id: str
+    status: str  # finished, failed or cancelled
+    intended: str  # disaggregated or local, as first placed
+    actual: str  # disaggregated, local, failed or cancelled
+    reason: str  # the reason of ``actual``; "ok" if it was intended
+    message: str  # of a failure, in words
+    finish_reason: str  # stop or length; "" without an end of the output
+    prefill: str  # engine id of the last attempt's worker that computed the prompt
+    decode: str  # engine id of the one that decoded, perhaps the same
+    num_attempts: int
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_output_tokens: int
+    seconds: float  # from its arrival to its end
+    ttft_seconds: float | None
+    itl_seconds: float | None  # mean time per output token after the first
+    longest_gap_seconds: float  # between deliveries of tokens
+    num_gaps: int  # above the objective
+    handover_seconds: float | None  # from the first token to decode's report, as received by the router
+    transport: str  # of the hand-over; "" without one
+    handover_bytes: int
+    ttft_stages: dict[str, float]  # seconds by stage, in order; their sum is ``ttft_seconds``
+    handover_stages: dict[str, float]  # from prefill's token to decode's first one
+
+
+class TraceSpan(msgspec.Struct, frozen=True, gc=False):
+    """An interval of a request in one process. ``begin``: seconds after the request's arrival."""
+
+    name: str
+    process: str  # "router", or a worker's engine id
+    begin: float
+    seconds: float
+    amount: int = 0  # tokens, where the span has some
+
+
+class RequestTrace(msgspec.Struct, frozen=True, kw_only=True):
+    """A request that has ended, with its spans. ``began_at`` is the router's Unix time at its arrival."""
+
+    summary: RequestSummary
+    began_at: float
+    spans: list[TraceSpan]
+
+
+class RequestTraces(msgspec.Struct, frozen=True, kw_only=True):
+    """Answer of GET /admin/requests/ID: the requests whose ids begin with ID, the latest last."""
+
+    traces: list[RequestTrace]

@@ -252,6 +252,11 @@ class RouterConfig(Confidential, frozen=True, kw_only=True):
         Meta(ge=0, description="Mean time per output token after the first; 0: none."),
         Setting(location="objectives.tpot_ms"),
     ] = 0.0
+    request_log: Annotated[
+        bool,
+        Meta(description="Write a line to the log when a request ends."),
+        Setting(flags=("--request-log",), group=ENDPOINT, location="router.request_log"),
+    ] = True
     on_awake_cores: bool = False
     response_template: Annotated[
         str,

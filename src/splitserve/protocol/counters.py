@@ -6,6 +6,7 @@ docs/reference/metrics.md are made from the annotations, by :func:`metrics_of`.
 """
 
 import typing
+from bisect import bisect_left
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -15,6 +16,7 @@ from splitserve.protocol.wire_numbers import Count, NonNegative
 
 MAX_TIERS = 16
 MAX_TIER_NAME = 32
+MAX_BUCKETS = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,22 +33,56 @@ class Gauge:
     help: str
 
 
-def metrics_of(struct: type[msgspec.Struct]) -> dict[str, Counter | Gauge]:
+@dataclass(frozen=True, slots=True)
+class Histogram:
+    """Annotation of a :class:`Distribution`; ``buckets`` are their upper bounds, without the last one, infinity."""
+
+    help: str
+    buckets: tuple[int, ...]
+
+
+class Distribution(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+    """Counts of values by bucket, from the lowest bucket on, with the sum of the values. No counts: no values yet."""
+
+    counts: Annotated[list[Count], msgspec.Meta(max_length=MAX_BUCKETS)] = []
+    total: Count = 0
+
+    def add(self, value: int, buckets: tuple[int, ...]) -> None:
+        if not self.counts:
+            self.counts = [0] * (len(buckets) + 1)
+        self.counts[bisect_left(buckets, value)] += 1
+        self.total += value
+
+    def copy(self) -> "Distribution":
+        return Distribution(list(self.counts), self.total)
+
+
+STEP_TOKEN_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+STEP_SEQUENCE_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+
+
+def metrics_of(struct: type[msgspec.Struct]) -> dict[str, Counter | Gauge | Histogram]:
     """Return the annotated fields of ``struct`` with their annotations, in the order of their declaration."""
     hints: dict[str, Any] = typing.get_type_hints(struct, include_extras=True)
     found = {name: _metric(hint) for name, hint in hints.items()}
     return {name: found_metric for name in struct.__struct_fields__ if (found_metric := found[name]) is not None}
 
 
-def _metric(hint: Any) -> Counter | Gauge | None:
+def _metric(hint: Any) -> Counter | Gauge | Histogram | None:
     metadata = getattr(hint, "__metadata__", ())
-    return next((each for each in metadata if isinstance(each, Counter | Gauge)), None)
+    return next((each for each in metadata if isinstance(each, Counter | Gauge | Histogram)), None)
 
 
 class WorkerCounters(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """Counters of a worker's engine, which adds to them in place."""
 
     steps: Annotated[Count, Counter("Steps that the model ran")] = 0
+    step_tokens: Annotated[Distribution, Histogram("Tokens of a step, of prompts and outputs", STEP_TOKEN_BUCKETS)] = (
+        msgspec.field(default_factory=Distribution)
+    )
+    step_sequences: Annotated[Distribution, Histogram("Sequences of a step: the batch size", STEP_SEQUENCE_BUCKETS)] = (
+        msgspec.field(default_factory=Distribution)
+    )
     prompt_tokens: Annotated[Count, Counter("Prompt tokens computed, those of repeated attempts included")] = 0
     output_tokens: Annotated[Count, Counter("Output tokens drawn")] = 0
     prefix_hit_tokens: Annotated[Count, Counter("Prompt tokens found in the prefix cache, not computed")] = 0
@@ -73,6 +109,12 @@ class WorkerCounters(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     other_copies: Annotated[Count, Counter("Hand-overs that continued from another copy of the blocks")] = 0
     host_offered_blocks: Annotated[Count, Counter("Blocks that moved to the host tier while on offer")] = 0
     reads_repeated: Annotated[Count, Counter("Reads repeated because offered blocks had moved")] = 0
+
+    def count_step(self, num_sequences: int, num_tokens: int) -> None:
+        """Count a step that has completed."""
+        self.steps += 1
+        self.step_sequences.add(num_sequences, STEP_SEQUENCE_BUCKETS)
+        self.step_tokens.add(num_tokens, STEP_TOKEN_BUCKETS)
 
     def count_read(self, path: str) -> None:
         """Count a read that succeeded on ``path``, a :class:`splitserve.protocol.handover.reads.ReadPath`."""

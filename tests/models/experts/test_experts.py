@@ -16,6 +16,7 @@ from splitserve.models.config import load_model_config
 from splitserve.models.declared import check_tensor_parallel_size, declare, shard_of
 from splitserve.models.layers.experts import ExpertsMlp
 from splitserve.models.layers.weight import Role
+from splitserve.models.step_costs import token_flops
 from splitserve.models.weights.loader import load_model
 from splitserve.models.weights.shard import Shard
 
@@ -167,7 +168,7 @@ def test_a_missing_and_a_surplus_expert_are_named(tmp_path: Path) -> None:
     save_file({key: tensor for key, tensor in tensors.items() if key != name}, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"lacks model\.layers\.1\.mlp\.experts\.3\.up_proj\.weight"):
         experts_of(tmp_path)
-    save_file({**tensors, name.replace("3", "4"): tensors[name]}, tmp_path / "model.safetensors")
+    save_file({**tensors, name.replace("3", "4"): tensors[name].clone()}, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"doesn't explain: model\.layers\.1\.mlp\.experts\.4\.up_proj\.weight"):
         experts_of(tmp_path)
 
@@ -266,7 +267,7 @@ def test_a_model_without_experts_shares_none(tmp_path: Path) -> None:
         ({**QWEN, "num_experts": 0}, "num_experts is 0; a positive integer"),
         ({**QWEN, "num_experts_per_tok": 5}, "num_experts_per_tok is 5; at most 4 experts"),
         ({**QWEN, "mlp_only_layers": [0, 2]}, "mlp_only_layers has 2; layers are numbered from 0 to 1"),
-        ({**QWEN, "shared_expert_intermediate_size": 64}, "shared_expert_intermediate_size: unknown"),
+        ({**QWEN, "shared_expert_intermediate_size": 64}, "'shared_expert_intermediate_size': unknown"),
         ({**GLM, "n_group": 3}, r"n_group is 3; a divisor of n_routed_experts \(8\)"),
         ({**GLM, "topk_group": 5}, r"topk_group is 5; at most n_group \(4\)"),
         ({**GLM, "n_group": 8, "num_experts_per_tok": 1}, "n_group is 8; groups of at least 2 experts"),
@@ -284,3 +285,12 @@ def test_a_config_that_cannot_be_served_is_refused_by_name(
 ) -> None:
     with pytest.raises(CheckpointError, match=message):
         load_model_config(write_config(tmp_path, config))
+
+
+def test_a_token_costs_the_experts_that_it_has(tmp_path: Path) -> None:
+    costs = [
+        token_flops(load_model_config(write_config(tmp_path, {**QWEN, "num_experts_per_tok": count})))
+        for count in (1, 2, 4)
+    ]
+    one_expert = 2 * SIZES["num_hidden_layers"] * 3 * SIZES["hidden_size"] * SIZES["moe_intermediate_size"]
+    assert [costs[1] - costs[0], costs[2] - costs[1]] == [one_expert, 2 * one_expert]

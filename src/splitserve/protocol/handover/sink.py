@@ -9,6 +9,7 @@ from splitserve.protocol.handover.offered_blocks import DiscardedRead, OfferedBl
 from splitserve.protocol.handover.reads import ReadCommand, ReadResult
 from splitserve.protocol.messages.handover import Grant, Offer, OfferAck, OfferedBlock, PrefixGrant
 from splitserve.protocol.messages.logprobs import Logprobs
+from splitserve.protocol.messages.marks import MarkKind
 from splitserve.protocol.request import Party, RequestKey
 from splitserve.protocol.step import Draw
 
@@ -30,6 +31,7 @@ class ReadInFlight:
     remote: Sequence[OfferedBlock]
     local_blocks: Sequence[int]
     deadline: float
+    posted_at: float
 
 
 @dataclass(slots=True)
@@ -43,7 +45,20 @@ class SinkStatistics:
     read_seconds: float = 0.0
     first_read_at: float | None = None
     last_offer_at: float | None = None
+    last_read_at: float | None = None  # when it was posted
+    last_bytes_at: float | None = None  # when the last read to end had ended on the wire
     complete_at: float | None = None
+
+    def marks(self) -> list[tuple[MarkKind, float]]:
+        """Return the events of a complete hand-over, in order of time."""
+        found = (
+            (MarkKind.READING, self.first_read_at),
+            (MarkKind.OFFERED, self.last_offer_at),
+            (MarkKind.POSTED, self.last_read_at),
+            (MarkKind.READ, self.last_bytes_at),
+            (MarkKind.VERIFIED, self.complete_at),
+        )
+        return sorted([(kind, at) for kind, at in found if at is not None], key=lambda mark: mark[1])
 
 
 @dataclass(slots=True)
@@ -150,6 +165,7 @@ class SinkHandover:
         """A read is terminal: its blocks are verified, or the hand-over has failed."""
         read = self._reads.pop(result.read_id)
         self.statistics.read_seconds += result.seconds
+        self.statistics.last_bytes_at = min(now, read.posted_at + result.seconds)
         if self.state is not SinkState.READING:
             return
         if result.error is not None:
@@ -350,7 +366,7 @@ class SinkHandover:
         local = list(span.local_blocks[first : first + len(remote)])
         num_bytes = len(remote) * span.block_bytes
         deadline = now + self._config.read_deadline_seconds + num_bytes / self._config.min_read_bytes_per_second
-        self._reads[read_id] = ReadInFlight(group, first, remote, local, deadline)
+        self._reads[read_id] = ReadInFlight(group, first, remote, local, deadline, now)
         self.statistics.num_reads += 1
         if offered.num_repeated > num_repeated:
             self.statistics.num_repeated += 1
@@ -359,6 +375,7 @@ class SinkHandover:
             self.statistics.num_bytes += num_bytes
         if self.statistics.first_read_at is None:
             self.statistics.first_read_at = now
+        self.statistics.last_read_at = now
         return ReadCommand(read_id, self.peer, local, [block.block_id for block in remote], group)
 
     def _complete_if_all_verified(self, now: float) -> None:

@@ -8,5 +8,6 @@
 
 Every message travels in an :class:`~splitserve.protocol.messages.envelope.Envelope` that names the sender's
 incarnation, and the receiver's if it is known. Everything is decoded strictly; see
-:mod:`splitserve.protocol.wire`. Durations are relative (seconds): clocks of two machines are never compared.
+:mod:`splitserve.protocol.wire`. Durations are relative (seconds). No
+decision compares clocks of two processes; marks have the sender's clock, which the router maps to its own.
 """

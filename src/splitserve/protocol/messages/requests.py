@@ -13,12 +13,15 @@ import msgspec
 
 from splitserve.protocol.messages.base import Message
 from splitserve.protocol.messages.logprobs import Logprobs
+from splitserve.protocol.messages.marks import MAX_MARKS, Mark
 from splitserve.protocol.request import MAX_CHOICES, FinishReason, Party, RequestKey, SamplingParams
 from splitserve.protocol.token_ids import TokenIds
 from splitserve.protocol.wire_numbers import Count, Seconds, Size, TokenId
 
 MAX_CACHE_SALT_CHARS = 256
 CacheSalt: TypeAlias = Annotated[str, msgspec.Meta(max_length=MAX_CACHE_SALT_CHARS)]
+
+Marks: TypeAlias = Annotated[list[Mark], msgspec.Meta(max_length=MAX_MARKS)]
 
 Siblings: TypeAlias = Annotated[list[RequestKey], msgspec.Meta(max_length=MAX_CHOICES - 1)]
 
@@ -92,12 +95,8 @@ class Profile(Message, frozen=True):
 
 
 class HandoverReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The cost of a hand-over, measured by decode.
-
-    ``seconds`` runs from the first read posted to the last range verified. ``read_seconds`` is the sum of the reads'
-    durations; reads may overlap. ``exposed_seconds`` runs from the arrival of the last offer (which carries the first
-    token) until decode can start.
-    """
+    """The cost of a hand-over, measured by decode. ``read_seconds`` is the sum of the reads' durations; reads may
+    overlap. The marks beside it have its times."""
 
     prefill: str
     transport: str
@@ -105,8 +104,6 @@ class HandoverReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     bytes: Count
     cached_tokens: Count
     reads: Count
-    seconds: Seconds
-    exposed_seconds: Seconds
     read_seconds: Seconds = 0.0
 
 
@@ -114,7 +111,8 @@ class TokenDelta(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=Fal
     """New tokens of one request. ``position`` is the index among the output tokens of ``token_ids[0]``.
 
     ``num_cached_tokens`` counts the prompt's tokens whose KV was found in this worker's prefix cache. ``logprobs`` are
-    those of the tokens, where the request wants them.
+    those of the tokens, where the request wants them. ``marks`` are those since the last message about the request: of
+    its way to its first token here.
     """
 
     key: RequestKey
@@ -124,6 +122,7 @@ class TokenDelta(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=Fal
     num_cached_tokens: Count = 0
     handover: HandoverReport | None = None
     logprobs: Logprobs | None = None
+    marks: Marks = []
 
 
 class StepTokens(Message, frozen=True):

@@ -20,9 +20,10 @@ from splitserve.protocol.request import Party, RequestKey, Role
 from splitserve.router.links.worker_record import Charges
 from splitserve.router.placement.policies import Disaggregated, NoWorker, Placement
 from splitserve.router.requests.core import Question
-from splitserve.router.requests.effects import Count
+from splitserve.router.requests.effects import Count, Ended
 from splitserve.router.requests.ladder import next_step
 from splitserve.router.requests.state import RequestPhase, RequestState
+from splitserve.router.requests.timeline.stages import handover_stages, ttft_stages
 
 if TYPE_CHECKING:
     from splitserve.simulation.router.client import SimClient
@@ -151,6 +152,18 @@ class RouterChecks:
     def on_count(self, effect: Count) -> None:
         """Add to a metric."""
         self.counted[effect.metric] += effect.amount
+
+    @staticmethod
+    def on_ended(effect: Ended) -> None:
+        """Check that the stages of a timeline are adjacent: none is negative, and they add up to the whole."""
+        request = effect.request
+        timeline, request_id = request.timeline, request.request_id
+        stages = ttft_stages(timeline)
+        total = timeline.ttft_seconds or 0.0
+        assert abs(sum(stages.values()) - total) <= ROUNDING_SECONDS, f"{request_id}: {stages} aren't {total} s"
+        others = [handover_stages(attempt) for attempt in timeline.attempts]
+        for each in (stages, *others):
+            assert all(seconds >= 0.0 for seconds in each.values()), f"{request_id}: a stage is negative: {each}"
 
     def after_event(self) -> None:
         """Check what must hold between any two events."""

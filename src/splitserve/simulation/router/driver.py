@@ -30,6 +30,7 @@ from splitserve.router.requests.effects import (
     CountTokens,
     Deliver,
     Effect,
+    Ended,
     Log,
     Observe,
     Refuse,
@@ -82,6 +83,7 @@ class SimRouter:
             Count: self.checks.on_count,
             CountTokens: self._observe,
             Observe: self._observe,
+            Ended: self.checks.on_ended,
             Stale: self._drop,
             Log: lambda effect: sim.note(effect.text),
         }

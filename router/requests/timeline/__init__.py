@@ -1,0 +1,1 @@
+"""The timeline of a request over all processes, and its views."""

@@ -1,0 +1,120 @@
+"""Stages of a request, from its timeline: adjacent intervals that add up to the whole by construction. Pure.
+
+A stage ends where its event was marked. Where an event is unknown, the time up to the next known one is "unexplained".
+An event's time is moved between its neighbours', so no stage is negative, however wrong a clock is.
+"""
+
+from collections.abc import Iterable
+
+from splitserve.protocol.messages.marks import MarkKind
+from splitserve.router.requests.timeline.timeline import AttemptTimeline, Timeline
+
+UNEXPLAINED = "unexplained"
+
+TTFT_STAGES = {
+    "prepare": "Arrival of the HTTP request until its prompt is tokens: body, chat template, tokenizer",
+    "queue": "Wait in the router until a worker can take the request",
+    "retries": "Attempts that failed before the one with the first token",
+    "dispatch": "Way of the request to the worker that computes the prompt, and its wait in that worker's inbox",
+    "grant_wait": "Wait of prefill for the grant: decode reserves room for the whole prompt",
+    "prefix_read": "Read of a prefix that another worker had",
+    "prefill_queue": "Wait for the prompt's first step",
+    "prefill": "First step of the prompt until its first token is drawn: all chunks, and the steps between them",
+    "handover": "Hand-over of the prompt's KV, for the choices after the first",
+    "choice": "Computation of the first token of a choice after the first",
+    "delivery": "Way of the first token to the router",
+    UNEXPLAINED: "Time between events of which one is unknown",
+}
+"""Stages of the time to first token, in their order, with their meanings."""
+
+HANDOVER_STAGES = {
+    "offer": "First token drawn until the last offer has arrived at decode",
+    "post": "Arrival of the last offer until the last read is posted",
+    "wire": "Last read posted until its bytes have arrived",
+    "verify": "Bytes arrived until all blocks are verified",
+    "decode_queue": "Blocks verified until the first decode step is launched",
+    "first_step": "Launch of the first decode step until its token is drawn",
+    UNEXPLAINED: "Time between events of which one is unknown",
+}
+"""Stages from prefill's first token to decode's own first one, in their order, with their meanings."""
+
+Boundary = tuple[str, float | None]
+
+
+def ttft_stages(timeline: Timeline) -> dict[str, float]:
+    """Return the seconds of each stage; their sum is the time to first token. {}: no token came."""
+    attempt = timeline.first_token_attempt
+    if attempt is None or not timeline.num_tokens:
+        return {}
+    first = timeline.attempts[0]
+    boundaries: list[Boundary] = [("prepare", timeline.prepared_at or None), ("queue", first.began_at)]
+    if attempt is not first:
+        boundaries.append(("retries", attempt.began_at))
+    boundaries += _worker_boundaries(attempt)
+    boundaries.append(("delivery", timeline.first_token_at))
+    return _split(timeline.arrived_at, timeline.first_token_at, boundaries)
+
+
+def _worker_boundaries(attempt: AttemptTimeline) -> list[Boundary]:
+    """Return the ends of the stages in the worker that computes the prompt."""
+    at, at_decode = (attempt.primary or attempt).by_kind()
+    boundaries: list[Boundary] = [("dispatch", at.get(MarkKind.ACCEPTED))]
+    if attempt.is_disaggregated:
+        boundaries.append(("grant_wait", at.get(MarkKind.GRANTED)))
+    elif MarkKind.PREFIX in at:
+        boundaries.append(("prefix_read", at[MarkKind.PREFIX]))
+    boundaries += [("prefill_queue", at.get(MarkKind.BEGUN)), ("prefill", at.get(MarkKind.DRAWN))]
+    if attempt.primary is not None:
+        if attempt.is_disaggregated:
+            boundaries.append(("handover", at_decode.get(MarkKind.VERIFIED)))
+        own_at, own_at_decode = attempt.by_kind()
+        boundaries.append(("choice", own_at.get(MarkKind.DRAWN) or own_at_decode.get(MarkKind.DRAWN)))
+    return boundaries
+
+
+def handover_stages(attempt: AttemptTimeline) -> dict[str, float]:
+    """Return the seconds of each stage from prefill's token to decode's first one; {} if either is unknown."""
+    at, at_decode = attempt.by_kind()
+    begin, end = at.get(MarkKind.DRAWN), at_decode.get(MarkKind.DRAWN)
+    if begin is None or end is None or MarkKind.VERIFIED not in at_decode:
+        return {}
+    boundaries: list[Boundary] = [("offer", at_decode.get(MarkKind.OFFERED))]
+    boundaries += [
+        (stage, at_decode[kind])
+        for stage, kind in (("post", MarkKind.POSTED), ("wire", MarkKind.READ))
+        if kind in at_decode  # nothing is read if decode had the whole prompt
+    ]
+    boundaries += [
+        ("verify", at_decode[MarkKind.VERIFIED]),
+        ("decode_queue", at_decode.get(MarkKind.BEGUN)),
+        ("first_step", end),
+    ]
+    return _split(begin, max(begin, end), boundaries)
+
+
+def read_times(attempt: AttemptTimeline) -> tuple[float, float]:
+    """Return the seconds from the first read posted, and from the last offer's arrival, until all was verified."""
+    _, at = attempt.by_kind()
+    verified_at = at.get(MarkKind.VERIFIED)
+    if verified_at is None:
+        return 0.0, 0.0
+    since = (at.get(MarkKind.READING, verified_at), at.get(MarkKind.OFFERED, verified_at))
+    return max(0.0, verified_at - since[0]), max(0.0, verified_at - since[1])
+
+
+def _split(begin: float, end: float, boundaries: Iterable[Boundary]) -> dict[str, float]:
+    """Return the seconds between adjacent boundaries from ``begin`` to ``end``, by the stages that end there."""
+    stages: dict[str, float] = {}
+    unexplained, cursor, is_known = 0.0, begin, True
+    for name, at in boundaries:
+        if at is None:
+            is_known = False
+            continue
+        stop = min(max(at, cursor), end)
+        if is_known:
+            stages[name] = stop - cursor
+        else:
+            unexplained += stop - cursor
+        cursor, is_known = stop, True
+    stages[UNEXPLAINED] = unexplained + end - cursor
+    return stages

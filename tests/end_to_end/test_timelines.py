@@ -1,0 +1,125 @@
+"""Timelines of real requests over a prefill and a decode worker: their stages, the client's view, the reports."""
+
+import http.client
+import json
+import math
+import os
+import re
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import msgspec
+import pytest
+
+from serving import PATIENT
+from splitserve.orchestration.cli.trace import chrome_trace, trace_text
+from splitserve.orchestration.cluster.launcher import LocalCluster
+from splitserve.orchestration.spec.shorthand import simple_spec
+from splitserve.protocol.cluster_report import ClusterReport, RequestTrace, RequestTraces
+from splitserve.protocol.config import EngineConfig
+
+IS_LONG = "SPLITSERVE_TIMELINE_REQUESTS" in os.environ  # of `scripts/long-tests timeline`, which also compares times
+NUM_REQUESTS = int(os.environ.get("SPLITSERVE_TIMELINE_REQUESTS", "40"))
+MAX_TOKENS = 6
+
+
+@pytest.fixture(scope="module")
+def cluster(tiny_qwen3: Path) -> Iterator[LocalCluster]:
+    engine = EngineConfig(
+        model=str(tiny_qwen3), dtype="float32", kv_memory_bytes=16 << 20, max_num_batched_tokens=64, threads=1
+    )
+    spec = simple_spec(engine, num_prefill=1, num_decode=1, port=0, protocol=PATIENT)
+    with LocalCluster(spec, log_level="warning") as running:
+        yield running
+
+
+def read(url: str) -> bytes:
+    with urllib.request.urlopen(url) as response:
+        body: bytes = response.read()
+        return body
+
+
+def stream(cluster: LocalCluster, number: int) -> tuple[float, dict[str, Any]]:
+    """Stream a request named by ``number``; return the client's own TTFT and the answer's ``splitserve`` object."""
+    prompt = [(7 * number + position) % 250 + 1 for position in range(20 + 37 * (number % 9))]
+    model = json.loads(read(f"{cluster.url}/v1/models"))["data"][0]["id"]
+    body = {
+        "model": model, "prompt": prompt, "max_tokens": MAX_TOKENS, "temperature": 0, "ignore_eos": True,
+        "stream": True, "return_route": True,
+    }  # fmt: skip
+    headers = {"Content-Type": "application/json", "X-Request-Id": f"timeline-{number:05}."}
+    connection = http.client.HTTPConnection(urlsplit(cluster.url).netloc)
+    connection.connect()
+    began_at, ttft, route = time.monotonic(), math.inf, {}
+    connection.request("POST", "/v1/completions", json.dumps(body).encode(), headers)
+    with connection.getresponse() as response:
+        assert response.headers["X-Request-Id"] == headers["X-Request-Id"]
+        for line in response:
+            if line.startswith(b"data: {"):
+                ttft = min(ttft, time.monotonic() - began_at)
+                route = json.loads(line[6:]).get("splitserve", route)
+    connection.close()
+    return ttft, route
+
+
+def trace_of(cluster: LocalCluster, number: int) -> RequestTrace:
+    found = msgspec.json.decode(read(f"{cluster.url}/admin/requests/timeline-{number:05}."), type=RequestTraces)
+    (trace,) = found.traces
+    return trace
+
+
+def test_stages_add_up_to_the_routers_ttft_and_that_to_the_clients(cluster: LocalCluster) -> None:
+    stream(cluster, 90_000)  # the first one connects
+    late = []
+    for number in range(NUM_REQUESTS):
+        client_ttft, route = stream(cluster, number)
+        trace = trace_of(cluster, number)
+        summary = trace.summary
+        assert summary.ttft_seconds is not None and summary.actual == "disaggregated"
+        assert sum(summary.ttft_stages.values()) == pytest.approx(summary.ttft_seconds, abs=5e-5)
+        assert sum(route["stages"].values()) == pytest.approx(summary.ttft_seconds, abs=5e-5)
+        assert {
+            "prepare",
+            "dispatch",
+            "grant_wait",
+            "prefill_queue",
+            "prefill",
+            "delivery",
+        } < summary.ttft_stages.keys()
+        for stages in (summary.ttft_stages, summary.handover_stages):
+            assert stages and all(seconds >= 0 for seconds in stages.values()), stages
+        assert {span.process for span in trace.spans} == {"router", "prefill-0", "decode-0"}
+        assert summary.num_output_tokens == MAX_TOKENS and client_ttft >= summary.ttft_seconds - 1e-3
+        late.append(client_ttft - summary.ttft_seconds > max(0.01 * client_ttft, 1e-3))
+    print(f"{sum(late)} of {len(late)} clients saw their first token more than 1% or 1 ms later")
+    assert not IS_LONG or sum(late) <= 0.05 * len(late)
+
+
+def test_a_trace_is_shown_as_text_and_for_perfetto(cluster: LocalCluster) -> None:
+    stream(cluster, 70_000)
+    trace = trace_of(cluster, 70_000)
+    text = trace_text(trace)
+    assert "prefill_queue" in text and "verify" in text and "time to first token" in text
+    events = chrome_trace([trace])["traceEvents"]
+    names = {event["args"]["name"] for event in events if event["name"] == "process_name"}
+    assert names == {"router", "prefill-0", "decode-0"}
+    assert all(event["ts"] >= 0 and event["dur"] >= 0 for event in events if event["ph"] == "X")
+
+
+def test_metrics_show_stages_steps_and_the_model(cluster: LocalCluster) -> None:
+    stream(cluster, 80_000)
+    time.sleep(2 * PATIENT.heartbeat_seconds)
+    text = read(f"{cluster.url}/metrics").decode()
+    assert "_created" not in text
+    samples = [line for line in text.splitlines() if not line.startswith("#")]
+    assert all('model="' in line for line in samples)
+    for stage in ("prefill_queue", "grant_wait", "prefill"):
+        assert re.search(rf'splitserve_stage_seconds_count{{[^}}]*stage="{stage}"}} [1-9]', text)
+    assert re.search(r'splitserve_handover_stage_seconds_count{[^}]*stage="wire",transport="[^"]+"} [1-9]', text)
+    assert re.search(r'splitserve_worker_step_tokens_count{[^}]*worker="decode-0"} [1-9]', text)
+    report = msgspec.json.decode(read(f"{cluster.url}/admin/workers"), type=ClusterReport)
+    assert report.rates is not None and report.rates.requests_per_second > 0
