@@ -8,13 +8,14 @@ head_dim, B block_size. KV memory of one layer is a strided view ``[num_blocks, 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
 from splitserve.kernels.experts.spec import RouterSpec
 from splitserve.kernels.experts.weights import ExpertWeights
+from splitserve.kernels.latent.shape import LatentShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +34,7 @@ class AttentionShape:
     soft_cap: float | None = None  # scores are bounded by it: cap * tanh(score / cap)
     window: int | None = None  # tokens that a query attends to, the last one its own; None: all
     has_sinks: bool = False  # whether run gets them
+    latent: LatentShape | None = None  # of latent attention; num_kv_heads is 1 then, and head_dim the rotated part's
 
     @property
     def score_scale(self) -> float:
@@ -41,8 +43,8 @@ class AttentionShape:
 
     @property
     def rows_per_block(self) -> int:
-        """Rows of ``[B, D]`` in one block of the KV memory, over all layers."""
-        return self.num_layers * self.num_kv_heads * 2
+        """Rows of ``[B, D]``, or of ``[B, width]`` latents, in one block of the KV memory, over all layers."""
+        return self.num_layers if self.latent is not None else self.num_layers * self.num_kv_heads * 2
 
     def slots(self, block_ids: Tensor, offsets: Tensor) -> Tensor:
         """Return the slots of tokens' keys: int64 [T, G], rows of ``[D]`` relative to a layer's first row.
@@ -133,6 +135,32 @@ class PagedAttention(Protocol):
         ...
 
 
+class LatentAttention(Protocol):
+    """Causal attention of flat query tokens over paged latents. Its plans are as in :class:`PagedAttention`."""
+
+    def plan(self, batch: PagedBatch) -> AttentionPlan: ...
+
+    def make_decode_plan(self, batch_size: int, max_blocks: int) -> DecodePlan:
+        """See :meth:`PagedAttention.make_decode_plan`."""
+        ...
+
+    def make_mixed_plan(self, num_decodes: int, num_chunk_tokens: int, num_chunks: int, max_blocks: int) -> DecodePlan:
+        """See :meth:`PagedAttention.make_mixed_plan`."""
+        ...
+
+    def run_latent(self, query: Tensor, expansion: Tensor, kv_layer: Tensor, plan: AttentionPlan) -> Tensor:
+        """Attend with ``query`` [T, H, query_dim] over ``kv_layer`` [num_blocks, B, width] -> [T, H, value_dim].
+
+        ``expansion`` [H, plain_dim + value_dim, rank] makes a head's key without its rotated part, then its value, from
+        a latent. Two orders of the products give the same: to expand the latents to keys and values, or to absorb the
+        expansion into queries and results, which then attend to the latents themselves. The backend chooses.
+        """
+        ...
+
+
+AnyAttention: TypeAlias = PagedAttention | LatentAttention
+
+
 class ResidualLinear(Protocol):
     """A product that is added to the residual. See :class:`Linear`."""
 
@@ -209,6 +237,28 @@ class PrepareQkv(Protocol):
         each of their heads are rotated (the "neox" order) by ``rotation`` (cos, sin: [T, D]); keys and values are
         written into ``kv_layer`` [num_blocks, G, 2, B, D] at ``slots`` [T, G] (:meth:`AttentionShape.slots`). ``sin``
         carries the sign of the rotation: its first half is negated (see ``models.decoder.RotaryEmbedding``).
+        """
+        ...
+
+
+class PrepareLatent(Protocol):
+    def __call__(
+        self,
+        query: Tensor,
+        latent: Tensor,
+        norm: Tensor,
+        eps: float,
+        rotation: tuple[Tensor, Tensor],
+        *,
+        kv_layer: Tensor,
+        slots: Tensor,
+    ) -> None:
+        """Apply norm, rotation and KV write, between the projections and latent attention.
+
+        The last ``rotated_dim`` elements of each head of ``query`` [T, H, query_dim] are rotated in place. ``latent``
+        [T, width]: its first ``rank`` elements are RMS-normalised by ``norm`` [rank], the others are rotated, and both
+        are written into ``kv_layer`` [num_blocks, B, width] at ``slots`` [T, 1] (:meth:`AttentionShape.slots`).
+        ``rotation`` is that of :class:`PrepareQkv`.
         """
         ...
 
@@ -293,6 +343,8 @@ class Kernels:
     route: Route
     pack_experts: Callable[[ExpertWeights], Experts]
     make_attention: Callable[[AttentionShape], PagedAttention]
+    prepare_latent: PrepareLatent
+    make_latent_attention: Callable[[AttentionShape], LatentAttention]
     gather_kv: GatherKV
     scatter_kv: ScatterKV
     backends: Mapping[str, str]

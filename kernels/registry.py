@@ -16,6 +16,7 @@ import torch
 
 from splitserve.kernels.api import Kernels
 from splitserve.kernels.experts import reference as experts
+from splitserve.kernels.latent import reference as latent
 from splitserve.kernels.reference import attention, kv_copy, linear, sampling
 from splitserve.kernels.reference import operations as reference
 
@@ -104,6 +105,15 @@ _CANDIDATES: Mapping[str, tuple[Candidate, ...]] = {
         Candidate("flashinfer", _flashinfer_missing, _load("flashinfer.attention", "FlashInferPagedAttention")),
         _triton("triton.attention", "TritonPagedAttention"),
         Candidate("reference", _always, lambda: attention.ReferencePagedAttention),
+    ),
+    "prepare_latent": (
+        _triton("latent.triton", "prepare_latent"),
+        Candidate("reference", _always, lambda: latent.prepare_latent),
+    ),
+    "make_latent_attention": (
+        Candidate("flashinfer", _flashinfer_missing, _load("latent.flashinfer", "make_attention")),
+        _triton("latent.triton", "TritonLatentAttention"),
+        Candidate("reference", _always, lambda: latent.ReferenceLatentAttention),
     ),
     "gather_kv": (_triton("triton.gather", "gather_kv"), Candidate("reference", _always, lambda: kv_copy.gather_kv)),
     "scatter_kv": (_triton("triton.gather", "scatter_kv"), Candidate("reference", _always, lambda: kv_copy.scatter_kv)),

@@ -2,11 +2,19 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from torch import Tensor
 
-from splitserve.kernels.api import AttentionPlan, AttentionShape, DecodePlan, PagedAttention, PagedBatch
+from splitserve.kernels.api import (
+    AnyAttention,
+    AttentionPlan,
+    AttentionShape,
+    DecodePlan,
+    LatentAttention,
+    PagedAttention,
+    PagedBatch,
+)
 
 
 class LayerAttention(NamedTuple):
@@ -46,7 +54,7 @@ class LayeredAttention:
         self,
         shapes: Sequence[AttentionShape],
         layers: Sequence[LayerAttention],
-        make_attention: Callable[[AttentionShape], PagedAttention],
+        make_attention: Callable[[AttentionShape], AnyAttention],
     ) -> None:
         """``shapes``: of each group of the cache, with the window of its sliding layers; ``layers``: of each layer."""
         self._layers = list(layers)
@@ -86,4 +94,12 @@ class LayeredAttention:
     ) -> Tensor:
         """Attend over the keys and values of ``layer``, as :meth:`splitserve.kernels.api.PagedAttention.run` does."""
         kind = self._layers[layer]
-        return self._backends[kind].run(query, kv_layer, plan.plans[kind], sinks)
+        return cast("PagedAttention", self._backends[kind]).run(query, kv_layer, plan.plans[kind], sinks)
+
+    def run_latent(
+        self, query: Tensor, expansion: Tensor, kv_layer: Tensor, plan: LayerPlans | FixedLayerPlans, layer: int
+    ) -> Tensor:
+        """Attend over the latents of ``layer``, as :class:`splitserve.kernels.api.LatentAttention` does."""
+        kind = self._layers[layer]
+        backend = cast("LatentAttention", self._backends[kind])
+        return backend.run_latent(query, expansion, kv_layer, plan.plans[kind])

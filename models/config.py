@@ -17,6 +17,7 @@ from splitserve.common.model_files import MAX_CONFIG_BYTES, check_token_id, end_
 from splitserve.models.experts import ExpertsSpec
 from splitserve.models.families.registry import FAMILIES, TEXT_OF
 from splitserve.models.fields import ConfigFields
+from splitserve.models.latent import LatentSizes
 from splitserve.models.rope import LongScaling, Rope, RopeScaling, read_rope
 from splitserve.models.weights.checkpoint import weights_version
 
@@ -72,6 +73,7 @@ class Features(DecoderSizes):
     residual_scale: float = 1.0
     logits_scale: float = 1.0
     experts: ExpertsSpec | None = None
+    latent: LatentSizes | None = None  # then there is 1 key/value head, and head_dim is the rotated part
     num_speculator_layers: int = 0  # stored behind the model's own, and not used (multi-token prediction)
 
 
@@ -103,6 +105,13 @@ class ModelConfig(Features):
     def rope(self) -> Rope:
         """The rotations of layers that have no others."""
         return Rope(self.rope_theta, self.rope_scaling)
+
+    def block_shape(self, block_size: int) -> tuple[int, ...]:
+        """Return the sizes of a KV block as kernels see it: ``[layer, kv_head, 2 (K/V), token, head_dim]``, or
+        ``[layer, token, latent]``."""
+        if self.latent is not None:
+            return self.num_layers, block_size, self.latent.width
+        return self.num_layers, self.num_kv_heads, 2, block_size, self.head_dim
 
     def layer(self, index: int) -> LayerSpec:
         """Return what kind of layer ``index`` is."""

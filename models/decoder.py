@@ -96,8 +96,8 @@ class DecoderModel:
     ) -> Tensor | None:
         """Write the KV of all tokens and return logits [R, vocab] of ``batch.sample_rows``, None if R is 0.
 
-        ``kv_layers``: per layer the view ``[num_blocks, G, 2, B, D]`` of the KV memory. ``before_layer`` may queue what
-        a layer has to wait for.
+        ``kv_layers``: per layer the view ``[num_blocks, G, 2, B, D]`` of the KV memory, or ``[num_blocks, B, width]``.
+        ``before_layer`` may queue what a layer has to wait for.
         """
         step = Step(
             kernels=self.kernels,

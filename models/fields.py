@@ -27,16 +27,17 @@ _HIGHEST_OTHER = 1e6
 _NEUTRAL = frozenset(
     """
     _attn_implementation_autoset _name_or_path architectures attention_dropout attn_implementation auto_map
+    aux_loss_alpha
     bad_words_ids begin_suppress_tokens boi_token_index bos_token_id cache_implementation chunk_size_feed_forward
     classifier_dropout cross_attention_hidden_size decoder_start_token_id diversity_penalty do_sample dtype
-    early_stopping embd_pdrop embedding_dropout encoder_no_repeat_ngram_size eoi_token_index eos_token_id
+    early_stopping embd_pdrop embedding_dropout encoder_no_repeat_ngram_size eoi_token_index ep_size eos_token_id
     exponential_decay_length_penalty finetuning_task forced_bos_token_id forced_eos_token_id id2label image_token_id
     image_token_index initializer_range is_decoder keys_to_ignore_at_inference label2id layer_norm_type length_penalty
     max_length max_window_layers min_length mm_tokens_per_image model_type no_repeat_ngram_size num_beam_groups
     num_beams num_return_sequences
     original_max_position_embeddings output_attentions output_hidden_states output_router_logits
     output_scores pad_token_id pretraining_tp
-    prefix problem_type pruned_heads remove_invalid_values repetition_penalty resid_pdrop router_aux_loss_coef
+    prefix problem_type pruned_heads remove_invalid_values repetition_penalty resid_pdrop router_aux_loss_coef seq_aux
     router_jitter_noise
     residual_dropout return_dict return_dict_in_generate sep_token_id suppress_tokens task_specific_params
     temperature tf_legacy_loss tie_encoder_decoder tokenizer_class top_k top_p torch_dtype torchscript

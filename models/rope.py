@@ -100,11 +100,11 @@ def _yarn(fields: ConfigFields, outer: ConfigFields) -> YarnScaling:
     attention_factor = fields.optional_number("attention_factor")
     if attention_factor is None:
         # mscale of 0 counts as absent, as in transformers
-        mscale, all_dim = fields.get("mscale"), fields.get("mscale_all_dim")
-        attention_factor = _mscale(factor, 1.0)
-        if mscale and all_dim:
+        both_given = fields.get("mscale") and fields.get("mscale_all_dim")
+        attention_factor = mscale(factor, 1.0)
+        if both_given:
             wide, narrow = fields.number("mscale"), fields.number("mscale_all_dim")
-            attention_factor = _mscale(factor, wide) / _mscale(factor, narrow)
+            attention_factor = mscale(factor, wide) / mscale(factor, narrow)
     return YarnScaling(
         factor=factor,
         original_max_position_embeddings=original,
@@ -115,7 +115,8 @@ def _yarn(fields: ConfigFields, outer: ConfigFields) -> YarnScaling:
     )
 
 
-def _mscale(factor: float, scale: float) -> float:
+def mscale(factor: float, scale: float) -> float:
+    """Return the growth of attention with the stretching of contexts by ``factor`` (arXiv:2309.00071)."""
     return 1.0 if factor <= 1.0 else 0.1 * scale * math.log(factor) + 1.0
 
 

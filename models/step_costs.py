@@ -45,7 +45,12 @@ def head_flops(config: ModelConfig) -> int:
 
 
 def pair_flops(config: ModelConfig) -> int:
-    """Return the operations of attention for one pair of tokens in all layers: products with keys and with values."""
+    """Return the operations of attention for one pair of tokens in all layers: products with keys and with values.
+
+    Latents are taken as expanded to them.
+    """
+    if (latent := config.latent) is not None:
+        return 2 * config.num_layers * config.num_heads * (latent.query_dim + latent.value_dim)
     return 2 * 2 * config.num_layers * config.num_heads * config.head_dim
 
 

@@ -95,11 +95,12 @@ class KVMemory:
         self.bytes, self.generations = self.groups[0].bytes, self.groups[0].generations
 
     def kernel_view(self, group: int = 0) -> torch.Tensor:
-        """Return the kernels' view of a group whose only field is keys and values: ``[num_blocks, layer, kv_head, 2,
-        token, head_dim]``, layers numbered within the group."""
+        """Return the kernels' view of a group with one field, ``[num_blocks, layer, ...]`` in the layout's order.
+
+        Layers are numbered within the group."""
         layout = self.layout
         cached = layout.cache.groups[group]
-        assert len(cached.fields) == 1, f"group {group} has {len(cached.fields)} fields, not keys and values alone"
+        assert len(cached.fields) == 1, f"group {group} has {len(cached.fields)} fields, not one"
         shape = (cached.num_layers, *layout.block_shape[1:])
         memory = self.groups[group]
         return memory.bytes.view(TORCH_DTYPES[layout.dtype]).view(memory.num_blocks, *shape)

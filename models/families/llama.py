@@ -6,6 +6,7 @@ from splitserve.models.config import ConfigFields, ModelConfig, check_rotated_wh
 from splitserve.models.layers.attention import GroupedAttention
 from splitserve.models.layers.decoder import Decoder, DecoderLayer
 from splitserve.models.layers.experts import ExpertsMlp
+from splitserve.models.layers.latent import LatentAttention
 from splitserve.models.layers.mlp import GatedMlp, Mlp
 from splitserve.models.layers.norm import RmsNorm
 from splitserve.models.layers.residual import Residual
@@ -19,7 +20,7 @@ class LlamaLayer(DecoderLayer):
         self,
         name: str,
         config: ModelConfig,
-        attention: GroupedAttention,
+        attention: GroupedAttention | LatentAttention,
         mlp: GatedMlp | Mlp | ExpertsMlp | None = None,
     ) -> None:
         self.input_norm = RmsNorm(f"{name}.input_layernorm", config)

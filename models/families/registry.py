@@ -5,10 +5,13 @@ from collections.abc import Mapping
 FAMILIES: Mapping[str, str] = {
     "ArceeForCausalLM": "arcee",
     "Cohere2ForCausalLM": "cohere2",
+    "DeepseekV2ForCausalLM": "deepseek_v2",
+    "DeepseekV3ForCausalLM": "deepseek_v3",
     "Gemma2ForCausalLM": "gemma2",
     "Gemma3ForCausalLM": "gemma3",
     "Glm4ForCausalLM": "glm4",
     "Glm4MoeForCausalLM": "glm4_moe",
+    "Glm4MoeLiteForCausalLM": "glm4_moe_lite",
     "GraniteForCausalLM": "granite",
     "LlamaForCausalLM": "llama",
     "MiniMaxM2ForCausalLM": "minimax_m2",
@@ -30,5 +33,7 @@ FAMILIES: Mapping[str, str] = {
 
 TEXT_OF: Mapping[str, str] = {
     "Gemma3ForConditionalGeneration": "Gemma3ForCausalLM",
+    "KimiK25ForConditionalGeneration": "DeepseekV3ForCausalLM",
+    "Kimi_K25ForConditionalGeneration": "DeepseekV3ForCausalLM",
 }
 """Architectures with other parts, vision for one, and the one of their text model, which is what is served."""

@@ -49,6 +49,10 @@ class WeightSource(Protocol):
         its order."""
         ...
 
+    def matrix(self, weight: Weight) -> "Tensor":
+        """Return a matrix itself in the model's dtype, dequantised if it is stored in FP8."""
+        ...
+
     def summed(self, weight: Weight, factor: float = 1.0) -> "ResidualLinear":
         """Return a product whose inputs are split over the ranks: what is added is the sum of all ranks' products."""
         ...

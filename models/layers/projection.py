@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from splitserve.models.layers.layer import Layer, Order, WeightSource
 from splitserve.models.layers.residual import Normed, Product
-from splitserve.models.layers.weight import Role, Stack, Units, Weight
+from splitserve.models.layers.weight import AllRows, Role, Stack, Units, Weight
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,12 +22,12 @@ class InputProjections(Layer):
     def __init__(
         self,
         in_features: int,
-        outputs: Sequence[tuple[str, int, Units]],
+        outputs: Sequence[tuple[str, int, Units | AllRows]],
         *,
         biases: bool = False,
         fused: str | None = None,
     ) -> None:
-        """``outputs``: (name, out_features, units that ranks share) of each; with ``biases`` each has one. ``fused``:
+        """``outputs``: (name, out_features, rows that ranks share) of each; with ``biases`` each has one. ``fused``:
         the name of the one tensor that holds all of them, one after the other."""
         weights, biases_of, first = [], [], 0
         total = sum(size for _, size, _ in outputs)

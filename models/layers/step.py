@@ -38,7 +38,7 @@ class Step:
     query_factors: "Tensor | None"  # [T, 1, 1] of queries, by their positions; None: 1
     slots: "Sequence[Tensor]"  # int64 [T, G] for each group of the cache: where keys and values go
     rows: "Tensor | None"  # int64 [R], rows of the flat batch to sample from; None: all of them
-    kv_layers: "Sequence[Tensor]"  # per layer: [num_blocks, G, 2, B, D]
+    kv_layers: "Sequence[Tensor]"  # per layer: [num_blocks, G, 2, B, D], or latents [num_blocks, B, width]
     attention: "LayeredAttention"
     plan: "LayerPlans | FixedLayerPlans"
     before_layer: BeforeLayer | None  # may queue what a layer has to wait for
@@ -63,10 +63,22 @@ class Step:
         After the last layer's attention all else works row by row: there only the rows to sample from are returned,
         [R, H * D], with their numbers. Raises :class:`NothingToSample` if there are none.
         """
-        rows = self.rows if layer == len(self.kv_layers) - 1 else None
-        if rows is not None and rows.shape[0] == 0:
-            raise NothingToSample
+        rows = self._rows_after(layer)
         if self.query_factors is not None:
             query = query * self.query_factors
         context = self.attention.run(query, self.kv_layers[layer], self.plan, layer, sinks).flatten(1)
         return (context if rows is None else context[rows]), rows
+
+    def attend_latent(self, query: "Tensor", expansion: "Tensor", layer: int) -> "tuple[Tensor, Tensor | None]":
+        """Attend to the latents of ``layer``: ``query`` [T, H, query_dim] -> [T, H * value_dim], None; after the last
+        layer as :meth:`attend` does. ``expansion``: see :class:`splitserve.kernels.api.LatentAttention`."""
+        rows = self._rows_after(layer)
+        context = self.attention.run_latent(query, expansion, self.kv_layers[layer], self.plan, layer).flatten(1)
+        return (context if rows is None else context[rows]), rows
+
+    def _rows_after(self, layer: int) -> "Tensor | None":
+        """Return the rows that are kept after the attention of ``layer``; None: all. Raises NothingToSample."""
+        rows = self.rows if layer == len(self.kv_layers) - 1 else None
+        if rows is not None and rows.shape[0] == 0:
+            raise NothingToSample
+        return rows

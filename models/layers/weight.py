@@ -61,6 +61,15 @@ class TokenUnits:
 
 
 @dataclass(frozen=True, slots=True)
+class AllRows:
+    """Rows that every rank has all of, of a matrix that is stacked with matrices whose rows ranks share."""
+
+    def part(self, extent: int, shard: Shard) -> range:  # noqa: ARG002 -- as the other kinds of rows
+        """Return all rows."""
+        return range(extent)
+
+
+@dataclass(frozen=True, slots=True)
 class OfExpert:
     """The expert that a weight belongs to. Ranks may share experts evenly instead of what is in them."""
 
@@ -87,7 +96,7 @@ class Weight:
     name: str
     shape: tuple[int, ...]
     role: Role
-    rows: Units | TokenUnits | None = None
+    rows: Units | TokenUnits | AllRows | None = None
     columns: Units | None = None
     section: range | None = None  # the rows of ``shape`` that this declaration is about, where others share the tensor
     expert: OfExpert | None = None
@@ -101,7 +110,7 @@ class Weight:
         """Return whether the rank has anything of it."""
         return self.expert is None or not shard.has_whole_experts or self.expert.is_on(shard)
 
-    def shared_dimensions(self, has_whole_experts: bool) -> tuple[Units | TokenUnits | None, ...]:
+    def shared_dimensions(self, has_whole_experts: bool) -> tuple[Units | TokenUnits | AllRows | None, ...]:
         """Return what ranks share of it, where they share the experts or where they share what is in them."""
         if self.expert is not None and has_whole_experts:
             return (self.expert.experts,)

@@ -18,7 +18,8 @@ from splitserve.protocol.step import ScheduledChunk
 class RunnerCache:
     """Memory of all groups, checked against the model.
 
-    ``groups``: of each group a contiguous ``[num_blocks, num_layers, num_kv_heads, 2 (K/V), block_size, head_dim]``;
+    ``groups``: of each group a contiguous ``[num_blocks, num_layers, num_kv_heads, 2 (K/V), block_size, head_dim]``, or
+    of latents ``[num_blocks, num_layers, block_size, width]``;
     ``kv_layers``: of each layer its view of that; ``attention``: that of all layers.
     """
 
@@ -43,11 +44,13 @@ class RunnerCache:
         places = {layer: place for place, group in enumerate(groups) for layer in group.layers}
         kinds = [LayerAttention(places[layer], model.config.layer(layer).kind == "sliding") for layer in layers]
         shapes = tuple(_shape(model, tensor) for tensor in tensors)
+        is_latent = model.config.latent is not None
+        make_attention = model.kernels.make_latent_attention if is_latent else model.kernels.make_attention
         return cls(
             tensors,
             shapes,
             tuple(tensors[places[layer]][:, groups[places[layer]].layers.index(layer)] for layer in layers),
-            LayeredAttention(shapes, kinds, model.kernels.make_attention),
+            LayeredAttention(shapes, kinds, make_attention),
         )
 
     @property
@@ -95,13 +98,13 @@ def paged_batch(chunks: Sequence[ScheduledChunk], group: int = 0, block_size: in
 
 def _check(tensor: Tensor, num_layers: int, model: DecoderModel) -> None:
     """Raise ValueError if the memory of a group doesn't fit the model."""
-    config = model.config
-    block_size = tensor.shape[4] if tensor.dim() == 6 else 0
-    expected = (num_layers, config.num_kv_heads, 2, block_size, config.head_dim)
-    if tensor.dim() != 6 or tensor.shape[1:] != expected or not tensor.is_contiguous():
+    block_size = tensor.shape[-2] if tensor.dim() > 2 else 0
+    expected = (num_layers, *model.config.block_shape(block_size)[1:])
+    if tensor.shape[1:] != expected or not tensor.is_contiguous():
+        needed = ["num_blocks", *expected[:-2], "block_size", expected[-1]]
         raise ValueError(
             f"kv_cache has shape {list(tensor.shape)}; needed is a contiguous "
-            f"[num_blocks, {num_layers}, {config.num_kv_heads}, 2, block_size, {config.head_dim}]"
+            f"[{', '.join(str(size) for size in needed)}]"
         )
     if tensor.dtype not in (model.dtype, FP8) or tensor.device != model.device:
         raise ValueError(f"kv_cache is {tensor.dtype} on {tensor.device}; the model is {model.dtype} on {model.device}")
@@ -114,11 +117,12 @@ def _shape(model: DecoderModel, tensor: Tensor) -> AttentionShape:
         num_heads=config.num_heads,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
-        block_size=tensor.shape[4],
+        block_size=tensor.shape[-2],
         num_layers=tensor.shape[1],
         dtype=model.dtype,
         device=model.device,
         scale=config.attention_scale,
         soft_cap=config.attention_soft_cap,
         window=config.window,
+        latent=config.latent,
     )

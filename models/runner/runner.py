@@ -40,10 +40,11 @@ class NonFiniteLogitsError(SplitserveError):
 class ModelRunner:
     """Runs steps of ``model`` over ``kv_cache``.
 
-    ``kv_cache``: contiguous ``[num_blocks, num_layers, num_kv_heads, 2 (K/V), block_size, head_dim]``, on the model's
-    device and of its dtype, or float8_e4m3fn where the model's attention reads that. There's one for each group of the
-    model's cache (:mod:`splitserve.models.cache_groups`), or a single one for all layers. They belong to the caller;
-    the runner writes only the slots of scheduled tokens. ``model_dir``: the checkpoint's, for structured output.
+    ``kv_cache``: contiguous ``[num_blocks, num_layers, num_kv_heads, 2 (K/V), block_size, head_dim]``, or of latents
+    ``[num_blocks, num_layers, block_size, width]``, on the model's device and of its dtype, or float8_e4m3fn where the
+    model's attention reads that. There's one for each group of the model's cache
+    (:mod:`splitserve.models.cache_groups`), or a single one for all layers. They belong to the caller; the runner
+    writes only the slots of scheduled tokens. ``model_dir``: the checkpoint's, for structured output.
     """
 
     def __init__(

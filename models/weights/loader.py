@@ -238,6 +238,12 @@ class _Source:
         weight = scaled_rows(read := self._reader.read(parts), _scaled_parts(read, parts, factors))
         return self._kernels.pack_linear(_ordered(weight, _row_order(weight, parts, orders)))
 
+    def matrix(self, weight: Weight) -> Tensor:
+        parts = self._parts((weight,))
+        if self._reader.is_fp8(parts):
+            return self._reader.read_fp8(parts).dequantised(self._dtype)
+        return self._reader.read(parts, own=True)
+
     def summed(self, weight: Weight, factor: float = 1.0) -> ResidualLinear:
         local = self.linear((weight,), (factor,))
         return local if self.shard.size == 1 else RowParallelLinear(local, self._group)

@@ -7,9 +7,10 @@ from splitserve.models.layers.weight import Role
 _LOGIT_BYTES = 4
 
 
-def kv_token_bytes(config: ModelConfig, element_bytes: int) -> int:
-    """Return the bytes of one token's keys and values, over all layers and ranks."""
-    return declare(config).kv_elements * element_bytes
+def kv_token_bytes(config: ModelConfig, element_bytes: int, num_ranks: int = 1) -> int:
+    """Return the bytes of one token's keys and values, over all layers and ranks. Each rank has all of a latent."""
+    copies = num_ranks if config.latent is not None else 1
+    return declare(config).kv_elements * element_bytes * copies
 
 
 def logits_bytes(config: ModelConfig, num_seqs: int) -> int:

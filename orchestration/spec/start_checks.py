@@ -118,7 +118,7 @@ def _kv_problems(spec: ClusterSpec, pool: PoolSpec, location: str, model: ModelC
     element_bytes = 1 if engine.kv_cache_dtype == "fp8" else _ELEMENT_BYTES.get(engine.dtype, 2)
     block_size = engine.block_size or min(defaults.block_size for defaults in DEVICE_DEFAULTS.values())
     num_tokens = max(_MIN_BLOCKS * block_size, engine.max_model_len)
-    needed = num_tokens * kv_token_bytes(model, element_bytes)
+    needed = num_tokens * kv_token_bytes(model, element_bytes, pool.tensor_parallel_size)
     if engine.kv_memory_bytes < needed:
         yield (
             f"{location}.memory.kv",

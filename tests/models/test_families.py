@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from latent_families import LATENT_FAMILIES, LATENT_MISTAKES
 from splitserve.kernels.experts.spec import GroupScore, Score
 from splitserve.kernels.fp8.kv import FP8, DequantisingAttention
 from splitserve.kernels.reference import operations as reference
@@ -95,6 +96,7 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
         "routed_scaling_factor": 1.5,
         "norm_topk_prob": True,
     },
+    **LATENT_FAMILIES,
     "GraniteForCausalLM": {**BIASED, **SCALES},
     "LlamaForCausalLM": BIASED,
     "MiniMaxM2ForCausalLM": {
@@ -169,7 +171,7 @@ def make_runner(
 ) -> ModelRunner:
     model = load_model(path, config or load_model_config(path), dtype=torch.float32, device=CPU, group=group, **options)
     local, dtype = model.config, options.get("kv_dtype", torch.float32)
-    shape = (NUM_BLOCKS, local.num_layers, local.num_kv_heads, 2, BLOCK_SIZE, local.head_dim)
+    shape = (NUM_BLOCKS, *local.block_shape(BLOCK_SIZE))
     return ModelRunner(model, torch.full(shape, math.nan).to(dtype))
 
 
@@ -210,6 +212,7 @@ def test_logits_are_those_of_transformers(family: tuple[Path, list[list[int]]]) 
 
 # What each of these changes is a mistake that could be made; each must change the tokens of some prompt.
 MISTAKES: list[tuple[str, dict[str, Any]]] = [
+    *LATENT_MISTAKES,
     ("ArceeForCausalLM", {"activation": "silu"}),
     ("ArceeForCausalLM", {"rope_scaling": None}),
     ("Cohere2ForCausalLM", {"rotates_neighbours": False}),
@@ -373,6 +376,8 @@ def test_dummy_weights_have_the_checkpoints_shape(family: tuple[Path, list[list[
 def test_scales_of_keys_and_values_divide_what_is_stored(family: tuple[Path, list[list[int]]], tmp_path: Path) -> None:
     """Powers of two change no digit: in the first layer the stored numbers are those without scales, divided."""
     path, _ = family
+    if load_model_config(path).latent is not None:
+        pytest.skip("a latent is stored as it is: there are no scales of keys and values")
     (tmp_path / "config.json").write_bytes((path / "config.json").read_bytes())
     attention = "model.layers.0.self_attn"
     scales = {f"{attention}.k_scale": torch.tensor(4.0), f"{attention}.v_scale": torch.tensor(0.25)}

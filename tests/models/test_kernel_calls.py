@@ -13,11 +13,12 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from splitserve.kernels.api import AttentionPlan, AttentionShape, PagedAttention, PagedBatch
+from splitserve.kernels.api import AttentionPlan, AttentionShape, PagedBatch
 from splitserve.kernels.reference import operations as reference
 from splitserve.kernels.reference.attention import ReferencePagedAttention
 from splitserve.kernels.reference.linear import PlainLinear
 from splitserve.kernels.registry import OPERATIONS, select_kernels
+from splitserve.kernels.windows import LayerAttention, LayeredAttention
 from splitserve.models.config import load_model_config
 from splitserve.models.decoder import DecoderModel, ForwardBatch
 from splitserve.models.parallel.ranks import Alone
@@ -110,9 +111,9 @@ class RecordedAttention(ReferencePagedAttention):
         super().__init__(shape)
         self._recorder = recorder
 
-    def run(self, query: Tensor, kv_layer: Tensor, plan: AttentionPlan) -> Tensor:
+    def run(self, query: Tensor, kv_layer: Tensor, plan: AttentionPlan, sinks: Tensor | None = None) -> Tensor:
         self._recorder.calls.append(f"attention({query.shape[0]})")
-        return super().run(query, kv_layer, plan)
+        return super().run(query, kv_layer, plan, sinks)
 
 
 class RecordedRank(Alone):
@@ -152,7 +153,8 @@ def calls_of_a_step(
     shape = AttentionShape(
         local.num_heads, local.num_kv_heads, local.head_dim, BLOCK_SIZE, NUM_LAYERS, torch.float32, CPU
     )
-    attention = recorder.kernels.make_attention(shape)
+    layers = [LayerAttention()] * NUM_LAYERS
+    attention = LayeredAttention([shape], layers, recorder.kernels.make_attention)
     cache = torch.zeros(2, NUM_LAYERS, local.num_kv_heads, 2, BLOCK_SIZE, local.head_dim)
     logits = run_step(model, attention, cache, shape, rows, recorder)
     assert (logits is None) == (rows == [])
@@ -164,7 +166,7 @@ def calls_of_a_step(
 @torch.inference_mode()
 def run_step(
     model: DecoderModel,
-    attention: PagedAttention,
+    attention: LayeredAttention,
     cache: Tensor,
     shape: AttentionShape,
     rows: list[int] | None,
@@ -174,7 +176,7 @@ def run_step(
     rotary.table = torch.stack(rotary(torch.arange(BLOCK_SIZE)), 1)  # on a GPU it is there from the start
     inputs = torch.tensor([[5, 6, 7, 8, 9], [0, 1, 0, 1, 2], [0, 0, 1, 1, 1], [-1] * 5])
     tokens = model.begin_step(inputs, torch.zeros(2, dtype=torch.int64), shape)
-    plan = attention.plan(PagedBatch([2, 3], [2, 3], [[0], [1]]))
+    plan = attention.plan([PagedBatch([2, 3], [2, 3], [[0], [1]])])
     batch = ForwardBatch(tokens, None if rows is None else torch.tensor(rows, dtype=torch.int64), plan)
     layers = [cache[:, layer] for layer in range(NUM_LAYERS)]
     return model.forward(batch, layers, attention, lambda layer: recorder.calls.append(f"before_layer {layer}"))

@@ -15,10 +15,12 @@ from splitserve.protocol.cache_layout import (
     CacheLayout,
     Field,
     GroupKind,
+    Sharding,
 )
 from splitserve.protocol.wire_numbers import Count, Size, Unsigned
 
 BLOCK_ORDER = "layer, kv_head, 2 (K/V), token, head_dim"
+LATENT_ORDER = "layer, token, latent"  # of latent attention (MLA): one head, of ``head_dim`` elements
 
 
 class LayoutRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -54,8 +56,11 @@ class LayoutRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.block_layout.heads_per_rank()
 
     @property
-    def block_shape(self) -> tuple[int, int, int, int, int]:
-        """``(layer, kv_head, 2, token, head_dim)`` of one rank, for the kernels' view of the first group's memory."""
+    def block_shape(self) -> tuple[int, ...]:
+        """The sizes of one rank's block in the order of ``order``, for the kernels' view of the first group's
+        memory."""
+        if self.order == LATENT_ORDER:
+            return self.block_layout.num_layers, self.block_size, self.head_dim
         return self.block_layout.num_layers, self.kv_heads_per_rank, 2, self.block_size, self.head_dim
 
     @property
@@ -86,6 +91,13 @@ class LayoutRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             if name != "tensor_parallel_size" and getattr(self, name) != getattr(other, name):
                 return f"{name}: {getattr(self, name)!r} against {getattr(other, name)!r}"
         return None
+
+
+def latent_group(num_layers: int, block_size: int, width: int, dtype: str) -> CacheGroup:
+    """Return the only group of a cache of latents, ``width`` elements per token and layer: every rank has all of
+    them."""
+    field = Field("latent", dtype, 1, block_size * width * DTYPE_BYTES[dtype], Sharding.WHOLE)
+    return CacheGroup(GroupKind.FULL, tuple(range(num_layers)), block_size, (field,))
 
 
 @lru_cache(maxsize=64)

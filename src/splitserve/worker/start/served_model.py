@@ -31,7 +31,7 @@ from splitserve.models.weights.checkpoint import weights_version
 from splitserve.models.weights.loader import load_model, resolve_dtype
 from splitserve.models.weights.shard import local_config
 from splitserve.protocol.config import EngineConfig
-from splitserve.protocol.memory_records import LayoutRecord
+from splitserve.protocol.memory_records import LATENT_ORDER, LayoutRecord, latent_group
 from splitserve.protocol.placement.step_model import StepModel
 from splitserve.worker.start.clock import StartClock
 from splitserve.worker.start.memory_plan import MemoryPlan, free_kv_bytes, plan_kv_memory
@@ -127,7 +127,8 @@ def _load(
     shape = AttentionShape(
         local.num_heads, local.num_kv_heads, local.head_dim, engine.block_size, local.num_layers, dtype, device
     )
-    preload = AttentionPreload(kernels, shape, clock) if device.type == "cuda" else None
+    preloads = device.type == "cuda" and model_config.latent is None
+    preload = AttentionPreload(kernels, shape, clock) if preloads else None
     with clock.phase("weights"):
         model = load_model(
             engine.model,
@@ -141,19 +142,27 @@ def _load(
         )
     if preload is not None:
         preload.wait()
+    layout = _layout(engine, model_config, str(kv_dtype).removeprefix("torch."), group.shard.size)
+    progress("weights", {"seconds": f"{time.monotonic() - started:.1f}", "dtype": str(dtype).removeprefix("torch.")})
+    return model, layout
+
+
+def _layout(engine: EngineConfig, model_config: ModelConfig, kv_dtype: str, num_ranks: int) -> LayoutRecord:
     layout = LayoutRecord(
         model=engine.served_model_name or Path(engine.model).resolve().name,
         weights_version=weights_version(engine.model, engine.load_format),
-        dtype=str(kv_dtype).removeprefix("torch."),
+        dtype=kv_dtype,
         block_size=engine.block_size,
         num_layers=model_config.num_layers,
         num_kv_heads=model_config.num_kv_heads,
         head_dim=model_config.head_dim,
-        tensor_parallel_size=group.shard.size,
-        groups=cache_groups(model_config, engine.block_size, str(kv_dtype).removeprefix("torch.")),
+        tensor_parallel_size=num_ranks,
+        groups=cache_groups(model_config, engine.block_size, kv_dtype),
     )
-    progress("weights", {"seconds": f"{time.monotonic() - started:.1f}", "dtype": str(dtype).removeprefix("torch.")})
-    return model, layout
+    if (latent := model_config.latent) is None:
+        return layout
+    group = latent_group(model_config.num_layers, engine.block_size, latent.width, kv_dtype)
+    return msgspec.structs.replace(layout, head_dim=latent.width, order=LATENT_ORDER, groups=(group,))
 
 
 def _select_kernels(
@@ -165,7 +174,8 @@ def _select_kernels(
         if backend not in ("auto", "triton"):
             raise ConfigError(f"--kv-cache-dtype fp8 takes the attention backend triton, not {backend}")
         backend = "triton"
-    overrides = {} if backend == "auto" else {"make_attention": backend}
+    operation = "make_attention" if model_config.latent is None else "make_latent_attention"
+    overrides = {} if backend == "auto" else {operation: backend}
     try:
         kernels = select_kernels(device, dtype, overrides, model_config.head_dim)
     except ValueError as error:

@@ -1,0 +1,1 @@
+"""Latent attention (MLA, arXiv:2405.04434) and the operation before it, on several backends."""

@@ -1,0 +1,119 @@
+"""Latent attention through FlashInfer's MLA kernels (FlashAttention 3's on compute capability 9.0), absorbed.
+
+They read latents in place: the two parts of one field are strided views of a layer. A plan's numbers are copied from
+pinned buffers that rotate, as in :mod:`splitserve.kernels.flashinfer.attention`. Latents in FP8 and sizes other than
+DeepSeek's take Triton's kernels.
+"""
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from splitserve.kernels.api import AttentionPlan, AttentionShape, DecodePlan, LatentAttention, PagedBatch
+from splitserve.kernels.flashinfer.ragged import pinned_buffers
+from splitserve.kernels.latent.reference import absorbed_query, absorbed_result, score_scale
+from splitserve.kernels.latent.triton import TritonLatentAttention
+from splitserve.kernels.paged import flat_tables
+
+_SIZES = (512, 64)  # of a latent and of the rotated part of a key
+_WORKSPACE_BYTES = 128 * 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class FlashInferLatentPlan:
+    """Plan of a step: a wrapper of FlashInfer's with the step's numbers."""
+
+    wrapper: Any
+
+
+def make_attention(shape: AttentionShape) -> LatentAttention:
+    """Return FlashInfer's attention, or Triton's for sizes that FlashInfer has no kernels for."""
+    assert shape.latent is not None
+    if (shape.latent.rank, shape.latent.rotated_dim) != _SIZES:
+        return TritonLatentAttention(shape)
+    return FlashInferLatentAttention(shape)
+
+
+class FlashInferLatentAttention:
+    """Implements :class:`splitserve.kernels.api.LatentAttention`."""
+
+    def __init__(self, shape: AttentionShape) -> None:
+        import flashinfer
+
+        assert shape.latent is not None
+        self._flashinfer, self._shape, self._latent = flashinfer, shape, shape.latent
+        self._workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=shape.device)
+        self._wrapper: Any = flashinfer.mla.BatchMLAPagedAttentionWrapper(self._workspace)
+        self._pinned = pinned_buffers(self._wrapper)
+
+    # ---- once per step ----
+
+    def plan(self, batch: PagedBatch) -> FlashInferLatentPlan:
+        """See :class:`splitserve.kernels.api.LatentAttention`."""
+        plan_step(self._wrapper, self._pinned, batch, self._shape)
+        return FlashInferLatentPlan(self._wrapper)
+
+    def make_decode_plan(self, batch_size: int, max_blocks: int) -> "FlashInferLatentDecodePlan":
+        """See :class:`splitserve.kernels.api.PagedAttention`."""
+        return FlashInferLatentDecodePlan(self._flashinfer, self._shape, self._workspace, batch_size, max_blocks)
+
+    def make_mixed_plan(self, num_decodes: int, num_chunk_tokens: int, num_chunks: int, max_blocks: int) -> DecodePlan:
+        """See :class:`splitserve.kernels.api.PagedAttention`."""
+        raise NotImplementedError("CUDA graphs of mixed steps aren't supported with latent attention")
+
+    # ---- once per layer ----
+
+    def run_latent(self, query: Tensor, expansion: Tensor, kv_layer: Tensor, plan: AttentionPlan) -> Tensor:
+        """See :class:`splitserve.kernels.api.LatentAttention`."""
+        assert isinstance(plan, FlashInferLatentPlan | FlashInferLatentDecodePlan)
+        rank = self._latent.rank
+        wide = absorbed_query(query, expansion, self._latent)
+        mixed = wide.new_empty((*wide.shape[:2], rank))
+        plan.wrapper.run(wide[..., :rank], wide[..., rank:], kv_layer[..., :rank], kv_layer[..., rank:], out=mixed)
+        return absorbed_result(mixed, expansion, self._latent)
+
+
+class FlashInferLatentDecodePlan:
+    """A decode plan whose tensors keep their addresses, for CUDA graphs. Implements ``kernels.api.DecodePlan``."""
+
+    def __init__(
+        self, flashinfer: Any, shape: AttentionShape, workspace: Tensor, batch_size: int, max_blocks: int
+    ) -> None:
+        self._shape, self._batch_size = shape, batch_size
+        ends, counts, indices, lens = (
+            torch.zeros(size, dtype=torch.int32, device=shape.device)
+            for size in (batch_size + 1, batch_size + 1, batch_size * max_blocks, batch_size)
+        )
+        self.wrapper: Any = flashinfer.mla.BatchMLAPagedAttentionWrapper(
+            workspace, use_cuda_graph=True, qo_indptr=ends, kv_indptr=counts, kv_indices=indices, kv_len_arr=lens
+        )
+        self._pinned = pinned_buffers(self.wrapper)
+
+    def update(self, batch: PagedBatch) -> None:
+        """See :class:`splitserve.kernels.api.DecodePlan`."""
+        assert len(batch.query_lens) == self._batch_size
+        plan_step(self.wrapper, self._pinned, batch, self._shape)
+
+
+def plan_step(wrapper: Any, pinned: Iterator[Tensor], batch: PagedBatch, shape: AttentionShape) -> None:
+    """Give ``wrapper`` the numbers of a step; those that it copies itself are in pinned memory."""
+    assert shape.latent is not None
+    tables = flat_tables(batch, shape.block_size)
+    ends = torch.tensor([0, *itertools.accumulate(batch.query_lens)], dtype=torch.int32)
+    numbers = (ends, *(torch.from_numpy(each) for each in (tables.indptr, tables.indices, tables.context_lens)))
+    wrapper._pin_memory_int_workspace_buffer = next(pinned)
+    wrapper.plan(
+        *(each.pin_memory() for each in numbers),
+        shape.num_heads,
+        shape.latent.rank,
+        shape.latent.rotated_dim,
+        shape.block_size,
+        True,  # causal
+        score_scale(shape),
+        shape.dtype,
+        shape.dtype,
+    )
