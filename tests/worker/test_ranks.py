@@ -13,11 +13,12 @@ import pytest
 import torch
 
 from splitserve.common.errors import CheckpointError
+from splitserve.models.config import load_model_config
+from splitserve.models.declared import shard_of
 from splitserve.models.demo import checkpoint as demo
 from splitserve.models.parallel.process_group import join_group, open_store
 from splitserve.models.parallel.ranks import Alone, CollectiveError
 from splitserve.models.runner.runner import ModelRunner
-from splitserve.models.weights.shard import Shard
 from splitserve.protocol.config import EngineConfig
 from splitserve.protocol.request import Party, Role
 from splitserve.protocol.step import SampleSpec, ScheduledChunk, StepPlan
@@ -31,9 +32,14 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 CPU = torch.device("cpu")
 
 
-def engine_of(model: Path, size: int) -> EngineConfig:
+def engine_of(model: Path, size: int, expert_parallel: str = "auto") -> EngineConfig:
     engine = EngineConfig(
-        model=str(model), dtype="float32", kv_memory_bytes=8 << 20, threads=1, tensor_parallel_size=size
+        model=str(model),
+        dtype="float32",
+        kv_memory_bytes=8 << 20,
+        threads=1,
+        tensor_parallel_size=size,
+        expert_parallel=expert_parallel,
     )
     return engine.on("cpu")
 
@@ -41,14 +47,14 @@ def engine_of(model: Path, size: int) -> EngineConfig:
 class Team:
     """Rank 0 in this process, the others as children."""
 
-    def __init__(self, model: Path, size: int) -> None:
+    def __init__(self, model: Path, size: int, expert_parallel: str = "auto") -> None:
         self.failed = threading.Event()
         self.failure: RankError | None = None
         store, port = open_store(size)
-        engine = engine_of(model, size)
+        engine = engine_of(model, size, expert_parallel)
         self.ranks = Ranks(Party("mixed-0", 1), Role.MIXED, engine, port, self._on_failure)
         try:
-            self.group = join_group(store, Shard(0, size), CPU)
+            self.group = join_group(store, shard_of(load_model_config(model), 0, size, expert_parallel), CPU)
             self.served = load_served_model(engine, CPU, self.group, lambda _stage, _detail: None)
             self.ranks.wait_until_ready()
         except Exception as error:
@@ -63,8 +69,8 @@ class Team:
 
 
 @contextmanager
-def team(model: Path, size: int) -> Iterator[Team]:
-    running = Team(model, size)
+def team(model: Path, size: int, expert_parallel: str = "auto") -> Iterator[Team]:
+    running = Team(model, size, expert_parallel)
     try:
         yield running
     finally:
@@ -171,3 +177,16 @@ def test_a_large_plan_passes(tiny_qwen3: Path) -> None:
     with team(tiny_qwen3, 2) as running:
         first = running.runner.run(StepPlan(chunks)).token_ids
         assert first == [first[0]] * 64
+
+
+@pytest.mark.parametrize("expert_parallel", ["off", "on"])
+def test_ranks_share_experts(tmp_path: Path, expert_parallel: str) -> None:
+    """Each rank has a part of every expert, or some of the experts: the tokens are those of one rank."""
+    model = demo.write_demo_model(tmp_path, shape="tiny-experts")
+    engine = engine_of(model, 1)
+    alone = load_served_model(engine, CPU, Alone(), lambda _stage, _detail: None).runner
+    prompt = [3, 1, 4, 1, 5]
+    expected = tokens_of(alone, prompt, 12)
+    with team(model, 2, expert_parallel) as running:
+        assert running.group.shard.has_whole_experts == (expert_parallel == "on")
+        assert tokens_of(running.runner, prompt, 12) == expected
