@@ -313,7 +313,7 @@ def models_page() -> str:
         "are unknown for the architecture, and tensors that are missing, surplus or misshapen, are refused by name. "
         "[Add a model family](../guides/add-a-model-family.md) shows how to add one.",
         table(("architecture", "family"), rows),
-        "Keys and values of sliding layers are kept for the whole context, as those of other layers.",
+        "Sliding layers keep keys and values of their window only, in blocks of their own; KV tiers are off then.",
     ]
     return "\n\n".join(parts) + "\n"
 
