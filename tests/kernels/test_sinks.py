@@ -11,7 +11,7 @@ from splitserve.kernels.flashinfer.attention import unsupported_reason
 from splitserve.kernels.reference.attention import ReferencePagedAttention
 from splitserve.kernels.triton.attention import TritonPagedAttention
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.on_gpu]
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 BLOCK_SIZE = 5
