@@ -29,6 +29,7 @@ from splitserve.common.logs import LOG_LEVELS, set_up_logging
 from splitserve.models.demo.checkpoint import write_demo_model
 from splitserve.orchestration.cli.command_parser import CommandParser
 from splitserve.orchestration.cluster.launcher import LocalCluster
+from splitserve.orchestration.hosts.forking import close_fork_servers
 from splitserve.orchestration.spec.cluster_spec import ClusterSpec, DevicesSpec
 from splitserve.orchestration.spec.shorthand import simple_spec
 from splitserve.protocol.config import EngineConfig, ProtocolConfig
@@ -207,6 +208,7 @@ def run(options: argparse.Namespace) -> Outcome:
         with cluster, cluster.supervised():
             leftovers.note_pids(cluster.pids)
             outcome = asyncio.run(storm(cluster, options, leftovers))
+        close_fork_servers()  # which live on for the next cluster of this process
         outcome.checks["no process, thread, handle or shared memory left over"] = leftovers.found()
         check_answers(outcome, None if options.device == "cpu" else Referee(model))
     if options.check_times:

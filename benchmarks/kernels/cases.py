@@ -13,6 +13,7 @@ from torch import Tensor
 from splitserve.benchmarks.kernels.case import Call, Case, Target
 from splitserve.benchmarks.kernels.expert_cases import expert_products, expert_routes
 from splitserve.benchmarks.kernels.kv_cases import MAX_SEQUENCES, attentions, kv_copies
+from splitserve.benchmarks.kernels.latent_cases import latent_attentions, prepared_latents
 from splitserve.kernels.api import AttentionShape, Kernels, Linear, SamplingBatch
 from splitserve.models.declared import stored_weights
 from splitserve.models.layers.weight import Role
@@ -164,6 +165,8 @@ _MAKERS: dict[str, Callable[[Target, int], Iterator[Case]]] = {
     "route": expert_routes,
     "pack_experts": expert_products,
     "make_attention": attentions,
+    "prepare_latent": prepared_latents,
+    "make_latent_attention": latent_attentions,
     "gather_kv": partial(kv_copies, "gather_kv"),
     "scatter_kv": partial(kv_copies, "scatter_kv"),
 }

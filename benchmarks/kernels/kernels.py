@@ -154,7 +154,8 @@ def _measure_case(case: Case, target: Target, ceilings: Ceilings) -> Iterator[Fi
         kernels = select_kernels(target.device, target.dtype, {case.operation: backend}, head_dim)
         answer = case.make_calls(kernels)[0]().clone()
         calls = case.make_calls(kernels)
-        is_eager = not case.can_be_captured or (case.operation == "make_attention" and backend == "reference")
+        is_attention = case.operation in ("make_attention", "make_latent_attention")
+        is_eager = not case.can_be_captured or (is_attention and backend == "reference")
         is_eager = is_eager and target.device.type == "cuda"
         seconds = eager_seconds(calls) if is_eager else seconds_per_call(calls, target.device)
         if expected is None:

@@ -199,6 +199,9 @@ def fork_child(environment: Mapping[str, str], descriptors: Sequence[int]) -> Fo
 
 
 @atexit.register
-def _close_all() -> None:
-    for server in _servers.values():
-        server.close()
+def close_fork_servers() -> None:
+    """End the servers of this process, and with them their children."""
+    with _servers_lock:
+        for server in _servers.values():
+            server.close()
+        _servers.clear()

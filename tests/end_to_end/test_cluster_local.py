@@ -68,7 +68,7 @@ def is_running(process: psutil.Process) -> bool:
 def test_down_after_the_launcher_was_killed(tiny_qwen3: Path, tmp_path: Path, state: Path) -> None:
     splitserve("up", "--spec", write_spec(tmp_path / "spec.yaml", tiny_qwen3))
     processes = processes_of(state / "default")
-    assert len(processes) == 5, "two of them render templates"
+    assert len(processes) == 6, "two of them render templates, one forks workers"
     launcher = psutil.Process(json.loads((state / "default" / "cluster.json").read_text())["launcher_pid"])
     processes[0].send_signal(signal.SIGSTOP)  # the kernel lets it go on when its parent is gone
     environment = {**os.environ, FOLDER_VARIABLE: str(state / "default")}
