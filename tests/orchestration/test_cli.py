@@ -98,6 +98,7 @@ def test_every_engine_option_reaches_the_engine() -> None:
         "--lmcache": "tcp://127.0.0.1:5555",
         "--tensor-parallel-size": "2",
         "--kv-cache-dtype": "fp8",
+        "--expert-parallel": "on",
     }
     needs = {"--disk-kv-size": ["--disk-kv-dir", "/kv"], "--disk-kv-backend": ["--disk-kv-dir", "/kv"]}
     parser = argparse.ArgumentParser()

@@ -39,8 +39,8 @@ def test_workers_with_different_contexts_serve_together(model_dir):
         wait_until(lambda: router.metric('splitserve_worker_ready{role="prefill",worker="p0"}') == 1)
         wait_until(lambda: router.metric('splitserve_worker_ready{role="decode",worker="d100"}') == 1)
         wait_until(lambda: router.metric('splitserve_worker_ready{role="decode",worker="d200"}') == 1)
-        messages = [{"role": "user", "content": "x"}]
-        for _ in range(2):
+        for content in "xy":  # a prompt whose KV a worker has would go there again
+            messages = [{"role": "user", "content": content}]
             _, _, answer = router.post("/v1/chat/completions", messages=messages, ignore_eos=True)
             assert answer["usage"]["total_tokens"] == 100
         assert len(small.requests) == len(large.requests) == 1
