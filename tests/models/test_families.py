@@ -24,6 +24,8 @@ from splitserve.models.declared import declare
 from splitserve.models.families.registry import FAMILIES
 from splitserve.models.parallel.ranks import Alone, Collectives
 from splitserve.models.runner.runner import ModelRunner
+from splitserve.models.weights.checkpoint import read_records
+from splitserve.models.weights.fused_experts import expert_records
 from splitserve.models.weights.loader import load_model
 from splitserve.models.weights.shard import Shard
 from splitserve.protocol.step import SampleSpec, ScheduledChunk, StepPlan
@@ -97,6 +99,14 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
         "norm_topk_prob": True,
     },
     **LATENT_FAMILIES,
+    "GptOssForCausalLM": {
+        **WINDOW,
+        "num_experts_per_tok": 2,
+        "num_local_experts": 4,
+        "intermediate_size": 32,
+        "swiglu_limit": 3.0,
+        "rope_parameters": {**YARN, "truncate": False},
+    },
     "GraniteForCausalLM": {**BIASED, **SCALES},
     "LlamaForCausalLM": BIASED,
     "MiniMaxM2ForCausalLM": {
@@ -141,10 +151,9 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     model.config.eos_token_id = model.generation_config.eos_token_id = model.generation_config.pad_token_id = None
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if parameter.dim() == 1:
-                parameter.add_(
-                    (BIAS if name.endswith(".bias") and "norm" not in name else NOISE) * torch.randn_like(parameter)
-                )
+            if parameter.dim() == 1 or name.endswith("_bias"):
+                is_bias = name.endswith("bias") and "norm" not in name
+                parameter.add_((BIAS if is_bias else NOISE) * torch.randn_like(parameter))
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.add_(NOISE * torch.randn_like(buffer))
@@ -239,6 +248,16 @@ MISTAKES: list[tuple[str, dict[str, Any]]] = [
     ("Glm4MoeForCausalLM", {"experts": {"router": {"kept_groups": 3}}}),
     ("Glm4MoeForCausalLM", {"experts": {"router": {"group_score": GroupScore.MAX}}}),
     ("Glm4MoeForCausalLM", {"experts": {"router": {"top_k": 1}}}),
+    ("GptOssForCausalLM", {"window": 7}),
+    ("GptOssForCausalLM", {"window": 9}),
+    ("GptOssForCausalLM", {"rope_scaling": None}),
+    ("GptOssForCausalLM", {"rope_scaling": {"truncate": True}}),
+    ("GptOssForCausalLM", {"rope_scaling": {"attention_factor": 1.0}}),
+    ("GptOssForCausalLM", {"experts": {"router": {"score": Score.SOFTMAX}}}),
+    ("GptOssForCausalLM", {"experts": {"activation": {"interleaved": False}}}),
+    ("GptOssForCausalLM", {"experts": {"activation": {"limit": None}}}),
+    ("GptOssForCausalLM", {"experts": {"activation": {"sigmoid_factor": 1.0}}}),
+    ("GptOssForCausalLM", {"experts": {"activation": {"up_offset": 0.0}}}),
     ("GraniteForCausalLM", {"attention_scale": None}),
     ("GraniteForCausalLM", {"embedding_scale": 1.0}),
     ("GraniteForCausalLM", {"residual_scale": 1.0}),
@@ -366,9 +385,9 @@ def test_every_weight_changes_the_tokens(family: tuple[Path, list[list[int]]], t
 
 def test_dummy_weights_have_the_checkpoints_shape(family: tuple[Path, list[list[int]]]) -> None:
     path, _ = family
-    stored = load_file(path / "model.safetensors")
-    declared = {weight.name: weight.shape for weight in declare(load_model_config(path)).weights()}
-    assert declared == {name: tuple(tensor.shape) for name, tensor in stored.items()}
+    weights = list(declare(load_model_config(path)).weights())
+    stored = expert_records(read_records(path), weights)
+    assert {weight.name: weight.shape for weight in weights} == {name: each.shape for name, each in stored.items()}
     runner = make_runner(path, load_format="dummy")
     assert all(0 <= token < VOCAB_SIZE for token in greedy(runner, PROMPTS[0], 512, count=3))
 
