@@ -13,6 +13,7 @@ class TokenHistogram(Collector):
     """A histogram without labels, for one thread; ``bounds`` are its buckets' upper bounds, in order."""
 
     def __init__(self, name: str, text: str, bounds: Sequence[float], registry: CollectorRegistry) -> None:
+        self._labelnames = ()  # as metrics of prometheus_client have them
         self._name = name
         self._text = text
         self._bounds = tuple(map(float, bounds))
