@@ -23,7 +23,9 @@ has `_bucket`, `_sum` and `_count`. Each series also has the label `model`, the 
 
 def metrics_page() -> str:
     """Return the page's Markdown."""
-    own = [metric for metric in vars(RouterMetrics()).values() if isinstance(metric, MetricWrapperBase | TokenHistogram)]
+    own = [
+        metric for metric in vars(RouterMetrics()).values() if isinstance(metric, MetricWrapperBase | TokenHistogram)
+    ]
     workers = list(WorkerCollector(list).collect())
     tiers = [family for family in workers if family.name.startswith("splitserve_tier_")]
     others = [family for family in workers if family not in tiers]
