@@ -1,9 +1,9 @@
 """``splitserve bench goodput``: does disaggregation pay here?
 
-For a workload, objectives and a number of devices: the highest rate at which the objectives hold, for mixed workers with
-several chunk budgets, for each split into prefill and decode workers, and with conditional disaggregation. The bench
-starts and stops the arrangements itself, alternates them, and gives intervals of the differences. With --endpoint it
-compares endpoints that run already, of any system with OpenAI's API.
+For a workload, objectives and a number of devices: the highest rate at which the objectives hold, for mixed workers
+with several chunk budgets, for each split into prefill and decode workers, and with conditional disaggregation. The
+bench starts and stops the arrangements itself, alternates them, and gives intervals of the differences. With --endpoint
+it compares endpoints that run already, of any system with OpenAI's API.
 
 A run keeps each probe in its folder: after Ctrl-C, or when --max-seconds have passed, the report has what was measured,
 and --continue FOLDER goes on.
@@ -15,6 +15,7 @@ import shlex
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -29,7 +30,7 @@ from splitserve.benchmarks.goodput.probe import ProbeResult, Setup, run_probe
 from splitserve.benchmarks.goodput.report import notes, render
 from splitserve.benchmarks.goodput.result import Conditions, Folder, csv_of, rows_of, summary_of, verdict_of
 from splitserve.benchmarks.goodput.search import Search
-from splitserve.benchmarks.goodput.suites import SUITES, Suite
+from splitserve.benchmarks.goodput.suites import SUITES
 from splitserve.benchmarks.goodput.verdict import losing_region, sentence
 from splitserve.common.errors import ConfigError
 from splitserve.models.config import load_model_config
@@ -63,7 +64,7 @@ def main(argv: Sequence[str]) -> int:
     ends_at = time.monotonic() + options.max_seconds if options.max_seconds else float("inf")
     with model_of(options) if not options.endpoint else contextlib.nullcontext(options.model) as model:
         for source in sources:
-            if not _compare(options, argv, arms, source, model, ends_at):
+            if not _compare(_Task(options, argv, arms, source, model), ends_at):
                 return EXIT_INTERRUPTED
     return 0
 
@@ -87,19 +88,24 @@ def plan_of(options: argparse.Namespace, arms: Mapping[str, Arm | None], sources
     return "\n".join(lines)
 
 
-def _compare(
-    options: argparse.Namespace,
-    argv: Sequence[str],
-    arms: Mapping[str, Arm | None],
-    source: Source,
-    model: str,
-    ends_at: float,
-) -> bool:
-    """Compare the arms on one workload and write the report; returns whether the searches have ended."""
-    conditions = _conditions(options, arms, source, model)
+@dataclass(frozen=True, slots=True)
+class _Task:
+    """Comparison on one workload."""
+
+    options: argparse.Namespace
+    argv: Sequence[str]
+    arms: Mapping[str, Arm | None]
+    source: Source
+    model: str  # path of the checkpoint; of endpoints: the id that they serve
+
+
+def _compare(task: _Task, ends_at: float) -> bool:
+    """Compare the arms and write the report; returns whether the searches have ended."""
+    options, arms, source = task.options, task.arms, task.source
+    conditions = _conditions(options, arms, source, task.model)
     parent = Path(options.result_dir) if options.result_dir else results_directory()
     folder = Folder(Path(options.folder)) if options.folder else Folder.made(parent)
-    setup = _setup(options, source, model, conditions)
+    setup = _setup(options, source, task.model, conditions)
     searches = {
         name: Search(options.first_rate, options.precision, options.num_repeats, options.max_probes) for name in arms
     }
@@ -113,7 +119,7 @@ def _compare(
         print("interrupted: the report has what was measured", file=sys.stderr)
         ended = False
     if comparison.probes:
-        _write(folder, conditions, comparison.probes, argv)
+        _write(folder, conditions, comparison.probes, task.argv)
     return ended and not any(search.next_rate() is not None for search in searches.values())
 
 
@@ -249,6 +255,3 @@ def parser() -> argparse.ArgumentParser:
     add("--dry-run", action="store_true", help="say what would be measured, and how long that takes")
     add_engine_options(parser, shape="tiny", dtype="auto", kv_memory="0")
     return parser
-
-
-__all__ = ["Suite", "arms_of", "main", "parser", "plan_of"]

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from splitserve.benchmarks.goodput.probe import ProbeResult
-from splitserve.benchmarks.goodput.verdict import Verdict
+from splitserve.benchmarks.goodput.verdict import SweepPoint, Verdict
 from splitserve.common.errors import ConfigError
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#8c6d31")
@@ -71,31 +71,43 @@ def _figure(num_rows: int = 1, height: float = HEIGHT) -> tuple[Any, Any]:
 
 
 def _sweep_chart(verdict: Verdict) -> Any:
-    figure, (rates, ratios) = _figure(2, 1.5 * HEIGHT)
+    known = [point for point in verdict.sweep if point.is_known]
+    figure, panels = _figure(2 if known else 1, (1.5 if known else 0.8) * HEIGHT)
     itl = [point.itl_ms for point in verdict.sweep]
     num = max(1, verdict.num_devices)
-    rates.plot(itl, [p.split_goodput / num for p in verdict.sweep], "o-", color=COLOURS[0], label="best disaggregated")
-    rates.plot(itl, [p.mixed_goodput / num for p in verdict.sweep], "s--", color=COLOURS[1], label="best mixed")
-    rates.set_ylabel("requests/s per device")
-    rates.legend(frameon=False)
-    known = [point for point in verdict.sweep if point.is_known]
-    ratios.axhline(1.0, color="#888888", linewidth=1)
-    ratios.fill_between(
-        [point.itl_ms for point in known],
-        [point.ratio_interval.low for point in known],
-        [point.ratio_interval.high for point in known],
-        color=COLOURS[0],
-        alpha=0.2,
-        linewidth=0,
-    )
-    ratios.plot([point.itl_ms for point in known], [point.ratio for point in known], "o-", color=COLOURS[0])
-    ratios.set_ylabel("ratio, 90% interval")
-    ratios.set_xlabel(f"ITL objective at p{verdict.objectives.percentile:g}, ms")
-    for axes in (rates, ratios):
-        axes.set_xscale("log")
+    split, mixed = ([getattr(p, name) / num for p in verdict.sweep] for name in ("split_goodput", "mixed_goodput"))
+    panels[0].plot(itl, split, "o-", color=COLOURS[0], label="best disaggregated")
+    panels[0].plot(itl, mixed, "s--", color=COLOURS[1], label="best mixed")
+    panels[0].set_ylabel("requests/s per device")
+    panels[0].legend(frameon=False)
+    if known:
+        _draw_ratios(panels[1], known)
+    panels[-1].set_xlabel(f"ITL objective at p{verdict.objectives.percentile:g}, ms")
+    for axes in panels:
+        _scale_log(axes.xaxis)
         axes.axvline(verdict.objectives.itl_ms, color="#888888", linewidth=1, linestyle=":")
         axes.set_ylim(bottom=0)
     return figure
+
+
+def _draw_ratios(axes: Any, known: Sequence[SweepPoint]) -> None:
+    itl = [point.itl_ms for point in known]
+    low, high = ([getattr(point.ratio_interval, end) for point in known] for end in ("low", "high"))
+    axes.axhline(1.0, color="#888888", linewidth=1)
+    axes.fill_between(itl, low, high, color=COLOURS[0], alpha=0.2, linewidth=0)
+    axes.plot(itl, [point.ratio for point in known], "o-", color=COLOURS[0])
+    axes.set_ylabel("ratio, 90% interval")
+
+
+def _scale_log(axis: Any) -> None:
+    """Make an axis logarithmic, with plain numbers at 1, 2 and 5 times the powers of ten."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    scale = axis.axes.set_xscale if axis.axis_name == "x" else axis.axes.set_yscale
+    scale("log")
+    axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_minor_formatter(NullFormatter())
 
 
 def _rate_chart(verdict: Verdict, rows: Sequence[Mapping[str, Any]]) -> Any:
@@ -116,7 +128,7 @@ def _rate_chart(verdict: Verdict, rows: Sequence[Mapping[str, Any]]) -> Any:
             panel.plot([x for x, _ in points], [y for _, y in points], label=arm, markersize=4, linewidth=1.2, **style)
     for (_, label, objective), panel in zip(panels, axes, strict=True):
         panel.set_ylabel(label)
-        panel.set_yscale("log")
+        _scale_log(panel.yaxis)
         if objective is not None:
             panel.axhline(objective, color="#888888", linewidth=1, linestyle=":")
     axes[-1].set_xlabel("requests per second")

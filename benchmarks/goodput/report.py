@@ -106,7 +106,8 @@ def _effects_table(effects: Sequence[Difference]) -> str:
 
 
 def _chart(charts: Charts, name: str) -> str:
-    return f'<figure role="img" aria-label="{escape(name)}">{charts.svg(name)}<figcaption>{CAPTIONS[name]}</figcaption></figure>'
+    caption = f"<figcaption>{CAPTIONS[name]}</figcaption>"
+    return f'<figure role="img" aria-label="{escape(name)}">{charts.svg(name)}{caption}</figure>'
 
 
 def _lanes(probes: Sequence[ProbeResult]) -> str:

@@ -1,4 +1,4 @@
-"""The result of a comparison: what its files hold. Probes are kept one by one, so that an interrupted run loses none."""
+"""The files of a comparison. Probes are kept one by one, so that an interrupted run loses none."""
 
 import csv
 import datetime

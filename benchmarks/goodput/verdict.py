@@ -111,16 +111,27 @@ def sentence(verdict: Verdict) -> str:
     if against is None:
         best = max(verdict.arms, key=lambda arm: arm.goodput.rate)
         return f"{best.name} holds {best.goodput.words} ({best.interval.words})."
-    percent = 100 * (against.ratio - 1)
-    compared = f"{abs(percent):.0f}% {'more' if percent > 0 else 'less'} than"
-    if not against.is_clear:
-        compared = f"not clearly different from (ratio {against.ratio_interval.words})"
-    rates = {arm.name: arm for arm in verdict.arms}
-    first, second = rates[against.first], rates[against.second]
+    by_name = {arm.name: arm for arm in verdict.arms}
+    first, second = by_name[against.first], by_name[against.second]
     return (
         f"On {verdict.num_devices} devices, the best disaggregated arm ({first.name}) holds {first.goodput.words}: "
-        f"{compared} the best arm that isn't disaggregated ({second.name}), which holds {second.goodput.words}."
+        f"{_comparison(against, first.goodput, second.goodput)} the best mixed arm ({second.name}), which holds "
+        f"{second.goodput.words}."
     )
+
+
+def _comparison(against: Difference, first: Goodput, second: Goodput) -> str:
+    """Return how the first goodput compares, in words. What the probes only bound is called a bound."""
+    percent = 100 * (against.ratio - 1)
+    if not against.is_clear:
+        return f"not clearly different from (ratio {against.ratio_interval.words})"
+    words = f"{abs(percent):.0f}% {'more' if percent > 0 else 'less'} than"
+    kinds = (first.kind, second.kind)
+    if kinds == ("crossed", "crossed"):
+        return words
+    bounds = {("at least", "crossed"), ("crossed", "below"), ("at least", "below")}
+    is_bound = kinds in bounds if percent > 0 else kinds[::-1] in bounds
+    return f"at least {words}" if is_bound else f"perhaps {words} (the probes don't bracket both)"
 
 
 def losing_region(verdict: Verdict) -> str:
