@@ -125,7 +125,9 @@ def test_workloads_by_name() -> None:
 
 
 @pytest.mark.skipif(not TRACES.is_dir(), reason="the traces aren't there")
-@pytest.mark.parametrize(("name", "number"), [("synthetic_trace.jsonl", 3993), ("AzureLLMInferenceTrace_code.csv", 8819)])
+@pytest.mark.parametrize(
+    ("name", "number"), [("synthetic_trace.jsonl", 3993), ("AzureLLMInferenceTrace_code.csv", 8819)]
+)
 def test_published_traces_are_read(name: str, number: int) -> None:
     trace = parse_workload(f"trace:{TRACES / name}", max_tokens=8192)
     assert trace.trace is not None and trace.trace.num_requests == number

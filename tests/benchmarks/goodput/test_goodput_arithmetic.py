@@ -68,7 +68,8 @@ def test_intervals_hold_the_truth_as_often_as_they_say() -> None:
     objectives = Objectives(100.0, 1e6, 50.0)  # of the median: exact even for few requests
     held = 0
     for seed in range(40):
-        probes = [Probe(rate, outcome(25.0 * rate, 1.0, 200, 0.3, 100 * seed + int(rate))) for rate in (3.0, 5.0)]
+        ttft = {rate: 100.0 * math.exp(0.25 * (rate - 4.0)) for rate in (3.0, 5.0)}
+        probes = [Probe(r, outcome(ttft[r], 1.0, 200, 0.3, 100 * seed + int(r))) for r in ttft]
         found = interval(resampled_goodputs({"a": probes}, objectives, seed, 100)["a"])
         held += found.low <= 4.0 <= found.high
     assert 31 <= held <= 40  # 36 are expected
