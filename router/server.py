@@ -106,6 +106,7 @@ async def _serve(
     names = tuple(dict.fromkeys((config.served_model_name, *config.aliases)))
     metrics = RouterMetrics(config.served_model_name)
     dispatcher = Dispatcher(config, metrics)
+    dispatcher.load_tenants()
     renderer = Renderer(tokenizer.chat_template)
     checker = GrammarChecker(Path(config.model), tokenizer.eos_token_ids)
     constraints = Constraints(checker, tokenizer.eos_token_ids)
@@ -142,6 +143,7 @@ async def _serve(
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stop)
+        loop.add_signal_handler(signal.SIGHUP, _reload_tenants, dispatcher)
         _settle_collector()
         await server.serve(sockets=[listener])
     finally:
@@ -150,6 +152,16 @@ async def _serve(
         preparation.close()
         renderer.close()
         checker.close()
+
+
+def _reload_tenants(dispatcher: Dispatcher) -> None:
+    """Read the file of tenants again; a faulty one leaves the tenants as they are."""
+    try:
+        dispatcher.load_tenants()
+    except ConfigError as error:
+        log.error("the tenants stay as they were: %s", error)
+    else:
+        log.info("%d tenants are known", len(dispatcher.tenants.by_name) - 1)
 
 
 def _settle_collector() -> None:

@@ -37,6 +37,9 @@ def summarize(request: ActiveRequest, now: float) -> RequestSummary:
         handover_bytes=0 if handover is None else handover.bytes,
         ttft_stages=ttft_stages(timeline),
         handover_stages=handover_stages(last) if handover is not None else {},
+        request_class=request.context.request_class.name,
+        tenant=request.context.tenant,
+        predicted_ttft_seconds=request.predicted_ttft_seconds,
     )
 
 
@@ -57,6 +60,8 @@ def line_of(summary: RequestSummary) -> str:
         parts.append(f"attempts={summary.num_attempts}")
     if summary.ttft_seconds is not None:
         parts.append(f"ttft_ms={1e3 * summary.ttft_seconds:.1f}")
+    if summary.predicted_ttft_seconds is not None:
+        parts.append(f"predicted_ttft_ms={1e3 * summary.predicted_ttft_seconds:.1f}")
     if summary.itl_seconds is not None:
         parts.append(f"itl_ms={1e3 * summary.itl_seconds:.2f}")
     if summary.handover_seconds is not None:

@@ -115,6 +115,9 @@ class RequestSummary(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     handover_bytes: int
     ttft_stages: dict[str, float]  # seconds by stage, in order; their sum is ``ttft_seconds``
     handover_stages: dict[str, float]  # from prefill's token to decode's first one
+    request_class: str = ""
+    tenant: str = ""
+    predicted_ttft_seconds: float | None = None  # as predicted at its arrival
 
 
 class TraceSpan(msgspec.Struct, frozen=True, gc=False):
