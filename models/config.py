@@ -29,6 +29,7 @@ __all__ = ["ConfigFields", "ModelConfig", "RopeScaling", "load_model_config", "w
 logger = logging.getLogger(__name__)
 
 _DTYPES = ("float32", "bfloat16", "float16")
+MXFP4 = "mxfp4"
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,11 +82,11 @@ class Features(DecoderSizes):
     sliding_rope: Rope | None = None  # of sliding layers, where it is another one
     attention_scale: float | None = None  # of scores; None: 1 / sqrt(head_dim)
     attention_soft_cap: float | None = None
+    sinks: bool = False  # a score of each query head that no token has takes its share of the softmax
     final_soft_cap: float | None = None
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     logits_scale: float = 1.0
-    sinks: bool = False  # each head has a score that no token has
     experts: ExpertsSpec | None = None
     latent: LatentSizes | None = None  # then there is 1 key/value head, and head_dim is the rotated part
     num_speculator_layers: int = 0  # stored behind the model's own, and not used (multi-token prediction)
@@ -163,6 +164,11 @@ def load_model_config(path: str | Path, backend: str = "auto") -> ModelConfig:
         config = replace(config, **family.features(given))
     given.refuse_unread()
     _check(config)
+    if is_mxfp4(given) and not (config.experts and config.experts.is_mxfp4):
+        raise CheckpointError(
+            "config.json: quantization_config ('mxfp4') isn't supported in this architecture; use unquantised or FP8 "
+            "weights (fp8)"
+        )
     if name in TEXT_OF:
         logger.info("%s: its text model is served, without the other parts", name)
         config = replace(config, text_of=name)
@@ -262,6 +268,11 @@ def partial_rotary_factor(given: ConfigFields, default: float = 1.0) -> float:
     )
 
 
+def is_mxfp4(given: ConfigFields) -> bool:
+    """Return whether experts are stored in MXFP4."""
+    return given.mapping("quantization_config").get("quant_method") == MXFP4
+
+
 def window_features(given: ConfigFields, sliding: list[int] | None = None) -> dict[str, Any]:
     """Return the features of sliding windows: ``layer_types`` says which layers have one, else ``sliding`` does."""
     window = given.optional_positive("sliding_window")
@@ -332,6 +343,8 @@ def _fp8(config: Mapping[str, Any]) -> Fp8Format | None:
     if not raw and config.get("quantization_config") is None:
         return None
     method = raw.get("quant_method", "unknown")
+    if method == MXFP4:
+        return None  # of experts: see ExpertsSpec
     if method != "fp8":
         raise CheckpointError(
             f"config.json: quantization_config ({shown(method)}) isn't supported; use unquantised or FP8 weights (fp8)"

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 CPU = torch.device("cpu")
 MAX_TOKENS = 10
-FEW = ("GPT2LMHeadModel", "OPTForCausalLM", "GptOssForCausalLM", "VaultGemmaForCausalLM", "MiniCPM3ForCausalLM")
+FEW = ("GPT2LMHeadModel", "OPTForCausalLM", "FlintForCausalLM", "VaultGemmaForCausalLM", "MiniCPM3ForCausalLM")
 CHOSEN = tuple(filter(None, os.environ.get("SPLITSERVE_ARCHITECTURES", "").split(","))) or FEW
 
 

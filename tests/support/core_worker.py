@@ -75,7 +75,7 @@ class CoreWorker:
             request = LocalRequest(
                 RequestKey(f"{next(self._numbers)}-{index}", 0),
                 prompt,
-                SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True),
+                SamplingParams(max_tokens=max_tokens, temperature=0.0),
                 60.0,
             )
             self.core.handle(Envelope(ROUTER, ME, request), 0.0)

@@ -52,7 +52,6 @@ OTHERS: dict[str, dict[str, Any]] = {
     "GPT2LMHeadModel": {},
     "GPTBigCodeForCausalLM": {},
     "GPTNeoXForCausalLM": {},
-    "GptOssForCausalLM": {**WINDOWS, "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16},
     "GraniteMoeForCausalLM": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "GraniteMoeSharedForCausalLM": {"num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 32},
     "GraniteMoeSWAForCausalLM": {**WINDOWS, "num_local_experts": 4, "num_experts_per_tok": 2},
@@ -94,6 +93,7 @@ NATIVE: dict[str, dict[str, Any]] = {
     "Glm4ForCausalLM": {"head_dim": 16},
     "Glm4MoeForCausalLM": {**ROUTED, "head_dim": 16},
     "Glm4MoeLiteForCausalLM": {**LATENT, **ROUTED},
+    "GptOssForCausalLM": {**WINDOWS, "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16},
     "GraniteForCausalLM": {},
     "LlamaForCausalLM": {},
     "MiniMaxM2ForCausalLM": {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16},
@@ -114,7 +114,7 @@ NATIVE: dict[str, dict[str, Any]] = {
 """Architectures that have a family, too."""
 
 EVERY = {**OTHERS, **NATIVE}
-_NO_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+_NO_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")  # that a class needs some of
 
 
 def make_model(architecture: str, **changes: Any) -> Any:
