@@ -19,7 +19,10 @@ def declare(config: ModelConfig) -> Decoder:
 
 
 def stored_weights(config: ModelConfig) -> dict[str, Weight]:
-    """Return every tensor that a checkpoint of this configuration must have, by name."""
+    """Return every tensor that a checkpoint of this configuration must have, by name. Those of a model of transformers'
+    code are that library's to know: none."""
+    if config.transformers is not None:
+        return {}
     return {weight.name: weight for weight in declare(config).weights()}
 
 

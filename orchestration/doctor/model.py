@@ -55,7 +55,7 @@ def _read_weights(directory: Path, backend: str) -> str:
     config = _check_directory(directory, backend)
     files = weight_files(directory)
     records = read_records(directory)
-    expected = stored_weights(config) if config.transformers is None else {}  # transformers knows its tensors' names
+    expected = stored_weights(config)
     missing = [name for name in expected if name not in records]
     if missing:
         raise CheckpointError(f"{directory} lacks {len(missing)} tensors that config.json requires: {few(missing)}")

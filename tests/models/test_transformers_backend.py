@@ -40,7 +40,7 @@ def make_prompts() -> list[list[int]]:
 
     shared = draw(3 * BLOCK_SIZE)
     lengths = (1, BLOCK_SIZE - 1, BLOCK_SIZE, BLOCK_SIZE + 1, WINDOW - 1, WINDOW, WINDOW + 1, 130)
-    return [*(draw(length) for length in lengths), shared + draw(3), shared + draw(40)]
+    return [shared + draw(3), *(draw(length) for length in lengths), shared + draw(40)]
 
 
 PROMPTS = make_prompts()
@@ -71,18 +71,18 @@ def test_tokens_of_chunks_prefixes_and_repetitions_are_those_of_generate(
             wanted = [(len(prompt) - 1) // BLOCK_SIZE * BLOCK_SIZE for prompt in PROMPTS]
             assert worker.num_cached_tokens == wanted, "a repeated prompt is found up to its last token's block"
         else:
-            assert worker.num_cached_tokens[-1] >= BLOCK_SIZE, "the last two prompts share a prefix"
+            assert worker.num_cached_tokens[-1] >= BLOCK_SIZE, "the first prompt and the last share a prefix"
 
 
 def test_preempted_sequences_draw_the_same_tokens(
     checkpoint: tuple[Path, list[Reference]], config: ModelConfig
 ) -> None:
     path, _ = checkpoint
-    prompts = [prompt[:60] for prompt in PROMPTS]
+    prompts = [PROMPTS[8][start : start + 60] for start in range(0, 70, 12)]
     block_bytes = 4 * BLOCK_SIZE * kv_token_elements(config)
     plenty, small = (
         CoreWorker(path, kv_bytes=number * block_bytes, max_model_len=160, backend="transformers")
-        for number in (80, 22)
+        for number in (80, 18)
     )
     assert small.run(prompts, 60) == plenty.run(prompts, 60)
     assert small.core.state.counters.preemptions > 0 and plenty.core.state.counters.preemptions == 0
@@ -124,7 +124,7 @@ def test_mistakes_of_masks_and_scales_change_the_tokens(
     from splitserve.models.transformers_backend import model
 
     path, references = checkpoint
-    prompt, reference = PROMPTS[7], references[7]
+    prompt, reference = PROMPTS[8], references[8]  # the longest
     assert reference.agrees(tokens_of(path, config, prompt))
     for change in mistakes(config):
         assert tokens_of(path, replace(config, **change), prompt) != reference.token_ids, change

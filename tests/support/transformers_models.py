@@ -8,6 +8,7 @@ import torch
 
 WINDOW = 21
 NOISE = 0.3
+BIAS = 0.1  # larger ones outweigh what attention adds
 SIZES: dict[str, Any] = {
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -126,9 +127,10 @@ def make_model(architecture: str, **changes: Any) -> Any:
     torch.manual_seed(0)
     model = model_class(config).eval()
     with torch.no_grad():
-        for parameter in model.parameters():
+        for name, parameter in model.named_parameters():
             if parameter.dim() < 2:
-                parameter.add_(NOISE * torch.randn_like(parameter))
+                noise = BIAS if name.endswith("bias") else NOISE
+                parameter.add_(noise * torch.randn_like(parameter))
             else:
                 parameter.normal_(0.0, 1.5 / min(parameter.shape[-2:]) ** 0.5)
         for name, buffer in model.named_buffers():

@@ -8,6 +8,8 @@ import pytest
 
 from core_worker import BLOCK_SIZE, CoreWorker
 from serving import Reference, transformers_greedy
+from splitserve.models.config import load_model_config
+from splitserve.models.step_costs import kv_token_elements
 from window_checkpoints import OWN_SIZES, WINDOW, write_window_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -32,7 +34,7 @@ PROMPTS = make_prompts()
 
 
 def make_worker(model: Path, *, num_blocks: int) -> CoreWorker:
-    return CoreWorker(model, kv_bytes=4 * num_blocks * 2 * BLOCK_SIZE * 2 * 16 * 4)  # layers, K and V, heads, elements
+    return CoreWorker(model, kv_bytes=num_blocks * BLOCK_SIZE * 4 * kv_token_elements(load_model_config(model)))
 
 
 ALIKE = ("Gemma2ForCausalLM", "Olmo3ForCausalLM")  # their groups are those of Gemma 3
