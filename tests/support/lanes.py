@@ -87,6 +87,7 @@ BESIDE_OTHERS = {
     "router/test_core",
     "router/test_returning_workers",
     "router/test_text",
+    "router/test_token_memories",
     "models/sampling/test_features",
     "router/test_request_state",
     "router/test_schema",
