@@ -241,8 +241,9 @@ class _Talk:
 
     def on_refused(self, reason: str) -> None:
         """End with a refused turn."""
-        self.turns[-1].error = reason
-        self._end()
+        turn = self.turns[-1]
+        turn.error, turn.ended_at = reason, self._twin.load_seconds
+        self._twin.on_talk_ended()
 
     def on_ended(self, request: ActiveRequest) -> None:
         """Go on after the pause before the next turn, if there is one."""
@@ -252,14 +253,10 @@ class _Talk:
         if state.failure is not None:
             turn.error = state.failure.message
         if turn.error or len(self.turns) == len(self.conversation.turns):
-            self._end()
+            self._twin.on_talk_ended()
             return
         self._tokens = self._tokens + array("i", state.delivered_ids)
         self._twin.clock.after(self.conversation.turns[len(self.turns)].think_seconds, self.begin)
-
-    def _end(self) -> None:
-        self.turns[-1].ended_at = self._twin.load_seconds
-        self._twin.on_talk_ended()
 
 
 def _new_tokens(turn: Turn, seed: int) -> "array[int]":
