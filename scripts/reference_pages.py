@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from splitserve.models.families.registry import FAMILIES, TEXT_OF
+from splitserve.models.transformers_backend.known import REFUSED, TESTED
 from splitserve.orchestration.cli.main import BENCHES, TUNE, build_parser
 from splitserve.orchestration.python.declarations import parameters_module, settings_module
 from splitserve.orchestration.spec.document import json_schema, schema_text
@@ -309,11 +310,20 @@ def models_page() -> str:
     parts = [
         NOTE,
         "# Models",
-        "A checkpoint is served if `architectures` in its config.json names one of these. Fields of config.json that "
-        "are unknown for the architecture, and tensors that are missing, surplus or misshapen, are refused by name. "
-        "[Add a model family](../guides/add-a-model-family.md) shows how to add one.",
+        "`architectures` in a checkpoint's config.json decides whose code computes it; `--model-backend` forces it "
+        "([guide](../guides/other-models.md)).",
+        "## Native families",
+        "Fields of config.json that are unknown for the architecture, and tensors that are missing, surplus or "
+        "misshapen, are refused by name. [Add a model family](../guides/add-a-model-family.md) shows how to add one.",
         table(("architecture", "family"), rows),
         "Sliding layers keep keys and values of their window only, in blocks of their own; KV tiers are off then.",
+        "## Through transformers",
+        "All other causal language models of the transformers library run through its code, with Splitserve's "
+        "attention and KV memory, if a proof and a test at start admit them. `scripts/long-tests models` compares the "
+        f"tokens of these {len(TESTED)} with those of transformers:",
+        ", ".join(f"`{name}`" for name in TESTED) + ".",
+        "Refused, among others:",
+        table(("architecture", "reason"), [(f"`{name}`", text) for name, text in REFUSED.items()]),
     ]
     return "\n\n".join(parts) + "\n"
 
