@@ -142,6 +142,7 @@ async def _serve(
         await server.serve(sockets=[listener])
     finally:
         dispatcher.close()
+        dispatcher.reports.tracing.close()
         bodies.close()
         preparation.close()
         renderer.close()

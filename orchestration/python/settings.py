@@ -49,6 +49,10 @@ class Settings(TypedDict, total=False):
     allowed_origins: str | Sequence[str]
     # write a line to the log when a request ends
     request_log: bool
+    # openTelemetry collector that takes traces by OTLP over HTTP, like http://127.0.0.1:4318; empty: none
+    otlp_endpoint: str
+    # share of requests that are traced, where the client doesn't decide
+    trace_ratio: float
     # file with the key that /v1 and /admin require as 'Authorization: Bearer KEY'; empty: $SPLITSERVE_API_KEY, else
     # none
     api_key_file: str | os.PathLike[str]

@@ -120,7 +120,7 @@ class GenerationResponse(Response):
                 self._inbox,
                 self._arrived_at,
                 watch_client=lambda: self._watcher,
-                context=self._context,
+                context=self._context.of_prompt(index),
                 num_choices=prompt.num_choices,
             )
             self._requests += (request, *request.siblings)

@@ -41,6 +41,7 @@ class Api:
     def __init__(self, serving: Serving, metrics: RouterMetrics) -> None:
         self._serving = serving
         self.served_model = serving.model
+        self.tracing = serving.dispatcher.reports.tracing
         self._dispatcher = serving.dispatcher
         self._metrics = metrics
         self._bodies = serving.bodies
@@ -179,7 +180,7 @@ def create_app(
     guarded: ASGIApp = RequireKey(app, api_key) if api_key else app
     shared = allow_origins(guarded, allowed_origins)
     local = RequireLocal(shared, allowed_origins) if local_only else shared
-    return GiveRequestIds(CountRequests(local, metrics, paths))
+    return GiveRequestIds(CountRequests(local, metrics, paths), api.tracing)
 
 
 async def _on_api_error(_request: Request, error: Exception) -> Response:

@@ -60,6 +60,7 @@ from splitserve.router.requests.events import (
     WorkerReady,
 )
 from splitserve.router.requests.waiting_room import no_worker
+from splitserve.router.tracing.tracing import tracing_of
 
 log = logging.getLogger(__name__)
 
@@ -90,7 +91,7 @@ class Dispatcher:
         self.core = RouterCore(config, self.fleet.membership, self.fleet.prefixes, random.Random())
         self.deadline_seconds = self.core.deadline_seconds
         self.profiles = Profiles(self.fleet)
-        self.reports = RequestReports(self.core, metrics, writes_lines=config.request_log)
+        self.reports = RequestReports(self.core, metrics, tracing_of(config), writes_lines=config.request_log)
         self._performers: dict[type, Callable[[Any], None]] = {
             Send: self._send,
             Deliver: self._deliver,

@@ -125,6 +125,7 @@ class TraceSpan(msgspec.Struct, frozen=True, gc=False):
     begin: float
     seconds: float
     amount: int = 0  # tokens, where the span has some
+    detail: str = ""  # of an attempt: the reason of its failure
 
 
 class RequestTrace(msgspec.Struct, frozen=True, kw_only=True):
