@@ -24,7 +24,8 @@ SAMPLE_SECONDS = 1.0
 
 
 class RequestReports:
-    """Must be created, used and closed on the event loop's thread. ``writes_lines``: a line in the log per request."""
+    """Must be created, used and closed on the event loop's thread. ``writes_lines``: a line in the log per request, not
+    only for those that failed."""
 
     def __init__(self, core: RouterCore, metrics: RouterMetrics, tracing: NoTracing, *, writes_lines: bool) -> None:
         self._core = core
@@ -57,7 +58,7 @@ class RequestReports:
             self._kept.popitem(last=False)
         self.tracing.on_end(effect.request.context.trace, summary, timeline, self._unix_offset)
         level = logging.WARNING if summary.status == "failed" else logging.INFO
-        if self._writes_lines and log.isEnabledFor(level):
+        if (self._writes_lines or level > logging.INFO) and log.isEnabledFor(level):
             log.log(level, "%s", summaries.line_of(summary), extra={"fields": partial(summaries.fields_of, summary)})
 
     def rates(self) -> RequestRates:

@@ -96,7 +96,7 @@ class GenerationResponse(Response):
         except ClientGoneError:
             pass
         except TimeoutError:  # the server closes the connection of an answer that isn't complete
-            log.warning("a client doesn't read its answer: given up")
+            log.warning("request %s is given up: its client does not read the answer", self._context.client_id)
         except ApiError as error:
             await send_json(send, error.status, self._format.error_body(error), error.headers())
         finally:

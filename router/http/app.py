@@ -7,8 +7,7 @@ from typing import Any, TypeAlias
 
 import msgspec
 from fastapi import FastAPI
-from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -21,6 +20,7 @@ from splitserve.router.http.access.api_key import RequireKey
 from splitserve.router.http.access.content_type import check_json
 from splitserve.router.http.access.cross_origin import allow_origins
 from splitserve.router.http.access.local_origin import RequireLocal
+from splitserve.router.http.access.refusals import Refusals
 from splitserve.router.http.access.request_id import GiveRequestIds, request_id_of
 from splitserve.router.http.api_error import ApiError
 from splitserve.router.http.formats import ChatFormat, ChoicesFormat, CompletionFormat
@@ -42,6 +42,7 @@ class Api:
         self._serving = serving
         self.served_model = serving.model
         self.tracing = serving.dispatcher.reports.tracing
+        self.writes_lines = serving.dispatcher.config.request_log
         self._dispatcher = serving.dispatcher
         self._metrics = metrics
         self._bodies = serving.bodies
@@ -168,12 +169,7 @@ def create_app(
     ]
     routes: list[BaseRoute] = [Route(path, handler, methods=["POST"]) for path, handler in posts]
     routes += [Route(path, handler, methods=["GET"]) for path, handler in gets]
-    on_error: dict[int | type[Exception], Callable[[Request, Any], Coroutine[Any, Any, Response]]] = {
-        ApiError: _on_api_error,
-        HTTPException: _on_http_exception,
-        ClientDisconnect: _on_client_disconnect,
-        Exception: _on_unexpected,
-    }
+    on_error = Refusals(writes_lines=api.writes_lines).handlers()
     # Plain routes: FastAPI's own would parse and validate, which the handlers do. The document is written by hand.
     app = FastAPI(title="Splitserve", version=__version__, openapi_url=None, routes=routes, exception_handlers=on_error)
     paths = frozenset(path for path, _ in posts + gets)
@@ -181,30 +177,6 @@ def create_app(
     shared = allow_origins(guarded, allowed_origins)
     local = RequireLocal(shared, allowed_origins) if local_only else shared
     return GiveRequestIds(CountRequests(local, metrics, paths), api.tracing)
-
-
-async def _on_api_error(_request: Request, error: Exception) -> Response:
-    assert isinstance(error, ApiError)
-    return Response(error.encode(), error.status, error.headers(), "application/json")
-
-
-async def _on_http_exception(request: Request, error: Exception) -> Response:
-    """Answer 404 and 405 of the routing itself."""
-    assert isinstance(error, HTTPException)
-    response = await _on_api_error(
-        request, ApiError(error.status_code, f"{error.detail}: {request.method} {request.url.path}")
-    )
-    response.headers.update(error.headers or {})
-    return response
-
-
-async def _on_client_disconnect(_request: Request, _error: Exception) -> Response:
-    return Response(status_code=400)  # the client is gone
-
-
-async def _on_unexpected(request: Request, _error: Exception) -> Response:
-    """Answer 500 for a bug of ours; the server logs the traceback."""
-    return await _on_api_error(request, ApiError(500, "internal error", code="internal_error"))
 
 
 class CountRequests:

@@ -105,7 +105,7 @@ class Dispatcher:
             Ended: self.reports.on_end,
             Observe: metrics.observe,
             Stale: lambda effect: self.fleet.drop_stale(effect.kind, effect.detail, effect.sender),
-            Log: lambda effect: log.info("%s", effect.text),
+            Log: lambda effect: log.warning("%s", effect.text),
         }
         metrics.watch_workers(self.fleet.membership.records)
         metrics.watch_requests(lambda: self.core.admission.num_admitted, lambda: len(self.core.waiting_room))

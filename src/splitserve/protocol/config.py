@@ -254,7 +254,7 @@ class RouterConfig(Confidential, frozen=True, kw_only=True):
     ] = 0.0
     request_log: Annotated[
         bool,
-        Meta(description="Write a line to the log when a request ends."),
+        Meta(description="Write a line to the log when a request ends; off: only if it failed."),
         Setting(flags=("--request-log",), group=ENDPOINT, location="router.request_log"),
     ] = True
     otlp_endpoint: Annotated[
