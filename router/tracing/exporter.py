@@ -6,7 +6,6 @@ batches and sends them in a thread of its own.
 
 import logging
 import threading
-from typing import Any
 
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import Resource
@@ -19,6 +18,7 @@ from splitserve import __version__
 from splitserve.protocol.cluster_report import RequestSummary, TraceSpan
 from splitserve.router.requests.timeline.spans import ROUTER, spans_of
 from splitserve.router.requests.timeline.timeline import Timeline
+from splitserve.router.tracing.attributes import attributes_of, attributes_of_span
 from splitserve.router.tracing.context import TraceContext, new_span_id
 
 TRACES_PATH = "/v1/traces"
@@ -87,15 +87,12 @@ class OtlpExporter:
     def _span(
         self, span: TraceSpan, context: TraceContext, span_id: int, parent_id: int, began_at: float
     ) -> ReadableSpan:
-        attributes: dict[str, Any] = {"splitserve.tokens": span.amount} if span.amount else {}
-        if span.detail:
-            attributes["splitserve.reason"] = span.detail
         return ReadableSpan(
             span.name,
             context=_span_context(context, span_id),
             parent=_span_context(context, parent_id),
             resource=self._resource(span.process),
-            attributes=attributes,
+            attributes=attributes_of_span(span),
             status=Status(StatusCode.ERROR, span.detail) if span.detail else Status(StatusCode.UNSET),
             start_time=_nanoseconds(began_at + span.begin),
             end_time=_nanoseconds(began_at + span.begin + span.seconds),
@@ -119,30 +116,6 @@ def traces_url(endpoint: str) -> str:
     scheme, _, rest = endpoint.partition("://")
     host, _, path = rest.partition("/")
     return f"{scheme}://{host}/{path}" if path else f"{scheme}://{host}{TRACES_PATH}"
-
-
-def attributes_of(summary: RequestSummary, model: str) -> dict[str, Any]:
-    """Return the attributes of a request's first span; the names ``gen_ai`` are OpenTelemetry's."""
-    attributes: dict[str, Any] = {
-        "gen_ai.request.model": model,
-        "gen_ai.usage.input_tokens": summary.num_prompt_tokens,
-        "gen_ai.usage.output_tokens": summary.num_output_tokens,
-        "splitserve.request_id": summary.request_id,
-        "splitserve.status": summary.status,
-        "splitserve.intended": summary.intended,
-        "splitserve.actual": summary.actual,
-        "splitserve.reason": summary.reason,
-        "splitserve.prefill": summary.prefill,
-        "splitserve.decode": summary.decode,
-        "splitserve.attempts": summary.num_attempts,
-        "splitserve.cached_tokens": summary.num_cached_tokens,
-    }
-    if summary.finish_reason:
-        attributes["gen_ai.response.finish_reasons"] = (summary.finish_reason,)
-    if summary.transport:
-        attributes["splitserve.transport"] = summary.transport
-        attributes["splitserve.handover_bytes"] = summary.handover_bytes
-    return attributes
 
 
 def _span_context(context: TraceContext, span_id: int, *, is_remote: bool = False) -> SpanContext:

@@ -36,11 +36,12 @@ class Refusals:
         }
 
     async def _on_api_error(self, request: Request, error: ApiError) -> Response:
-        line = f"request {request_id_of(request)} refused ({error.status}), {request.url.path}: {error.message}"
+        request_id, path = request_id_of(request), request.url.path
         if error.status == 429 or error.status >= 500:
+            line = f"request {request_id} refused ({error.status}), {path}: {error.message}"
             self._warnings.write(time.monotonic(), line)
         elif self._writes_lines:
-            log.info("%s", line)
+            log.info("request %s refused (%d), %s: %s", request_id, error.status, path, error.message)
         return _answer(error)
 
     async def _on_http_exception(self, request: Request, error: HTTPException) -> Response:
