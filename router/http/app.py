@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 
 import msgspec
 from fastapi import FastAPI
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -20,7 +20,7 @@ from splitserve.router.http.access.api_key import RequireKey
 from splitserve.router.http.access.content_type import check_json
 from splitserve.router.http.access.cross_origin import allow_origins
 from splitserve.router.http.access.local_origin import RequireLocal
-from splitserve.router.http.access.refusals import Refusals
+from splitserve.router.http.access.refusals import Refusals, internal_error
 from splitserve.router.http.access.request_id import GiveRequestIds, request_id_of
 from splitserve.router.http.api_error import ApiError
 from splitserve.router.http.formats import ChatFormat, ChoicesFormat, CompletionFormat
@@ -169,13 +169,15 @@ def create_app(
     ]
     routes: list[BaseRoute] = [Route(path, handler, methods=["POST"]) for path, handler in posts]
     routes += [Route(path, handler, methods=["GET"]) for path, handler in gets]
-    on_error = Refusals(writes_lines=api.writes_lines).handlers()
+    refusals = Refusals(writes_lines=api.writes_lines)
     # Plain routes: FastAPI's own would parse and validate, which the handlers do. The document is written by hand.
-    app = FastAPI(title="Splitserve", version=__version__, openapi_url=None, routes=routes, exception_handlers=on_error)
+    app = FastAPI(
+        title="Splitserve", version=__version__, openapi_url=None, routes=routes, exception_handlers=refusals.handlers()
+    )
     paths = frozenset(path for path, _ in posts + gets)
     by_path = {("POST", path): handler for path, handler in posts}
     by_path |= {("GET", path): handler for path, handler in gets if "{" not in path}
-    exact = ExactPaths(app, by_path)
+    exact = ExactPaths(app, by_path, refusals)
     guarded: ASGIApp = RequireKey(exact, api_key) if api_key else exact
     shared = allow_origins(guarded, allowed_origins)
     local = RequireLocal(shared, allowed_origins) if local_only else shared
@@ -186,8 +188,9 @@ class ExactPaths:
     """ASGI application that calls the handlers of exact paths itself: the way through the framework costs more than the
     rest of a short request's HTTP. All other requests go to ``rest``, and so do the errors of the routing."""
 
-    def __init__(self, rest: ASGIApp, handlers: Mapping[tuple[str, str], Handler]) -> None:
+    def __init__(self, rest: ASGIApp, handlers: Mapping[tuple[str, str], Handler], refusals: Refusals) -> None:
         self._rest = rest
+        self._refusals = refusals
         self._handlers = handlers  # by method and path
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -199,9 +202,9 @@ class ExactPaths:
         try:
             response = await handler(request)
         except ApiError as error:
-            response = await _on_api_error(request, error)
+            response = await self._refusals.on_api_error(request, error)
         except ClientDisconnect as error:
-            response = await _on_client_disconnect(request, error)
+            response = await self._refusals.on_client_disconnect(request, error)
         await response(scope, receive, send)
 
 
@@ -234,8 +237,7 @@ class CountRequests:
 
         try:
             await self._app(scope, receive, count_and_send)
-        except Exception as error:
+        except Exception:
             if not has_started:
-                response = await _on_unexpected(Request(scope, receive, send), error)
-                await response(scope, receive, count_and_send)
+                await internal_error()(scope, receive, count_and_send)
             raise

@@ -29,13 +29,14 @@ class Refusals:
     def handlers(self) -> Handlers:
         """Return the handlers by the exceptions that they answer."""
         return {
-            ApiError: self._on_api_error,
+            ApiError: self.on_api_error,
             HTTPException: self._on_http_exception,
-            ClientDisconnect: self._on_client_disconnect,
+            ClientDisconnect: self.on_client_disconnect,
             Exception: self._on_unexpected,
         }
 
-    async def _on_api_error(self, request: Request, error: ApiError) -> Response:
+    async def on_api_error(self, request: Request, error: ApiError) -> Response:
+        """Answer an error, and log it."""
         request_id, path = request_id_of(request), request.url.path
         if error.status == 429 or error.status >= 500:
             line = f"request {request_id} refused ({error.status}), {path}: {error.message}"
@@ -50,14 +51,19 @@ class Refusals:
         response.headers.update(error.headers or {})
         return response
 
-    async def _on_client_disconnect(self, request: Request, _error: ClientDisconnect) -> Response:
+    async def on_client_disconnect(self, request: Request, _error: ClientDisconnect) -> Response:
+        """Log that the client is gone, and answer for the count."""
         if self._writes_lines:
             log.info("request %s cancelled: the client hung up before it began", request_id_of(request))
         return Response(status_code=400)  # the client is gone
 
     async def _on_unexpected(self, _request: Request, _error: Exception) -> Response:
-        """Answer 500 for a bug of ours; the server logs the traceback."""
-        return _answer(ApiError(500, "internal error", code="internal_error"))
+        return internal_error()
+
+
+def internal_error() -> Response:
+    """Return the answer for a bug of ours; the server logs the traceback."""
+    return _answer(ApiError(500, "internal error", code="internal_error"))
 
 
 def _answer(error: ApiError) -> Response:
