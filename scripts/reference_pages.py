@@ -1,5 +1,5 @@
-"""Writes the pages of docs/reference/ that follow from the code: CLI, spec, settings, HTTP API, metrics; and the
-modules with the types of the Python interface's keyword arguments.
+"""Writes the pages of docs/reference/ that follow from the code: CLI, spec, settings, HTTP API, metrics, spans, log
+lines; and the modules with the types of the Python interface's keyword arguments.
 
 ``python scripts/reference_pages.py`` writes them anew; with ``--check`` the exit status tells whether they are up to
 date. Figures and texts come from argparse, from the schema of cluster specs, from the declarations of settings and
@@ -15,6 +15,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from log_page import logs_page
+
 from splitserve.models.families.registry import FAMILIES, TEXT_OF
 from splitserve.models.transformers_backend.known import REFUSED, TESTED
 from splitserve.orchestration.cli.main import BENCHES, TUNE, build_parser
@@ -24,6 +26,7 @@ from splitserve.orchestration.spec.settings_page import settings_page
 from splitserve.orchestration.spec.sizes import format_bytes
 from splitserve.router.admin.metrics_page import metrics_page
 from splitserve.router.http.openapi import openapi_document
+from splitserve.router.requests.timeline.spans_page import spans_page
 
 FOLDER = Path(__file__).parents[1] / "docs" / "reference"
 KEYWORDS = FOLDER.parents[1] / "orchestration" / "python"
@@ -343,6 +346,8 @@ def pages() -> dict[Path, str]:
         "settings.md": settings_page(),
         "http-api.md": api_page(),
         "metrics.md": metrics_page(),
+        "spans.md": spans_page(),
+        "logs.md": logs_page(NOTE),
         "models.md": models_page(),
     }
     modules = {"settings.py": settings_module(), "parameters.py": parameters_module(schemas)}
