@@ -48,10 +48,6 @@ def test_a_plan_ranks_both_kinds_and_writes_the_best_one(tmp_path: Path, capsys:
 
 def test_a_running_cluster_is_its_own_calibration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Before its workers have fitted their steps, that is said; then both commands take what they have fitted."""
-    from openai import OpenAI
-
-    from splitserve.models.demo.checkpoint import write_demo_model
-
     model = str(write_demo_model(tmp_path / "tiny"))
     spec = simple_spec(EngineConfig(model=model, kv_memory_bytes=64 << 20, threads=1), num_mixed=1, port=0)
     saved = tmp_path / "models.json"
