@@ -3,13 +3,15 @@
 import math
 
 from splitserve.models.config import ModelConfig
-from splitserve.models.declared import declare, stored_weights
+from splitserve.models.declared import kv_elements, stored_weights
 from splitserve.models.layers.weight import Role
 from splitserve.models.weights.shard import Kept
 
 
 def weight_elements(config: ModelConfig) -> int:
     """Return the number of weights that a step reads: all but the embedding, unless that is the head as well."""
+    if config.transformers is not None:
+        return config.transformers.read_elements
     weights = stored_weights(config).values()
     read = [weight for weight in weights if weight.role is not Role.EMBEDDING or config.tie_word_embeddings]
     return sum(math.prod(weight.shape) for weight in read)
@@ -17,7 +19,7 @@ def weight_elements(config: ModelConfig) -> int:
 
 def kv_token_elements(config: ModelConfig) -> int:
     """Return the elements of one token's keys and values in all layers."""
-    return declare(config).kv_elements
+    return kv_elements(config)
 
 
 def decode_bytes(config: ModelConfig, batch: int, context: int, itemsize: int) -> int:
@@ -32,6 +34,8 @@ def token_flops(config: ModelConfig) -> int:
 
     Of experts, those count that a token has.
     """
+    if config.transformers is not None:
+        return 2 * config.transformers.token_elements
     counts = dict.fromkeys((Role.PROJECTION, Role.EXPERT), 0)
     for weight in stored_weights(config).values():
         if weight.role in counts:

@@ -109,8 +109,9 @@ async def _serve(
     dispatcher.load_tenants()
     renderer = Renderer(tokenizer.chat_template)
     checker = GrammarChecker(Path(config.model), tokenizer.eos_token_ids)
-    constraints = Constraints(checker, tokenizer.eos_token_ids)
-    preparation = Preparation(tokenizer, renderer, constraints, defaults, response_format)
+    preparation = Preparation(
+        tokenizer, renderer, Constraints(checker, tokenizer.eos_token_ids), defaults, response_format
+    )
     bodies = BodyReader(config.max_body_mib << 20)
     try:
         await renderer.start()
@@ -130,10 +131,8 @@ async def _serve(
             if defaults.values:
                 progress("sampling", {"defaults": defaults.describe(), "source": defaults.source})
 
-        server = _HttpServer(
-            _http_config(app, Connections(config.http, config.max_requests_in_flight, metrics)),
-            on_started=announce,
-        )
+        connections = Connections(config.http, config.max_requests_in_flight, metrics)
+        server = _HttpServer(_http_config(app, connections), on_started=announce)
 
         def stop() -> None:
             # Open streams get their error event first: afterwards the server waits for no request.
@@ -148,6 +147,7 @@ async def _serve(
         await server.serve(sockets=[listener])
     finally:
         dispatcher.close()
+        dispatcher.reports.tracing.close()
         bodies.close()
         preparation.close()
         renderer.close()

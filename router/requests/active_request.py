@@ -1,6 +1,6 @@
 """One request of the router's core: its prompt, its state machine, its charge, its timeline."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 
@@ -14,6 +14,7 @@ from splitserve.router.requests.queue.tenants import OWN
 from splitserve.router.requests.state import RequestState
 from splitserve.router.requests.timeline.timeline import Timeline
 from splitserve.router.requests.token_sequence import PromptScores
+from splitserve.router.tracing.context import TraceContext
 
 DEFAULT = RequestClass(name="default")
 
@@ -28,6 +29,13 @@ class RequestContext:
     session: str = ""  # the conversation that it belongs to
     request_class: RequestClass = DEFAULT
     tenant: str = OWN
+    trace: TraceContext | None = None  # its place in a trace; None: tracing is off
+
+    def of_prompt(self, index: int) -> "RequestContext":
+        """Return the context of prompt ``index``: those after the first have spans of their own below the first's."""
+        if not index or self.trace is None:
+            return self
+        return replace(self, trace=self.trace.child())
 
 
 NO_CONTEXT = RequestContext()
@@ -72,7 +80,8 @@ class ActiveRequest:
         sampling = msgspec.structs.replace(self.sampling, choice=choice)
         state = _new_state(request_id, len(self.token_ids), sampling)
         timeline = Timeline(self.arrived_at, self.timeline.prepared_at)
-        sibling = ActiveRequest(self.token_ids, sampling, timeline, state, self.hashes, self.context)
+        context = self.context.of_prompt(choice)
+        sibling = ActiveRequest(self.token_ids, sampling, timeline, state, self.hashes, context)
         self.siblings += (sibling,)
         return sibling
 

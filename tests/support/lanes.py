@@ -8,6 +8,7 @@ from xdist.scheduler import LoadScopeScheduling
 BESIDE_OTHERS = {
     "benchmarks/goodput/test_goodput_arithmetic",
     "workloads/test_workloads",
+    "simulation/test_twin",
     "kernels/test_all_reduce",
     "kernels/test_attention_backends",
     "benchmarks/test_tensor_parallel",
@@ -66,6 +67,7 @@ BESIDE_OTHERS = {
     "router/test_add_a_routing_policy",
     "models/test_add_a_model_family",
     "models/test_families",
+    "models/test_transformers_backend",
     "models/experts/test_mxfp4",
     "models/test_demo",
     "models/test_loader",
@@ -111,6 +113,7 @@ ON_CLUSTERS = {
     "benchmarks/test_tiers",
     "benchmarks/test_soak",
     "benchmarks/goodput/test_goodput_run",
+    "benchmarks/twin/test_twin_commands",
     "engine/test_profile",
     "orchestration/test_cluster_network",
     "common/test_security",
