@@ -123,10 +123,9 @@ async def _serve(
             if defaults.values:
                 progress("sampling", {"defaults": defaults.describe(), "source": defaults.source})
 
-        server = _HttpServer(
-            _http_config(app, Connections(config.http, config.max_requests_in_flight, metrics)),
-            on_started=announce,
-        )
+        connections = Connections(config.http, config.max_requests_in_flight, metrics)
+        dispatcher.overviews.clients = connections
+        server = _HttpServer(_http_config(app, connections), on_started=announce)
 
         def stop() -> None:
             # Open streams get their error event first: afterwards the server waits for no request.

@@ -34,7 +34,7 @@ from splitserve.orchestration.doctor.machine_checks import (
 from splitserve.orchestration.doctor.model import look_at_model
 from splitserve.orchestration.doctor.probe import Probe, Shape, predicted_prefix, probe_checks, probe_shape
 from splitserve.orchestration.doctor.report import Check, Diagnosis
-from splitserve.orchestration.doctor.transport_checks import expected_transport, is_by
+from splitserve.protocol.transports import expected_transport, is_by
 from splitserve.orchestration.doctor.worker_checks import cores_together
 from splitserve.orchestration.hosts.core_plan import Wanted
 from splitserve.orchestration.hosts.gpus import Gpu

@@ -1,0 +1,1 @@
+"""The dashboard: one page without assets of others, which reads GET /admin/overview."""
