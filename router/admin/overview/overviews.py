@@ -77,7 +77,8 @@ class Overviews:
         self._last: Overview | None = None
         self._made_at = 0.0
         self._loop = asyncio.get_running_loop()
-        self._began_at = self._due_at = self._loop.time()
+        self._began_at = self._loop.time()
+        self._due_at: float | None = None  # the first sample comes late: the router starts meanwhile
         self._timer = self._loop.call_later(SAMPLE_SECONDS, self._sample)
 
     def close(self) -> None:
@@ -85,8 +86,8 @@ class Overviews:
 
     def _sample(self) -> None:
         now = time.monotonic()
-        lag = max(0.0, now - self._due_at - SAMPLE_SECONDS)
-        self._due_at = now
+        lag = 0.0 if self._due_at is None else max(0.0, now - self._due_at)
+        self._due_at = now + SAMPLE_SECONDS
         self._timer = self._loop.call_later(SAMPLE_SECONDS, self._sample)
         self._samples.add(RouterSample(now, time.thread_time(), lag))
         records = self._membership.records()

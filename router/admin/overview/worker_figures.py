@@ -147,9 +147,10 @@ def _cost(record: WorkerRecord, samples: Samples, model: StepModel) -> float:
 
 
 def tier_hits(records: Iterable[WorkerRecord], samples: Samples) -> list[TierHits]:
-    """Return the prompt tokens found by tier: those of tiers below the device by the blocks that were onboarded."""
+    """Return the prompt tokens found by tier where prompts are computed: those of tiers below the device by the blocks
+    that were onboarded."""
     found, below = 0, Counter[str]()
-    for record in records:
+    for record in (record for record in records if record.info.role is not Role.DECODE):
         _, before = _since(record, samples)
         block_size = record.info.layout.block_size
         found += record.load.prefix_hit_tokens - before.prefix_hit_tokens
