@@ -78,6 +78,7 @@ class Browser:
 
     def open(self, url: str) -> None:
         self.call("Page.navigate", url=url)
+        self.until(f"location.href === {json.dumps(url)} && document.readyState === 'complete'")
 
     def run(self, expression: str) -> Any:
         """Return the value of a JavaScript expression."""

@@ -12,6 +12,7 @@ from splitserve.protocol.reports.overview import Diagnosis, Finding, Overview
 from splitserve.router.admin.diagnosis.decoding import batch_too_big, decode_kv, decode_slots
 from splitserve.router.admin.diagnosis.edge import router_cpu, slow_clients
 from splitserve.router.admin.diagnosis.evidence import Evidence, milliseconds, percent
+from splitserve.router.admin.diagnosis.objectives import missed_objective
 from splitserve.router.admin.diagnosis.prompts import cold_prefix, convoy, prefill_short
 from splitserve.router.admin.diagnosis.transfers import remote_memory, slow_transport, tier_down
 from splitserve.router.admin.diagnosis.workers import failures, fallback, no_worker, sick_worker
@@ -35,6 +36,7 @@ CAUSES: tuple[Callable[[Evidence], Iterator[Finding]], ...] = (
     fallback,
     router_cpu,
     slow_clients,
+    missed_objective,
 )
 
 EXPLAINS: tuple[tuple[str, tuple[str, ...]], ...] = (

@@ -91,7 +91,7 @@ function renderVerdict(diagnosis) {
   if (byId("sentence").textContent !== diagnosis.sentence) byId("sentence").textContent = diagnosis.sentence;
   const [first, ...others] = diagnosis.findings;
   const reasons = (found) => (found.reasons.length ? h("ul", {}, found.reasons.map((reason) => h("li", {}, reason))) : null);
-  const remedy = (found) => h("p", { class: "remedy" }, h("b", {}, "What to do: "), found.remedy);
+  const remedy = (found) => h("p", { class: "remedy" }, h("b", {}, "What to do: "), rich(found.remedy));
   const more = others.map((found) => h("div", { class: "more" }, h("h3", {}, `${found.sentence} (${percent(found.severity)})`), reasons(found), remedy(found)));
   show("findings", first && [reasons(first), remedy(first)],
     others.length > 0 && h("details", { "data-key": "more" }, h("summary", { "data-key": "more-summary" }, `${others.length} more ${others.length === 1 ? "finding" : "findings"}`), more));
@@ -141,7 +141,7 @@ function renderDecode(view) {
   for (const name of Object.keys(total)) total[name] = sum(workers, (worker) => worker[name]);
   const blocks = Math.max(total.blocks, 1);
   const parts = kvParts(total);
-  const free = total.blocks - sum(parts, (part) => part.value);
+  const free = Math.max(0, total.blocks - sum(parts, (part) => part.value));
   const running = sum(workers, (worker) => worker.num_running);
   const places = sum(workers, (worker) => worker.max_num_seqs);
   show("decode",
@@ -156,8 +156,9 @@ function renderHandover(view) {
   const shown = used.length ? used : view.transports.slice(0, 1);
   if (!shown.length) return show("handover", h("p", { class: "note" }, "No KV is handed over: there is no pair of prefill and decode workers, or they have not connected."));
   show("handover", shown.map((transport) => [
-    h("p", { class: "big" }, transport.num ? speed(transport.read_bytes_per_second) : "-", h("small", {}, ` by ${transport.transport} while reading; a thread on the link: ${speed(transport.link_bytes_per_second)}`)),
+    h("p", { class: "big" }, transport.num ? speed(transport.read_bytes_per_second) : "-", h("small", {}, ` by ${transport.transport}, while reading`)),
     bar("Speed against the link", [{ name: "read", value: Math.min(transport.read_bytes_per_second, Math.max(transport.link_bytes_per_second, 1)), color: transport.problem ? "amber" : "green" }], Math.max(transport.link_bytes_per_second, 1)),
+    h("p", { class: "note" }, `a thread's large read on the link: ${speed(transport.link_bytes_per_second)}`),
     h("p", { class: "note" }, transport.num
       ? `${count(transport.num)} hand-overs, ${speed(transport.bytes_per_second)} on average; after the prompt is computed one takes ${duration(transport.exposed.p50)} (p99 ${duration(transport.exposed.p99)})`
       : "no hand-over in this time"),
@@ -165,13 +166,19 @@ function renderHandover(view) {
   ]));
 }
 
+const HARMLESS = new Set(["cached_on_decode", "ended_with_first_token"]);
+
 function renderPath(view) {
   const all = Math.max(sum(view.paths, (path) => path.num), 1);
   if (!view.paths.length) return show("path", h("p", { class: "note" }, "No request has ended in this time."));
-  const kind = (path) => (path.actual === "failed" ? "bad" : path.actual !== path.intended && path.actual !== "cancelled" ? "warn" : "good");
+  const kind = (path) => {
+    if (path.actual === "failed") return "bad";
+    if (path.actual === "cancelled") return "";
+    return path.actual !== path.intended && !HARMLESS.has(path.reason) ? "warn" : "good";
+  };
   show("path", table("Requests that ended, by intended and actual path", [
     { name: "intended", cell: (path) => path.intended },
-    { name: "actual", cell: (path) => [tag(path.actual, kind(path)), path.reason === "ok" ? "" : h("div", { class: "why" }, path.reason.replaceAll("_", " "))] },
+    { name: "actual", cell: (path) => [tag(path.actual, kind(path)), ["ok", path.actual].includes(path.reason) ? "" : h("div", { class: "why" }, path.reason.replaceAll("_", " "))] },
     { name: "requests", cell: (path) => count(path.num), isNumber: true },
     { name: "share", cell: (path) => percent(path.num / all), isNumber: true },
   ], view.paths.slice(0, 6), true));
@@ -189,7 +196,7 @@ function renderHits(view) {
     ...below.map((tier, index) => ({ name: tier.tier, value: Math.min(tier.tokens, found), color: colors[index % 3] }))];
   const missed = known === null ? [] : [{ name: "missed", value: known - found, color: "hatch" }];
   show("hits",
-    h("p", { class: "big" }, percent(found / prompts.tokens), h("small", {}, known === null ? " of the prompt tokens were cached" : ` of the prompt tokens were cached; ${percent(known / prompts.tokens)} were possible`)),
+    h("p", { class: "big" }, percent(found / prompts.tokens), h("small", {}, known === null ? " of the prompt tokens" : ` of the prompt tokens; possible: ${percent(known / prompts.tokens)}`)),
     bar("Prompt tokens", [...parts, ...missed], prompts.tokens),
     legend([...parts, ...missed], (part) => percent(part.value / prompts.tokens)),
     h("p", { class: "note" }, known === null ? "With a single worker the possible hits are not counted." : "Possible: tokens with which an earlier prompt began."));
@@ -248,7 +255,7 @@ function renderWorkers(view) {
     { name: "breaker", cell: (worker) => (worker.breaker === "open" ? tag(`open, ${worker.breaker_seconds.toFixed(0)} s`, "bad") : worker.breaker) },
     { name: "busy", cell: (worker) => percent(worker.busy_share), isNumber: true },
     { name: "decode", cell: (worker) => `${worker.num_running} / ${worker.max_num_seqs}`, isNumber: true },
-    { name: "prompt tokens wait", cell: (worker) => count(worker.waiting_tokens), isNumber: true },
+    { name: "queue", cell: (worker) => count(worker.waiting_tokens), isNumber: true },
     { name: "KV", cell: (worker) => bar(`KV of ${worker.engine_id}`, kvParts(worker), worker.blocks, true) },
     { name: "in use", cell: (worker) => percent((worker.blocks_used + worker.blocks_reserved) / Math.max(worker.blocks, 1)), isNumber: true },
     { name: "prompt tok/s", cell: (worker) => short(worker.prompt_tokens_per_second), isNumber: true },
@@ -256,7 +263,7 @@ function renderWorkers(view) {
     { name: "step", cell: (worker) => (worker.step_seconds ? duration(worker.step_seconds) : "-"), isNumber: true },
     { name: "on", cell: (worker) => `${worker.machine} ${worker.device}`.trim() || "-", isText: true },
     { name: "notes", cell: (worker) => notes(worker) || "", isText: true },
-  ], view.workers, true));
+  ], view.workers, true, (worker) => worker.state === "lost" && "old"));
 }
 
 function renderSlow(view) {

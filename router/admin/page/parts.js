@@ -37,10 +37,10 @@ const legend = (parts, text) =>
   h("ul", { class: "legend" }, parts.map((part) => h("li", {}, h("i", { class: `c-${part.color}` }), `${part.name} `, h("b", {}, text(part)))));
 
 // A table in a region that scrolls: `columns` are {name, cell, isNumber}; the first column names the row.
-function table(caption, columns, rows, hideCaption) {
+function table(caption, columns, rows, hideCaption, kindOf) {
   const head = h("tr", {}, columns.map((column) => h("th", { scope: "col", class: column.isNumber && "n" }, column.name)));
   const body = rows.map((row) =>
-    h("tr", {}, columns.map((column, index) => {
+    h("tr", { class: kindOf && kindOf(row) }, columns.map((column, index) => {
       const content = column.cell(row);
       const kind = column.isNumber ? "n" : column.isText && "text";
       return index ? h("td", { class: kind }, content) : h("th", { scope: "row" }, content);
@@ -48,6 +48,9 @@ function table(caption, columns, rows, hideCaption) {
   return h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": caption, "data-key": caption },
     h("table", {}, h("caption", { class: hideCaption && "hidden" }, caption), h("thead", {}, head), h("tbody", {}, body)));
 }
+
+// A text with commands between backticks.
+const rich = (text) => text.split("`").map((part, index) => (index % 2 ? h("code", {}, part) : part));
 
 const tag = (text, kind) => h("span", { class: `tag ${kind || ""}` }, text);
 
