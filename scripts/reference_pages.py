@@ -22,6 +22,7 @@ from splitserve.orchestration.spec.document import json_schema, schema_text
 from splitserve.orchestration.spec.settings_page import settings_page
 from splitserve.orchestration.spec.sizes import format_bytes
 from splitserve.router.admin.metrics_page import metrics_page
+from splitserve.router.admin.overview.reference import overview_page
 from splitserve.router.http.openapi import openapi_document
 
 FOLDER = Path(__file__).parents[1] / "docs" / "reference"
@@ -333,6 +334,7 @@ def pages() -> dict[Path, str]:
         "settings.md": settings_page(),
         "http-api.md": api_page(),
         "metrics.md": metrics_page(),
+        "overview.md": overview_page(),
         "models.md": models_page(),
     }
     modules = {"settings.py": settings_module(), "parameters.py": parameters_module(schemas)}
