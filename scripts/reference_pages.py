@@ -246,7 +246,7 @@ def api_page() -> str:
         "[below](#parameters-that-take-neutral-values-only) are those that are accepted when they change nothing.",
         "## Endpoints",
         table(("endpoint", "purpose", "API key", "statuses"), rows),
-        "Two more are for operators: `GET /admin/workers` and `POST /admin/profile` "
+        "Further ones are for operators: `/dashboard` and those under `/admin` "
         "([operations](../guides/operations.md#the-administrators-endpoints)). "
         "The API key is required only where the cluster has one.",
         "## Errors",

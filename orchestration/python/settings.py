@@ -61,6 +61,9 @@ class Settings(TypedDict, total=False):
     device: Literal["auto", "cpu", "cuda"]
     # source of weights; dummy: random ones, for measuring
     load_format: Literal["auto", "dummy"]
+    # code that computes the model; native: Splitserve's, for families that it has; transformers: that library's, over
+    # Splitserve's attention and KV memory, with one rank a worker; auto: native if there is a family
+    model_backend: Literal["auto", "native", "transformers"]
     # seed of dummy weights
     seed: int
     # context length in tokens; 0: the model's own

@@ -15,7 +15,7 @@ from splitserve.common.errors import ConfigError
 from splitserve.orchestration.spec.model_source import is_model_id
 from splitserve.orchestration.spec.sizes import parse_bytes
 from splitserve.protocol.config import HttpLimits, LMCacheConfig, ProtocolConfig, RouterConfig
-from splitserve.protocol.engine_config import ENDPOINT, WORKERS, Device, Dtype, EngineConfig, LoadFormat
+from splitserve.protocol.engine_config import ENDPOINT, WORKERS, Device, Dtype, EngineConfig, LoadFormat, ModelBackend
 from splitserve.protocol.request import Role
 from splitserve.protocol.settings import Setting, description_of, hints_of, meta_of, setting_of
 
@@ -88,6 +88,7 @@ class ModelSpec(Part, frozen=True, kw_only=True):
     served_name: Annotated[str, _engine("served_model_name")] = ""
     aliases: Annotated[list[ModelName], _router("aliases")] = []
     load_format: Annotated[LoadFormat, _engine("load_format")] = "auto"
+    backend: Annotated[ModelBackend, _engine("model_backend")] = "auto"
     max_model_len: Annotated[int, _engine("max_model_len")] = 0
     seed: Annotated[int, _engine("seed")] = 0
 

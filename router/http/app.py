@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Collection, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import msgspec
@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from splitserve import __version__
 from splitserve.router.admin.cluster_report import cluster_report
 from splitserve.router.admin.metrics import RouterMetrics
-from splitserve.router.admin.page.dashboard import dashboard
+from splitserve.router.admin.overview.dashboard import dashboard
 from splitserve.router.admin.profiles import MAX_PROFILE_BODY_BYTES, parse_profile_request
 from splitserve.router.http.access.api_key import RequireKey
 from splitserve.router.http.access.content_type import check_json
@@ -183,7 +183,10 @@ def create_app(
     # Plain routes: FastAPI's own would parse and validate, which the handlers do. The document is written by hand.
     app = FastAPI(title="Splitserve", version=__version__, openapi_url=None, routes=routes, exception_handlers=on_error)
     paths = frozenset(path for path, _ in posts + gets)
-    guarded: ASGIApp = RequireKey(app, api_key) if api_key else app
+    by_path = {("POST", path): handler for path, handler in posts}
+    by_path |= {("GET", path): handler for path, handler in gets if "{" not in path}
+    exact = ExactPaths(app, by_path)
+    guarded: ASGIApp = RequireKey(exact, api_key) if api_key else exact
     shared = allow_origins(guarded, allowed_origins)
     local = RequireLocal(shared, allowed_origins) if local_only else shared
     return GiveRequestIds(CountRequests(local, metrics, paths))
@@ -213,8 +216,32 @@ async def _on_unexpected(request: Request, _error: Exception) -> Response:
     return await _on_api_error(request, ApiError(500, "internal error", code="internal_error"))
 
 
+class ExactPaths:
+    """ASGI application that calls the handlers of exact paths itself: the way through the framework costs more than the
+    rest of a short request's HTTP. All other requests go to ``rest``, and so do the errors of the routing."""
+
+    def __init__(self, rest: ASGIApp, handlers: Mapping[tuple[str, str], Handler]) -> None:
+        self._rest = rest
+        self._handlers = handlers  # by method and path
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        handler = self._handlers.get((scope["method"], scope["path"])) if scope["type"] == "http" else None
+        if handler is None:
+            await self._rest(scope, receive, send)
+            return
+        request = Request(scope, receive, send)
+        try:
+            response = await handler(request)
+        except ApiError as error:
+            response = await _on_api_error(request, error)
+        except ClientDisconnect as error:
+            response = await _on_client_disconnect(request, error)
+        await response(scope, receive, send)
+
+
 class CountRequests:
-    """ASGI middleware that counts requests by endpoint (of ``paths``, else "other") and status."""
+    """ASGI middleware that counts requests by endpoint (of ``paths``, else "other") and status. A bug that ends a
+    request before its answer has begun is answered with 500, and passed on to the server, which logs it."""
 
     def __init__(self, app: ASGIApp, metrics: RouterMetrics, paths: frozenset[str]) -> None:
         self._app = app
@@ -226,14 +253,23 @@ class CountRequests:
             await self._app(scope, receive, send)
             return
         path = scope["path"] if scope["path"] in self._paths else "other"
+        has_started = False
 
         async def count_and_send(message: Message) -> None:
+            nonlocal has_started
             if message["type"] == "http.response.start":
-                self._metrics.http_requests.labels(path, str(message["status"])).inc()
+                has_started = True
+                self._metrics.count_http(path, message["status"])
             try:
                 await send(message)
             except RuntimeError as error:
                 if _CLOSED_TRANSPORT not in str(error):
                     raise  # else the client has reset the connection, and a disconnect message follows
 
-        await self._app(scope, receive, count_and_send)
+        try:
+            await self._app(scope, receive, count_and_send)
+        except Exception as error:
+            if not has_started:
+                response = await _on_unexpected(Request(scope, receive, send), error)
+                await response(scope, receive, count_and_send)
+            raise

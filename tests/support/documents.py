@@ -21,6 +21,7 @@ GENERATED = {
     "http-api.md",
     "metrics.md",
     "models.md",
+    "overview.md",
 }
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 

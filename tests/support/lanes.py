@@ -6,6 +6,8 @@ import pytest
 from xdist.scheduler import LoadScopeScheduling
 
 BESIDE_OTHERS = {
+    "benchmarks/goodput/test_goodput_arithmetic",
+    "workloads/test_workloads",
     "kernels/test_all_reduce",
     "kernels/test_attention_backends",
     "benchmarks/test_tensor_parallel",
@@ -64,6 +66,8 @@ BESIDE_OTHERS = {
     "router/test_add_a_routing_policy",
     "models/test_add_a_model_family",
     "models/test_families",
+    "models/test_transformers_backend",
+    "models/experts/test_mxfp4",
     "models/test_demo",
     "models/test_loader",
     "models/test_fp8",
@@ -83,6 +87,7 @@ BESIDE_OTHERS = {
     "router/test_core",
     "router/test_returning_workers",
     "router/test_text",
+    "router/test_token_memories",
     "models/sampling/test_features",
     "router/test_request_state",
     "router/test_schema",
@@ -106,6 +111,7 @@ ON_CLUSTERS = {
     "end_to_end/test_host_offers",
     "benchmarks/test_tiers",
     "benchmarks/test_soak",
+    "benchmarks/goodput/test_goodput_run",
     "engine/test_profile",
     "orchestration/test_cluster_network",
     "common/test_security",

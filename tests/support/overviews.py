@@ -72,6 +72,31 @@ def worker(name: str, role: str, chosen: random.Random, **fields: object) -> Wor
     return replace(figures, **fields)
 
 
+FAST = TransportFigures(
+    transport="cuda_ipc",
+    num=200,
+    bytes_per_second=2e9,
+    read_bytes_per_second=180e9,
+    link_bytes_per_second=260e9,
+    exposed=times(0.0021),
+)
+
+
+def rates(requests: float, prompt_tokens: float, ttft: float | None) -> RequestRates:
+    """Return rates per second, with as many output tokens for each request as the model likes."""
+    return RequestRates(
+        seconds=10.0,
+        num_in_flight=int(1.5 * requests),
+        num_waiting=0,
+        requests_per_second=requests,
+        failures_per_second=0.0,
+        prompt_tokens_per_second=prompt_tokens,
+        output_tokens_per_second=100 * requests,
+        ttft_seconds_median=ttft,
+        ttft_seconds_p99=None if ttft is None else 3 * ttft,
+    )
+
+
 def healthy(seed: int = 0, num_prefill: int = 2, num_decode: int = 2) -> Overview:
     """Return a cluster under moderate load that nothing limits."""
     chosen = random.Random(seed)
@@ -87,17 +112,7 @@ def healthy(seed: int = 0, num_prefill: int = 2, num_decode: int = 2) -> Overvie
         served_model_name="demo",
         clock_seconds=1.8e9,
         seconds=30.0,
-        rates=RequestRates(
-            seconds=10.0,
-            num_in_flight=30,
-            num_waiting=0,
-            requests_per_second=20.0,
-            failures_per_second=0.0,
-            prompt_tokens_per_second=tokens / 30,
-            output_tokens_per_second=2000.0,
-            ttft_seconds_median=prefill,
-            ttft_seconds_p99=3 * prefill,
-        ),
+        rates=rates(20.0, tokens / 30, prefill),
         itl=times(itl),
         longest_gap=times(2 * itl),
         handover_stages=stages(
@@ -115,16 +130,7 @@ def healthy(seed: int = 0, num_prefill: int = 2, num_decode: int = 2) -> Overvie
             short_prefill_seconds=0.6 * prefill,
         ),
         hits=[TierHits(tier="device", tokens=known // 2), TierHits(tier="host", tokens=known // 3)],
-        transports=[
-            TransportFigures(
-                transport="cuda_ipc",
-                num=200,
-                bytes_per_second=2e9,
-                read_bytes_per_second=180e9,
-                link_bytes_per_second=260e9,
-                exposed=times(0.0021),
-            )
-        ],
+        transports=[FAST],
         paths=[
             Path(intended="disaggregated", actual="disaggregated", reason="ok", num=190),
             Path(intended="disaggregated", actual="local", reason="cached_on_decode", num=8),
@@ -295,13 +301,9 @@ def idle() -> Overview:
         replace(each, num_running=0, blocks_used=0, blocks_reserved=0, max_used_share=0.0, busy_share=0.0)
         for each in view.workers
     ]
-    quiet = RequestRates(
-        seconds=10.0, num_in_flight=0, num_waiting=0, requests_per_second=0.0, failures_per_second=0.0,
-        prompt_tokens_per_second=0.0, output_tokens_per_second=0.0, ttft_seconds_median=None, ttft_seconds_p99=None,
-    )  # fmt: skip
     return Overview(
         version=view.version, machine=view.machine, served_model_name="demo", clock_seconds=1.8e9, seconds=30.0,
-        rates=quiet, workers=resting, router=RouterFigures(max_in_flight=1024),
+        rates=rates(0.0, 0.0, None), workers=resting, router=RouterFigures(max_in_flight=1024),
     )  # fmt: skip
 
 

@@ -8,7 +8,7 @@ import msgspec
 
 from splitserve.protocol.reports.overview import Overview
 from splitserve.router.admin.diagnosis.diagnose import diagnose
-from splitserve.router.admin.page.dashboard import page
+from splitserve.router.admin.overview.dashboard import page
 
 
 class PageServer:

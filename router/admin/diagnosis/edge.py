@@ -50,6 +50,6 @@ def slow_clients(evidence: Evidence) -> Iterator[Finding]:
             f"workers have finished {done} requests whose answers are still being sent" if done > 0 else "",
             f"{router.max_in_flight} requests may be in flight; further ones get 429",
         ],
-        "Look for the clients, or a proxy before them, that stopped reading; --max-requests-in-flight bounds the "
-        "places.",
+        "Look for the clients, or a proxy before them, that stopped reading; `router: {max_requests_in_flight: N}` in "
+        "the spec sets the number of places.",
     )

@@ -11,7 +11,7 @@ from browser import PROGRAM, Browser
 from page_server import PageServer
 from router_harness import RouterProcess, Workers, write_model_dir
 from splitserve.protocol.request import Role
-from splitserve.router.admin.page.dashboard import MAX_BYTES, page
+from splitserve.router.admin.overview.dashboard import MAX_BYTES, page
 
 needs_browser = pytest.mark.skipif(not PROGRAM, reason="needs Chromium (Debian: apt-get install chromium)")
 SENTENCE = "document.querySelector('#sentence').innerText"

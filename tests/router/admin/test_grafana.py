@@ -2,11 +2,13 @@
 
 import json
 import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jsonschema
+import msgspec
 import pytest
 import yaml
 
@@ -14,8 +16,9 @@ from documents import ROOT
 from router_harness import RouterProcess, Workers, write_model_dir
 from splitserve.benchmarks.router.worker_script import Reply, Request, Script, default_script
 from splitserve.protocol.counters import Distribution, TierLoad, WorkerLoad
+from splitserve.protocol.messages.marks import Mark, MarkKind
 from splitserve.protocol.messages.membership import Heartbeat, PeerLink
-from splitserve.protocol.messages.requests import FailureCode, RequestFailed
+from splitserve.protocol.messages.requests import DecodeRequest, FailureCode, RequestFailed, StepTokens
 from splitserve.protocol.request import Role
 from waiting import wait_until
 
@@ -81,11 +84,19 @@ def series(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, set[s
             worker.load = WorkerLoad(
                 peers_ready=1, step_sequences=steps, step_tokens=steps, tiers=[TierLoad(name="host", hits=1)]
             )
-            worker.say(Heartbeat(worker.load, [PeerLink("prefill-0", "tcp", 1e9, "it is slow")]))
+        wait_until(lambda: router.request("GET", "/ready")[0] == 200)
         for count in (4, FAILING_TOKENS):
             router.post("/v1/completions", prompt="Hello, how are you?", max_tokens=count)
-        wait_until(lambda: 'tier="host"' in str(router.request("GET", "/metrics")[2]), "the tier isn't in the metrics")
-        yield labels_of(str(router.request("GET", "/metrics")[2]))
+        found: dict[str, set[str]] = {}
+
+        def has_all() -> bool:
+            """Look at the metrics between two heartbeats of which only one has a link."""
+            worker.say(Heartbeat(worker.load, [PeerLink("prefill-0", "tcp", 1e9, "it is slow")]))
+            found.update(labels_of(str(router.request("GET", "/metrics")[2])))
+            return {"splitserve_link_slow", "splitserve_tier_hits_total"} <= found.keys()
+
+        wait_until(has_all)
+        yield found
     finally:
         workers.close()
         router.stop()
@@ -95,9 +106,19 @@ def failing(script: Script) -> Script:
     def reply(body: Request) -> list[Reply]:
         if body.sampling.max_tokens == FAILING_TOKENS:
             return [Reply(RequestFailed(body.key, FailureCode.INTERNAL, "as the test wants"))]
-        return list(script(body))
+        seconds = 0.2 if isinstance(body, DecodeRequest) else 0.0  # after prefill's token
+        return [marked(each, seconds) for each in script(body)]
 
     return reply
+
+
+def marked(reply: Reply, seconds: float) -> Reply:
+    """Return a reply whose first tokens bring the marks of their way."""
+    if not isinstance(reply.body, StepTokens):
+        return reply
+    marks = [Mark(kind, time.monotonic()) for kind in MarkKind]
+    deltas = [msgspec.structs.replace(delta, marks=[] if delta.position else marks) for delta in reply.body.deltas]
+    return Reply(StepTokens(deltas), seconds)
 
 
 def labels_of(text: str) -> dict[str, set[str]]:

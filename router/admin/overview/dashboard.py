@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 MAX_BYTES = 150_000
-_FOLDER = Path(__file__).parent
+_FOLDER = Path(__file__).parents[1] / "page"
 _STYLES = ("style.css",)
 _SCRIPTS = ("format.js", "parts.js", "lanes.js", "page.js")
 

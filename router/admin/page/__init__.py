@@ -1,1 +1,0 @@
-"""The dashboard: one page without assets of others, which reads GET /admin/overview."""
