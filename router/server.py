@@ -108,8 +108,9 @@ async def _serve(
     dispatcher = Dispatcher(config, metrics)
     renderer = Renderer(tokenizer.chat_template)
     checker = GrammarChecker(Path(config.model), tokenizer.eos_token_ids)
-    constraints = Constraints(checker, tokenizer.eos_token_ids)
-    preparation = Preparation(tokenizer, renderer, constraints, defaults, response_format)
+    preparation = Preparation(
+        tokenizer, renderer, Constraints(checker, tokenizer.eos_token_ids), defaults, response_format
+    )
     bodies = BodyReader(config.max_body_mib << 20)
     try:
         await renderer.start()
@@ -145,6 +146,7 @@ async def _serve(
         await server.serve(sockets=[listener])
     finally:
         dispatcher.close()
+        dispatcher.reports.tracing.close()
         bodies.close()
         preparation.close()
         renderer.close()

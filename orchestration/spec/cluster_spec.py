@@ -170,6 +170,8 @@ class RouterSpec(Part, frozen=True, kw_only=True):
     chat_template: Annotated[str, _router("chat_template")] = _ROUTER["chat_template"]
     allowed_origins: Annotated[list[str], _router("allowed_origins")] = []
     request_log: Annotated[bool, _router("request_log")] = _ROUTER["request_log"]
+    otlp_endpoint: Annotated[str, _router("otlp_endpoint")] = _ROUTER["otlp_endpoint"]
+    trace_ratio: Annotated[float, _router("trace_ratio")] = _ROUTER["trace_ratio"]
     nodes: NodeSpec = NodeSpec()
 
 

@@ -97,7 +97,7 @@ class GenerationResponse(Response):
         except ClientGoneError:
             pass
         except TimeoutError:  # the server closes the connection of an answer that isn't complete
-            log.warning("a client doesn't read its answer: given up")
+            log.warning("request %s is given up: its client does not read the answer", self._context.client_id)
         except ApiError as error:
             await send_json(send, error.status, self._format.error_body(error), error.headers())
         finally:
@@ -121,7 +121,7 @@ class GenerationResponse(Response):
                 self._inbox,
                 self._arrived_at,
                 watch_client=lambda: self._watcher,
-                context=self._context,
+                context=self._context.of_prompt(index),
                 num_choices=prompt.num_choices,
             )
             self._requests += (request, *request.siblings)

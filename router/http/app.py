@@ -7,7 +7,6 @@ from typing import Any, TypeAlias
 
 import msgspec
 from fastapi import FastAPI
-from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
@@ -22,6 +21,7 @@ from splitserve.router.http.access.api_key import RequireKey
 from splitserve.router.http.access.content_type import check_json
 from splitserve.router.http.access.cross_origin import allow_origins
 from splitserve.router.http.access.local_origin import RequireLocal
+from splitserve.router.http.access.refusals import Refusals, internal_error
 from splitserve.router.http.access.request_id import GiveRequestIds, request_id_of
 from splitserve.router.http.api_error import ApiError
 from splitserve.router.http.formats import ChatFormat, ChoicesFormat, CompletionFormat
@@ -42,6 +42,8 @@ class Api:
     def __init__(self, serving: Serving, metrics: RouterMetrics) -> None:
         self._serving = serving
         self.served_model = serving.model
+        self.tracing = serving.dispatcher.reports.tracing
+        self.writes_lines = serving.dispatcher.config.request_log
         self._dispatcher = serving.dispatcher
         self._metrics = metrics
         self._bodies = serving.bodies
@@ -174,54 +176,28 @@ def create_app(
     ]
     routes: list[BaseRoute] = [Route(path, handler, methods=["POST"]) for path, handler in posts]
     routes += [Route(path, handler, methods=["GET"]) for path, handler in gets]
-    on_error: dict[int | type[Exception], Callable[[Request, Any], Coroutine[Any, Any, Response]]] = {
-        ApiError: _on_api_error,
-        HTTPException: _on_http_exception,
-        ClientDisconnect: _on_client_disconnect,
-        Exception: _on_unexpected,
-    }
+    refusals = Refusals(writes_lines=api.writes_lines)
     # Plain routes: FastAPI's own would parse and validate, which the handlers do. The document is written by hand.
-    app = FastAPI(title="Splitserve", version=__version__, openapi_url=None, routes=routes, exception_handlers=on_error)
+    app = FastAPI(
+        title="Splitserve", version=__version__, openapi_url=None, routes=routes, exception_handlers=refusals.handlers()
+    )
     paths = frozenset(path for path, _ in posts + gets)
     by_path = {("POST", path): handler for path, handler in posts}
     by_path |= {("GET", path): handler for path, handler in gets if "{" not in path}
-    exact = ExactPaths(app, by_path)
+    exact = ExactPaths(app, by_path, refusals)
     guarded: ASGIApp = RequireKey(exact, api_key) if api_key else exact
     shared = allow_origins(guarded, allowed_origins)
     local = RequireLocal(shared, allowed_origins) if local_only else shared
-    return GiveRequestIds(CountRequests(local, metrics, paths))
-
-
-async def _on_api_error(_request: Request, error: Exception) -> Response:
-    assert isinstance(error, ApiError)
-    return Response(error.encode(), error.status, error.headers(), "application/json")
-
-
-async def _on_http_exception(request: Request, error: Exception) -> Response:
-    """Answer 404 and 405 of the routing itself."""
-    assert isinstance(error, HTTPException)
-    response = await _on_api_error(
-        request, ApiError(error.status_code, f"{error.detail}: {request.method} {request.url.path}")
-    )
-    response.headers.update(error.headers or {})
-    return response
-
-
-async def _on_client_disconnect(_request: Request, _error: Exception) -> Response:
-    return Response(status_code=400)  # the client is gone
-
-
-async def _on_unexpected(request: Request, _error: Exception) -> Response:
-    """Answer 500 for a bug of ours; the server logs the traceback."""
-    return await _on_api_error(request, ApiError(500, "internal error", code="internal_error"))
+    return GiveRequestIds(CountRequests(local, metrics, paths), api.tracing)
 
 
 class ExactPaths:
     """ASGI application that calls the handlers of exact paths itself: the way through the framework costs more than the
     rest of a short request's HTTP. All other requests go to ``rest``, and so do the errors of the routing."""
 
-    def __init__(self, rest: ASGIApp, handlers: Mapping[tuple[str, str], Handler]) -> None:
+    def __init__(self, rest: ASGIApp, handlers: Mapping[tuple[str, str], Handler], refusals: Refusals) -> None:
         self._rest = rest
+        self._refusals = refusals
         self._handlers = handlers  # by method and path
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -233,9 +209,9 @@ class ExactPaths:
         try:
             response = await handler(request)
         except ApiError as error:
-            response = await _on_api_error(request, error)
+            response = await self._refusals.on_api_error(request, error)
         except ClientDisconnect as error:
-            response = await _on_client_disconnect(request, error)
+            response = await self._refusals.on_client_disconnect(request, error)
         await response(scope, receive, send)
 
 
@@ -268,8 +244,7 @@ class CountRequests:
 
         try:
             await self._app(scope, receive, count_and_send)
-        except Exception as error:
+        except Exception:
             if not has_started:
-                response = await _on_unexpected(Request(scope, receive, send), error)
-                await response(scope, receive, count_and_send)
+                await internal_error()(scope, receive, count_and_send)
             raise
