@@ -3,6 +3,8 @@
 Reads what transformers 5 writes (``rope_parameters``, ``dtype``) and what 4.x wrote (``rope_theta``, ``rope_scaling``,
 ``torch_dtype``). What isn't supported is refused by name: serving it anyway would give wrong tokens with status 200.
 Fields that only some families have are read by the family, in its ``features`` (:mod:`splitserve.models.families`).
+A model without a family may be served by transformers' code (:mod:`splitserve.models.transformers_backend`), which only
+then is imported, with torch.
 """
 
 import importlib
@@ -20,12 +22,14 @@ from splitserve.models.fields import ConfigFields
 from splitserve.models.latent import LatentSizes
 from splitserve.models.rope import LongScaling, Rope, RopeScaling, read_rope
 from splitserve.models.weights.checkpoint import weights_version
+from splitserve.protocol.engine_config import ModelBackend
 
 __all__ = ["ConfigFields", "ModelConfig", "RopeScaling", "load_model_config", "weights_version"]
 
 logger = logging.getLogger(__name__)
 
 _DTYPES = ("float32", "bfloat16", "float16")
+MXFP4 = "mxfp4"
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +37,16 @@ class Fp8Format:
     """Weights may be stored in FP8. ``block``: (rows, columns) that share a scale; None: a scale for each tensor."""
 
     block: tuple[int, int] | None
+
+
+@dataclass(frozen=True, slots=True)
+class TransformersSizes:
+    """What is known of a model of transformers' code beside its attention. Elements are those of weights."""
+
+    backbone: str  # the module that makes the last layer's output
+    read_elements: int  # that a step reads
+    token_elements: int  # that a token is multiplied with in the layers
+    widest: int  # sum of a product's widths of input and output
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +82,7 @@ class Features(DecoderSizes):
     sliding_rope: Rope | None = None  # of sliding layers, where it is another one
     attention_scale: float | None = None  # of scores; None: 1 / sqrt(head_dim)
     attention_soft_cap: float | None = None
+    sinks: bool = False  # a score of each query head that no token has takes its share of the softmax
     final_soft_cap: float | None = None
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
@@ -100,6 +115,12 @@ class ModelConfig(Features):
     dtype: str  # the checkpoint's own
     fp8: Fp8Format | None = None
     text_of: str | None = None  # the architecture with other parts, vision for one, whose text model this is
+    transformers: TransformersSizes | None = None  # then ``architecture`` is the name of transformers' class
+
+    @property
+    def backend(self) -> ModelBackend:
+        """Return whose code computes the model."""
+        return "native" if self.transformers is None else "transformers"
 
     @property
     def rope(self) -> Rope:
@@ -124,13 +145,16 @@ class ModelConfig(Features):
         )
 
 
-def load_model_config(path: str | Path) -> ModelConfig:
+def load_model_config(path: str | Path, backend: str = "auto") -> ModelConfig:
     """Reads config.json and generation_config.json of the checkpoint directory ``path``.
 
-    Raises :class:`CheckpointError` naming the file or the field, and what is supported.
+    ``backend``: whose code shall compute the model; auto: ours where there is a family, else transformers'. Raises
+    :class:`CheckpointError` naming the file or the field, and what is supported.
     """
     directory = Path(path)
     whole = _read_json(directory / "config.json")
+    if backend == "transformers" or (backend == "auto" and not has_family(whole)):
+        return _through_transformers(directory, whole)
     architecture, name = _architecture(whole)
     raw = _text_config(whole) if name in TEXT_OF else whole
     given = ConfigFields(raw)
@@ -140,15 +164,36 @@ def load_model_config(path: str | Path) -> ModelConfig:
         config = replace(config, **family.features(given))
     given.refuse_unread()
     _check(config)
+    if is_mxfp4(given) and not (config.experts and config.experts.is_mxfp4):
+        raise CheckpointError(
+            "config.json: quantization_config ('mxfp4') isn't supported in this architecture; use unquantised or FP8 "
+            "weights (fp8)"
+        )
+    if name in TEXT_OF:
+        logger.info("%s: its text model is served, without the other parts", name)
+        config = replace(config, text_of=name)
+    return _with_tokens(config, raw, directory)
+
+
+def has_family(raw: Mapping[str, Any]) -> bool:
+    """Return whether there is a family for what a config.json describes."""
+    return any(isinstance(name, str) and (name in FAMILIES or name in TEXT_OF) for name in _architectures(raw))
+
+
+def _through_transformers(directory: Path, raw: Mapping[str, Any]) -> ModelConfig:
+    admission = importlib.import_module("splitserve.models.transformers_backend.admission")
+    config: ModelConfig = admission.admitted_config(directory, _dtype(raw))
+    return _with_tokens(config, raw, directory)
+
+
+def _with_tokens(config: ModelConfig, raw: Mapping[str, Any], directory: Path) -> ModelConfig:
+    """Return ``config`` with the tokens that begin and end a text."""
     generation = _read_optional(directory / "generation_config.json")
     ends = end_token_ids(generation.get("eos_token_id"), config.vocab_size, "generation_config.json")
     ends = ends or end_token_ids(raw.get("eos_token_id"), config.vocab_size, "config.json")
     bos_token_id = raw.get("bos_token_id")
     if bos_token_id is not None:
         check_token_id("bos_token_id", bos_token_id, config.vocab_size, "config.json")
-    if name in TEXT_OF:
-        logger.info("%s: its text model is served, without the other parts", name)
-        config = replace(config, text_of=name)
     return replace(config, eos_token_ids=ends, bos_token_id=bos_token_id)
 
 
@@ -223,6 +268,11 @@ def partial_rotary_factor(given: ConfigFields, default: float = 1.0) -> float:
     )
 
 
+def is_mxfp4(given: ConfigFields) -> bool:
+    """Return whether experts are stored in MXFP4."""
+    return given.mapping("quantization_config").get("quant_method") == MXFP4
+
+
 def window_features(given: ConfigFields, sliding: list[int] | None = None) -> dict[str, Any]:
     """Return the features of sliding windows: ``layer_types`` says which layers have one, else ``sliding`` does."""
     window = given.optional_positive("sliding_window")
@@ -264,9 +314,13 @@ def _read_optional(path: Path) -> dict[str, Any]:
         return {}
 
 
+def _architectures(raw: Mapping[str, Any]) -> list[Any]:
+    return ConfigFields(raw).items("architectures")
+
+
 def _architecture(raw: Mapping[str, Any]) -> tuple[str, str]:
     """Return the family and the name that config.json has for it."""
-    names = ConfigFields(raw).items("architectures")
+    names = _architectures(raw)
     for name in names:
         if isinstance(name, str) and (name in FAMILIES or name in TEXT_OF):
             return FAMILIES[TEXT_OF.get(name, name)], name
@@ -289,6 +343,8 @@ def _fp8(config: Mapping[str, Any]) -> Fp8Format | None:
     if not raw and config.get("quantization_config") is None:
         return None
     method = raw.get("quant_method", "unknown")
+    if method == MXFP4:
+        return None  # of experts: see ExpertsSpec
     if method != "fp8":
         raise CheckpointError(
             f"config.json: quantization_config ({shown(method)}) isn't supported; use unquantised or FP8 weights (fp8)"

@@ -19,8 +19,18 @@ def declare(config: ModelConfig) -> Decoder:
 
 
 def stored_weights(config: ModelConfig) -> dict[str, Weight]:
-    """Return every tensor that a checkpoint of this configuration must have, by name."""
+    """Return every tensor that a checkpoint of this configuration must have, by name. Those of a model of transformers'
+    code are that library's to know: none."""
+    if config.transformers is not None:
+        return {}
     return {weight.name: weight for weight in declare(config).weights()}
+
+
+def kv_elements(config: ModelConfig) -> int:
+    """Return the elements of one token's keys and values in all layers."""
+    if config.transformers is not None:
+        return 2 * config.num_layers * config.num_kv_heads * config.head_dim
+    return declare(config).kv_elements
 
 
 def check_tensor_parallel_size(config: ModelConfig, size: int, expert_parallel: str = "auto") -> None:
@@ -32,6 +42,8 @@ def shard_of(config: ModelConfig, rank: int, size: int, expert_parallel: str = "
     """Return what rank ``rank`` of ``size`` has of the model. ``expert_parallel``: "on": ranks share the experts;
     "off": each expert's intermediate dimension; "auto": the latter if every rank's share is aligned, or if there is no
     other way. Raises :class:`ConfigError` that says which sizes work if ranks can't share the model evenly."""
+    if config.transformers is not None:
+        return _whole(config, size, expert_parallel)
     if config.experts is None and expert_parallel == "on":
         raise ConfigError("expert_parallel is on, but the model has no experts; leave it at auto")
     decoder = declare(config)
@@ -42,6 +54,17 @@ def shard_of(config: ModelConfig, rank: int, size: int, expert_parallel: str = "
         raise ConfigError(_refusal(units, size, expert_parallel))
     is_split_well = False in possible and (len(possible) == 1 or _is_aligned(config, size))
     return Shard(rank, size, has_whole_experts=size > 1 and not is_split_well)
+
+
+def _whole(config: ModelConfig, size: int, expert_parallel: str) -> Shard:
+    """Return the only shard of a model of transformers' code. Raises :class:`ConfigError`."""
+    if size > 1 or expert_parallel == "on":
+        wanted = f"{size} tensor-parallel ranks" if size > 1 else "expert_parallel on"
+        raise ConfigError(
+            f"{config.architecture} runs through the model backend transformers, where a worker has one rank; got "
+            f"{wanted}: start more workers instead"
+        )
+    return Shard()
 
 
 def _is_aligned(config: ModelConfig, size: int) -> bool:

@@ -6,6 +6,7 @@ attention plan and the rotation's cosines are made once per step and shared by a
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -32,6 +33,36 @@ class ForwardBatch:
     sample_rows: Tensor | None
     attention_plan: LayerPlans | FixedLayerPlans
     scored: ScoredRows | None = None
+
+
+class RunnableModel(Protocol):
+    """A loaded model as runners use it: one of our families (:class:`DecoderModel`), or one of transformers' code."""
+
+    config: ModelConfig
+    kernels: Kernels
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def is_lead(self) -> bool: ...
+
+    def tokens(self, token_ids: Tensor, positions: Tensor, slots: Tensor) -> TokenRows:
+        """See :meth:`DecoderModel.tokens`."""
+        ...
+
+    def begin_step(self, inputs: Tensor, drawn: Tensor, shape: AttentionShape) -> TokenRows:
+        """See :meth:`DecoderModel.begin_step`."""
+        ...
+
+    def forward(
+        self,
+        batch: ForwardBatch,
+        kv_layers: Sequence[Tensor],
+        attention: LayeredAttention,
+        before_layer: BeforeLayer | None = None,
+    ) -> Tensor | None:
+        """See :meth:`DecoderModel.forward`."""
+        ...
 
 
 class DecoderModel:

@@ -3,12 +3,15 @@
 import math
 
 from splitserve.models.config import ModelConfig
-from splitserve.models.declared import declare, stored_weights
+from splitserve.models.declared import kv_elements, stored_weights
 from splitserve.models.layers.weight import Role
+from splitserve.models.weights.shard import Kept
 
 
 def weight_elements(config: ModelConfig) -> int:
     """Return the number of weights that a step reads: all but the embedding, unless that is the head as well."""
+    if config.transformers is not None:
+        return config.transformers.read_elements
     weights = stored_weights(config).values()
     read = [weight for weight in weights if weight.role is not Role.EMBEDDING or config.tie_word_embeddings]
     return sum(math.prod(weight.shape) for weight in read)
@@ -16,12 +19,14 @@ def weight_elements(config: ModelConfig) -> int:
 
 def kv_token_elements(config: ModelConfig) -> int:
     """Return the elements of one token's keys and values in all layers."""
-    return declare(config).kv_elements
+    return kv_elements(config)
 
 
 def decode_bytes(config: ModelConfig, batch: int, context: int, itemsize: int) -> int:
     """Return the bytes of weights and KV that a decode step of ``batch`` sequences must read."""
-    return (weight_elements(config) + batch * context * kv_token_elements(config)) * itemsize
+    packed = sum(math.prod(weight.shape) for weight in stored_weights(config).values() if weight.kept is Kept.BYTES)
+    elements = weight_elements(config) - packed + batch * context * kv_token_elements(config)
+    return packed + elements * itemsize
 
 
 def token_flops(config: ModelConfig) -> int:
@@ -29,10 +34,14 @@ def token_flops(config: ModelConfig) -> int:
 
     Of experts, those count that a token has.
     """
+    if config.transformers is not None:
+        return 2 * config.transformers.token_elements
     counts = dict.fromkeys((Role.PROJECTION, Role.EXPERT), 0)
     for weight in stored_weights(config).values():
         if weight.role in counts:
             counts[weight.role] += math.prod(weight.shape)
+        elif weight.role is Role.EXPERT_BLOCKS:
+            counts[Role.EXPERT] += 2 * math.prod(weight.shape)
     if config.experts is not None:
         router = config.experts.router
         counts[Role.EXPERT] = counts[Role.EXPERT] * router.top_k // router.num_experts

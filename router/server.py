@@ -5,6 +5,7 @@ import contextlib
 import errno
 import gc
 import logging
+import os
 import resource
 import signal
 import socket
@@ -40,6 +41,9 @@ log = logging.getLogger(__name__)
 Progress = Callable[[str, dict[str, str]], None]
 
 _BACKLOG = 2048
+_GC_THRESHOLD = 20_000
+"""Objects that were made and not freed before the collector looks for cycles among them: with Python's 700 it would run
+several times per request, and requests leave none behind."""
 _SHUTDOWN_SECONDS = 2
 
 
@@ -58,6 +62,8 @@ def run_router(config: RouterConfig, progress: Progress) -> None:
             config.host,
         )
     _allow_many_files()
+    # Threads for each text of a batch cost more than they save, and their cores belong to the workers.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     with listening_socket(config.host, config.port) as listener:
         tokenizer = ModelTokenizer(Path(config.model), config.chat_template)
         defaults = read_sampling_defaults(config.generation_config, Path(config.model))
@@ -102,8 +108,9 @@ async def _serve(
     dispatcher = Dispatcher(config, metrics)
     renderer = Renderer(tokenizer.chat_template)
     checker = GrammarChecker(Path(config.model), tokenizer.eos_token_ids)
-    constraints = Constraints(checker, tokenizer.eos_token_ids)
-    preparation = Preparation(tokenizer, renderer, constraints, defaults, response_format)
+    preparation = Preparation(
+        tokenizer, renderer, Constraints(checker, tokenizer.eos_token_ids), defaults, response_format
+    )
     bodies = BodyReader(config.max_body_mib << 20)
     try:
         await renderer.start()
@@ -123,10 +130,8 @@ async def _serve(
             if defaults.values:
                 progress("sampling", {"defaults": defaults.describe(), "source": defaults.source})
 
-        server = _HttpServer(
-            _http_config(app, Connections(config.http, config.max_requests_in_flight, metrics)),
-            on_started=announce,
-        )
+        connections = Connections(config.http, config.max_requests_in_flight, metrics)
+        server = _HttpServer(_http_config(app, connections), on_started=announce)
 
         def stop() -> None:
             # Open streams get their error event first: afterwards the server waits for no request.
@@ -136,16 +141,22 @@ async def _serve(
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stop)
-        # Objects of the start-up live as long as the process: exclude them from the collector's full passes.
-        gc.collect()
-        gc.freeze()
+        _settle_collector()
         await server.serve(sockets=[listener])
     finally:
         dispatcher.close()
+        dispatcher.reports.tracing.close()
         bodies.close()
         preparation.close()
         renderer.close()
         checker.close()
+
+
+def _settle_collector() -> None:
+    """Exclude the objects of the start-up, which live as long as the process, from the collector's full passes."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(_GC_THRESHOLD)
 
 
 def _check_origins(config: RouterConfig, *, local_only: bool) -> None:

@@ -1,5 +1,5 @@
-"""Writes the pages of docs/reference/ that follow from the code: CLI, spec, settings, HTTP API, metrics; and the
-modules with the types of the Python interface's keyword arguments.
+"""Writes the pages of docs/reference/ that follow from the code: CLI, spec, settings, HTTP API, metrics, spans, log
+lines; and the modules with the types of the Python interface's keyword arguments.
 
 ``python scripts/reference_pages.py`` writes them anew; with ``--check`` the exit status tells whether they are up to
 date. Figures and texts come from argparse, from the schema of cluster specs, from the declarations of settings and
@@ -15,7 +15,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from log_page import logs_page
+
 from splitserve.models.families.registry import FAMILIES, TEXT_OF
+from splitserve.models.transformers_backend.known import REFUSED, TESTED
 from splitserve.orchestration.cli.main import BENCHES, TUNE, build_parser
 from splitserve.orchestration.python.declarations import parameters_module, settings_module
 from splitserve.orchestration.spec.document import json_schema, schema_text
@@ -23,6 +26,7 @@ from splitserve.orchestration.spec.settings_page import settings_page
 from splitserve.orchestration.spec.sizes import format_bytes
 from splitserve.router.admin.metrics_page import metrics_page
 from splitserve.router.http.openapi import openapi_document
+from splitserve.router.requests.timeline.spans_page import spans_page
 
 FOLDER = Path(__file__).parents[1] / "docs" / "reference"
 KEYWORDS = FOLDER.parents[1] / "orchestration" / "python"
@@ -309,11 +313,20 @@ def models_page() -> str:
     parts = [
         NOTE,
         "# Models",
-        "A checkpoint is served if `architectures` in its config.json names one of these. Fields of config.json that "
-        "are unknown for the architecture, and tensors that are missing, surplus or misshapen, are refused by name. "
-        "[Add a model family](../guides/add-a-model-family.md) shows how to add one.",
+        "`architectures` in a checkpoint's config.json decides whose code computes it; `--model-backend` forces it "
+        "([guide](../guides/other-models.md)).",
+        "## Native families",
+        "Fields of config.json that are unknown for the architecture, and tensors that are missing, surplus or "
+        "misshapen, are refused by name. [Add a model family](../guides/add-a-model-family.md) shows how to add one.",
         table(("architecture", "family"), rows),
         "Sliding layers keep keys and values of their window only, in blocks of their own; KV tiers are off then.",
+        "## Through transformers",
+        "All other causal language models of the transformers library run through its code, with Splitserve's "
+        "attention and KV memory, if a proof and a test at start admit them. `scripts/long-tests models` compares the "
+        f"tokens of these {len(TESTED)} with those of transformers:",
+        ", ".join(f"`{name}`" for name in TESTED) + ".",
+        "Refused, among others:",
+        table(("architecture", "reason"), [(f"`{name}`", text) for name, text in REFUSED.items()]),
     ]
     return "\n\n".join(parts) + "\n"
 
@@ -333,6 +346,8 @@ def pages() -> dict[Path, str]:
         "settings.md": settings_page(),
         "http-api.md": api_page(),
         "metrics.md": metrics_page(),
+        "spans.md": spans_page(),
+        "logs.md": logs_page(NOTE),
         "models.md": models_page(),
     }
     modules = {"settings.py": settings_module(), "parameters.py": parameters_module(schemas)}

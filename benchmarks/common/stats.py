@@ -27,6 +27,7 @@ class RequestRecord:
     chunk_seconds: list[float] = field(default_factory=list)  # arrivals of the chunks that carried output
     chunk_tokens: list[int] = field(default_factory=list)  # number of tokens in each, if the endpoint reports it
     input_tokens: int = 0
+    output_ids: list[int] = field(default_factory=list, repr=False)  # if the endpoint reports them
     output_tokens: int = 0  # the endpoint's own count, if it reports one
     cached_tokens: int = 0
     finish_reason: str = ""

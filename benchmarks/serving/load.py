@@ -96,8 +96,8 @@ async def run_load(
         headers=endpoint.headers,
     ) as session:
         places = asyncio.Semaphore(max_concurrency) if max_concurrency else contextlib.nullcontext()
-        with _no_collections():
-            client = _Client(session, endpoint.completions_url, places, start=time.perf_counter())
+        with no_collections():
+            client = Client(session, endpoint.completions_url, places, start=time.perf_counter())
             async with asyncio.TaskGroup() as tasks:
                 for body, record in zip(encoded, records, strict=True):
                     await asyncio.sleep(max(0.0, client.start + record.due_seconds - time.perf_counter()))
@@ -106,7 +106,7 @@ async def run_load(
 
 
 @contextlib.contextmanager
-def _no_collections() -> Iterator[None]:
+def no_collections() -> Iterator[None]:
     """Disable the collector: its pauses of milliseconds in this client would look like the server's."""
     gc.collect()
     gc.disable()
@@ -139,17 +139,20 @@ async def take_profile(endpoint: Endpoint, num_steps: int, after_seconds: float)
 
 
 @dataclass(frozen=True, slots=True)
-class _Client:
+class Client:
+    """Client of one load."""
+
     session: aiohttp.ClientSession
     url: str
     places: contextlib.AbstractAsyncContextManager[None]
     start: float  # perf_counter() at the load's start
 
-    async def send(self, body: bytes, record: RequestRecord) -> None:
+    async def send(self, body: bytes, record: RequestRecord, request_id: str = "") -> None:
+        """Send a request and fill its record; never raises. ``request_id``: its X-Request-Id, "" for none."""
         async with self.places:
             record.sent_seconds = time.perf_counter() - self.start
             try:
-                await self._exchange(body, record)
+                await self._exchange(body, record, request_id)
             except (StreamError, msgspec.DecodeError) as error:
                 record.error = str(error)
             except TimeoutError:
@@ -158,8 +161,10 @@ class _Client:
                 record.error = f"{type(error).__name__}: {error}"
             record.end_seconds = time.perf_counter() - self.start
 
-    async def _exchange(self, body: bytes, record: RequestRecord) -> None:
+    async def _exchange(self, body: bytes, record: RequestRecord, request_id: str) -> None:
         headers = {"Content-Type": "application/json"}
+        if request_id:
+            headers["X-Request-Id"] = request_id
         async with self.session.post(self.url, data=body, headers=headers) as response:
             if response.status != HTTPStatus.OK:
                 raise StreamError(f"HTTP {response.status}: {_shorten(await response.text())}")
@@ -194,8 +199,9 @@ def _take(chunk: _Chunk, record: RequestRecord, now: float) -> None:
         if choice.finish_reason:
             record.finish_reason = choice.finish_reason
         num_tokens = len(choice.token_ids or ())
-        if num_tokens:
+        if choice.token_ids:
             record.chunk_tokens.append(num_tokens)
+            record.output_ids += choice.token_ids
         if num_tokens or choice.text:
             record.chunk_seconds.append(now)
 

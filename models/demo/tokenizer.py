@@ -5,6 +5,7 @@ vocabulary comes out each time. Being byte-level, the tokenizer encodes any Unic
 """
 
 import random
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -148,6 +149,11 @@ def train_tokenizer(vocab_size: int, special: SpecialTokens, seed: int) -> Token
 
     Fewer come out where the text has no more pairs to merge.
     """
+    return train_tokenizer_on(_corpus(seed), vocab_size, special)
+
+
+def train_tokenizer_on(corpus: Iterable[str], vocab_size: int, special: SpecialTokens) -> Tokenizer:
+    """Train as :func:`train_tokenizer` does, on another corpus."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -162,7 +168,7 @@ def train_tokenizer(vocab_size: int, special: SpecialTokens, seed: int) -> Token
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(_corpus(seed), trainer)
+    tokenizer.train_from_iterator(corpus, trainer)
     tokenizer.add_special_tokens(list(special.tokens))
     return tokenizer
 

@@ -10,7 +10,7 @@ from splitserve.kernels.fp8.kv import FP8
 from splitserve.kernels.windows import LayerAttention, LayeredAttention
 from splitserve.models.cache_groups import LayerGroup, layer_groups
 from splitserve.models.config import ModelConfig
-from splitserve.models.decoder import DecoderModel
+from splitserve.models.decoder import RunnableModel
 from splitserve.protocol.step import ScheduledChunk
 
 
@@ -29,7 +29,7 @@ class RunnerCache:
     attention: LayeredAttention
 
     @classmethod
-    def of(cls, model: DecoderModel, memory: Tensor | Sequence[Tensor]) -> "RunnerCache":
+    def of(cls, model: RunnableModel, memory: Tensor | Sequence[Tensor]) -> "RunnerCache":
         """Join a model with memory: with a tensor for each of its groups, or with a single one for all layers."""
         layers = range(model.config.num_layers)
         if isinstance(memory, Tensor) or len(memory) == 1:
@@ -96,7 +96,7 @@ def paged_batch(chunks: Sequence[ScheduledChunk], group: int = 0, block_size: in
     return PagedBatch(query_lens, context_lens, [table.block_ids for table in tables])
 
 
-def _check(tensor: Tensor, num_layers: int, model: DecoderModel) -> None:
+def _check(tensor: Tensor, num_layers: int, model: RunnableModel) -> None:
     """Raise ValueError if the memory of a group doesn't fit the model."""
     block_size = tensor.shape[-2] if tensor.dim() > 2 else 0
     expected = (num_layers, *model.config.block_shape(block_size)[1:])
@@ -110,7 +110,7 @@ def _check(tensor: Tensor, num_layers: int, model: DecoderModel) -> None:
         raise ValueError(f"kv_cache is {tensor.dtype} on {tensor.device}; the model is {model.dtype} on {model.device}")
 
 
-def _shape(model: DecoderModel, tensor: Tensor) -> AttentionShape:
+def _shape(model: RunnableModel, tensor: Tensor) -> AttentionShape:
     """Return the shape of attention over the memory of a group."""
     config: ModelConfig = model.config
     return AttentionShape(
@@ -124,5 +124,6 @@ def _shape(model: DecoderModel, tensor: Tensor) -> AttentionShape:
         scale=config.attention_scale,
         soft_cap=config.attention_soft_cap,
         window=config.window,
+        has_sinks=config.sinks,
         latent=config.latent,
     )

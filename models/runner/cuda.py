@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from splitserve.kernels.windows import FixedLayerPlans, LayerPlans
-from splitserve.models.decoder import DecoderModel, ForwardBatch
+from splitserve.models.decoder import ForwardBatch, RunnableModel
 from splitserve.models.layers.step import BeforeLayer
 from splitserve.models.runner.graph_sizes import MAX_MIXED_CHUNKS, MixedSize, batch_sizes
 from splitserve.models.runner.graphs import DecodeGraph, MixedGraph
@@ -50,7 +50,7 @@ class CudaRunner(ModelRunner):
 
     def __init__(
         self,
-        model: DecoderModel,
+        model: RunnableModel,
         kv_cache: Tensor | Sequence[Tensor],
         *,
         max_num_seqs: int,

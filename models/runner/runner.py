@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from splitserve.common.errors import SplitserveError
-from splitserve.models.decoder import DecoderModel, ForwardBatch
+from splitserve.models.decoder import ForwardBatch, RunnableModel
 from splitserve.models.layers.step import BeforeLayer
 from splitserve.models.runner.cache import RunnerCache
 from splitserve.models.sampling.logprobs import PromptRows, StepScores
@@ -48,7 +48,7 @@ class ModelRunner:
     """
 
     def __init__(
-        self, model: DecoderModel, kv_cache: Tensor | Sequence[Tensor], *, model_dir: Path | None = None
+        self, model: RunnableModel, kv_cache: Tensor | Sequence[Tensor], *, model_dir: Path | None = None
     ) -> None:
         self.model = model
         self.cache = RunnerCache.of(model, kv_cache)
@@ -82,6 +82,11 @@ class ModelRunner:
         drawn = None if logits is None else self.sampler.draw(logits, plan.chunks)
         numbers, scores = self._results(drawn, prompts)
         return output_of_step(plan, numbers.cpu().numpy(), scores, {} if drawn is None else self.sampler.errors)
+
+    @torch.inference_mode()
+    def logits(self, chunks: Sequence[ScheduledChunk]) -> Tensor | None:
+        """Compute a step, and return logits [R, vocab] of the chunks that draw; None if there are none."""
+        return self._forward(self._batch(chunks))
 
     def _forward(self, batch: ForwardBatch, before_layer: BeforeLayer | None = None) -> Tensor | None:
         return self.model.forward(batch, self.cache.kv_layers, self.cache.attention, before_layer)

@@ -32,6 +32,7 @@ from splitserve.orchestration.spec.sizes import format_bytes
 BENCHES = {
     "serve": ("splitserve.benchmarks.serving.serve", "load on any OpenAI completions endpoint"),
     "handover": ("splitserve.benchmarks.kv.handover", "KV hand-over against a plain memory copy"),
+    "goodput": ("splitserve.benchmarks.goodput.bench", "does disaggregation pay here? goodput at equal devices"),
     "latency": ("splitserve.benchmarks.serving.latency", "TTFT and second token of 1P1D against a mixed worker"),
     "isolation": (
         "splitserve.benchmarks.serving.isolation",

@@ -74,7 +74,8 @@ def trace_text(trace: RequestTrace) -> str:
         lane = (" " * begin + "=" * length).ljust(LANE_WIDTH)
         times = f"{1e3 * span.begin:10.3f} {1e3 * span.seconds:10.3f} ms"
         amount = f" ({span.amount} tokens)" if span.amount else ""
-        lines.append(f"  {span.process:{width}} |{lane}| {times}  {span.name}{amount}")
+        detail = f" ({span.detail})" if span.detail else ""
+        lines.append(f"  {span.process:{width}} |{lane}| {times}  {span.name}{detail}{amount}")
     for title, stages in (("time to first token", summary.ttft_stages), ("hand-over", summary.handover_stages)):
         if stages:
             shown = ", ".join(f"{stage} {1e3 * seconds:.3f}" for stage, seconds in stages.items())
@@ -108,7 +109,7 @@ def chrome_trace(traces: list[RequestTrace]) -> dict[str, Any]:
                     "tid": thread,
                     "ts": begin * MICROSECONDS,
                     "dur": span.seconds * MICROSECONDS,
-                    "args": {"request_id": request_id, "amount": span.amount},
+                    "args": {"request_id": request_id, "tokens": span.amount, "reason": span.detail},
                 }
             )
     return {"traceEvents": events, "displayTimeUnit": "ms"}

@@ -171,7 +171,7 @@ def _this_machine(options: argparse.Namespace, diagnosis: Diagnosis) -> Iterator
     asked_for = spec is not None or port != options.spec_parser.get_default("port")
     yield check_port(host, port, port_user(host, port), asked_for=asked_for)
     if spec is not None:
-        yield look_at_model(spec.model.path, spec.model.load_format)
+        yield look_at_model(spec.model.path, spec.model.load_format, spec.model.backend)
         plan = list(spec_checks(spec, facts, str if options.spec else flag_of))
         yield from plan
         if any(each.name == "plan" and each.problems for each in plan):

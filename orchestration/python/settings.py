@@ -47,8 +47,12 @@ class Settings(TypedDict, total=False):
     chat_template: str | os.PathLike[str]
     # origins of web pages that may call the endpoint (CORS), like https://app.example.com; or *
     allowed_origins: str | Sequence[str]
-    # write a line to the log when a request ends
+    # write a line to the log when a request ends; off: only if it failed
     request_log: bool
+    # openTelemetry collector that takes traces by OTLP over HTTP, like http://127.0.0.1:4318; empty: none
+    otlp_endpoint: str
+    # share of requests that are traced, where the client doesn't decide
+    trace_ratio: float
     # file with the key that /v1 and /admin require as 'Authorization: Bearer KEY'; empty: $SPLITSERVE_API_KEY, else
     # none
     api_key_file: str | os.PathLike[str]
@@ -61,6 +65,9 @@ class Settings(TypedDict, total=False):
     device: Literal["auto", "cpu", "cuda"]
     # source of weights; dummy: random ones, for measuring
     load_format: Literal["auto", "dummy"]
+    # code that computes the model; native: Splitserve's, for families that it has; transformers: that library's, over
+    # Splitserve's attention and KV memory, with one rank a worker; auto: native if there is a family
+    model_backend: Literal["auto", "native", "transformers"]
     # seed of dummy weights
     seed: int
     # context length in tokens; 0: the model's own

@@ -15,7 +15,7 @@ from splitserve.common.errors import ConfigError
 from splitserve.orchestration.spec.model_source import is_model_id
 from splitserve.orchestration.spec.sizes import parse_bytes
 from splitserve.protocol.config import HttpLimits, LMCacheConfig, ProtocolConfig, RouterConfig
-from splitserve.protocol.engine_config import ENDPOINT, WORKERS, Device, Dtype, EngineConfig, LoadFormat
+from splitserve.protocol.engine_config import ENDPOINT, WORKERS, Device, Dtype, EngineConfig, LoadFormat, ModelBackend
 from splitserve.protocol.request import Role
 from splitserve.protocol.settings import Setting, description_of, hints_of, meta_of, setting_of
 
@@ -88,6 +88,7 @@ class ModelSpec(Part, frozen=True, kw_only=True):
     served_name: Annotated[str, _engine("served_model_name")] = ""
     aliases: Annotated[list[ModelName], _router("aliases")] = []
     load_format: Annotated[LoadFormat, _engine("load_format")] = "auto"
+    backend: Annotated[ModelBackend, _engine("model_backend")] = "auto"
     max_model_len: Annotated[int, _engine("max_model_len")] = 0
     seed: Annotated[int, _engine("seed")] = 0
 
@@ -169,6 +170,8 @@ class RouterSpec(Part, frozen=True, kw_only=True):
     chat_template: Annotated[str, _router("chat_template")] = _ROUTER["chat_template"]
     allowed_origins: Annotated[list[str], _router("allowed_origins")] = []
     request_log: Annotated[bool, _router("request_log")] = _ROUTER["request_log"]
+    otlp_endpoint: Annotated[str, _router("otlp_endpoint")] = _ROUTER["otlp_endpoint"]
+    trace_ratio: Annotated[float, _router("trace_ratio")] = _ROUTER["trace_ratio"]
     nodes: NodeSpec = NodeSpec()
 
 

@@ -34,6 +34,7 @@ MANAGED_VARIABLES = frozenset(
 
 
 _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/\s@*]+")
+_HTTP_URL = re.compile(r"https?://[^/\s]+(/\S*)?")
 
 
 def contradictions(spec: ClusterSpec) -> Iterator[tuple[str, str]]:
@@ -54,6 +55,8 @@ def contradictions(spec: ClusterSpec) -> Iterator[tuple[str, str]]:
     for index, origin in enumerate(spec.router.allowed_origins):
         if not _ORIGIN.fullmatch(origin):
             yield f"router.allowed_origins[{index}]", f"must be like https://app.example.com, or *, got {origin!r}"
+    if spec.router.otlp_endpoint and not _HTTP_URL.fullmatch(spec.router.otlp_endpoint):
+        yield "router.otlp_endpoint", f"must be like http://127.0.0.1:4318, got {spec.router.otlp_endpoint!r}"
     if spec.connector.transports and not {"tcp", "all"} & set(spec.connector.transports):
         yield "connector.transports", "add tcp: UCX needs it to set connections up"
     yield from ((f"protocol.{field}", text) for field, text in protocol_problems(spec.protocol_config()))

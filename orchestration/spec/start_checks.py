@@ -75,7 +75,7 @@ def _model_problems(spec: ClusterSpec) -> Iterator[Problem]:
     directory = Path(spec.model.path)
     try:
         check_model_directory(spec.model.path)
-        model = load_model_config(directory)
+        model = load_model_config(directory, spec.model.backend)
     except CheckpointError as error:
         yield "model.path", str(error)
         return
@@ -207,7 +207,7 @@ def _is_on_gpus(pool: PoolSpec, machine: Machine) -> bool:
 def _step_problems(spec: ClusterSpec, pool: PoolSpec, location: str, machine: Machine) -> Iterator[Problem]:
     """Yield steps whose logits or activations alone exceed the memory."""
     try:
-        model = load_model_config(spec.model.path)
+        model = load_model_config(spec.model.path, spec.model.backend)
     except CheckpointError:
         return
     most = machine.memory_bytes

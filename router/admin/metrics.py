@@ -13,6 +13,7 @@ from splitserve.protocol.cluster_report import RequestSummary, WorkerState
 from splitserve.protocol.counters import Counter as CounterField
 from splitserve.protocol.counters import Distribution, TierLoad, WorkerLoad, metrics_of
 from splitserve.protocol.counters import Histogram as HistogramField
+from splitserve.router.admin.histogram import TokenHistogram
 from splitserve.router.links.worker_record import WorkerRecord
 from splitserve.router.requests.effects import Count, CountTokens, Observe
 from splitserve.router.requests.timeline.stages import HANDOVER_STAGES, TTFT_STAGES
@@ -38,6 +39,8 @@ class RouterMetrics:
     def __init__(self, model: str = "") -> None:
         self._model = model
         self._stages: dict[tuple[str, ...], Histogram] = {}  # series by their labels: looking them up costs
+        self._http: dict[tuple[str, str], Counter] = {}  # likewise
+        self._num_output_tokens = 0  # those that ``output_tokens`` lacks: counting there takes a lock
         registry = self.registry = CollectorRegistry()
         self.http_requests = Counter(
             "splitserve_http_requests",
@@ -136,6 +139,14 @@ class RouterMetrics:
         self.requests_in_flight.set_function(num_admitted)
         self.requests_waiting.set_function(num_waiting)
 
+    def count_http(self, path: str, status: int) -> None:
+        """Count an HTTP request by endpoint and status."""
+        key = (path, str(status))
+        counter = self._http.get(key)
+        if counter is None:
+            counter = self._http[key] = self.http_requests.labels(*key)
+        counter.inc()
+
     # ---- effects of the core ----
 
     def count(self, effect: Count) -> None:
@@ -143,7 +154,7 @@ class RouterMetrics:
         (counter.labels(*effect.labels) if effect.labels else counter).inc(effect.amount)
 
     def count_tokens(self, effect: CountTokens) -> None:
-        self.output_tokens.inc(effect.num_tokens)
+        self._num_output_tokens += effect.num_tokens
         (self.ttft_seconds if effect.are_first else self.itl_seconds).observe(effect.seconds)
 
     def observe(self, effect: Observe) -> None:
@@ -169,6 +180,8 @@ class RouterMetrics:
 
     def collect(self) -> Iterator[Metric]:
         """Yield all families, their samples with the label ``model``."""
+        self.output_tokens.inc(self._num_output_tokens)
+        self._num_output_tokens = 0
         for family in self.registry.collect():
             if self._model:
                 family.samples = [
@@ -288,5 +301,5 @@ def _counter(registry: CollectorRegistry, name: str, text: str) -> Counter:
     return Counter(f"splitserve_{name}", text, registry=registry)
 
 
-def _histogram(registry: CollectorRegistry, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-    return Histogram(f"splitserve_{name}_seconds", text, buckets=buckets, registry=registry)
+def _histogram(registry: CollectorRegistry, name: str, text: str, buckets: tuple[float, ...]) -> TokenHistogram:
+    return TokenHistogram(f"splitserve_{name}_seconds", text, buckets, registry)

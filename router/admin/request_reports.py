@@ -14,6 +14,7 @@ from splitserve.router.requests.effects import CountTokens, Ended
 from splitserve.router.requests.timeline import summary as summaries
 from splitserve.router.requests.timeline.spans import spans_of
 from splitserve.router.requests.timeline.timeline import Timeline
+from splitserve.router.tracing.tracing import NoTracing
 
 log = logging.getLogger(__name__)
 
@@ -23,11 +24,14 @@ SAMPLE_SECONDS = 1.0
 
 
 class RequestReports:
-    """Must be created, used and closed on the event loop's thread. ``writes_lines``: a line in the log per request."""
+    """Must be created, used and closed on the event loop's thread. ``writes_lines``: a line in the log per request, not
+    only for those that failed."""
 
-    def __init__(self, core: RouterCore, metrics: RouterMetrics, *, writes_lines: bool) -> None:
+    def __init__(self, core: RouterCore, metrics: RouterMetrics, tracing: NoTracing, *, writes_lines: bool) -> None:
         self._core = core
         self._metrics = metrics
+        self.tracing = tracing
+        self._unix_offset = time.time() - time.monotonic()  # of the clock that timelines use
         self._writes_lines = writes_lines
         self._kept: OrderedDict[str, tuple[RequestSummary, Timeline]] = OrderedDict()
         self._loop = asyncio.get_running_loop()
@@ -52,8 +56,9 @@ class RequestReports:
         self._kept[summary.request_id] = summary, timeline
         if len(self._kept) > MAX_KEPT:
             self._kept.popitem(last=False)
+        self.tracing.on_end(effect.request.context.trace, summary, timeline, self._unix_offset)
         level = logging.WARNING if summary.status == "failed" else logging.INFO
-        if self._writes_lines and log.isEnabledFor(level):
+        if (self._writes_lines or level > logging.INFO) and log.isEnabledFor(level):
             log.log(level, "%s", summaries.line_of(summary), extra={"fields": partial(summaries.fields_of, summary)})
 
     def rates(self) -> RequestRates:
@@ -63,11 +68,12 @@ class RequestReports:
 
     def traces(self, id_begin: str) -> RequestTraces:
         """Return those of the kept ended requests whose ids begin so."""
-        offset = time.time() - time.monotonic()
         found = [kept for request_id, kept in self._kept.items() if request_id.startswith(id_begin)]
         return RequestTraces(
             traces=[
-                RequestTrace(summary=summary, began_at=timeline.arrived_at + offset, spans=spans_of(timeline))
+                RequestTrace(
+                    summary=summary, began_at=timeline.arrived_at + self._unix_offset, spans=spans_of(timeline)
+                )
                 for summary, timeline in found
             ]
         )
@@ -75,6 +81,7 @@ class RequestReports:
     def _sample(self) -> None:
         now = self._loop.time()
         self._timer = self._loop.call_later(SAMPLE_SECONDS, self._sample)
+        self._unix_offset = time.time() - time.monotonic()  # the system's clock may be set
         if now >= self._line_due_at:
             self._line_due_at = now + WINDOW_SECONDS
             line = line_of(self.rates())

@@ -17,6 +17,7 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from splitserve.protocol.messages.logprobs import Logprobs
 from splitserve.protocol.request import SamplingParams
 from splitserve.protocol.token_ids import TokenIds
 from splitserve.router.http.api_error import ApiError, error_of_failure
@@ -96,7 +97,7 @@ class GenerationResponse(Response):
         except ClientGoneError:
             pass
         except TimeoutError:  # the server closes the connection of an answer that isn't complete
-            log.warning("a client doesn't read its answer: given up")
+            log.warning("request %s is given up: its client does not read the answer", self._context.client_id)
         except ApiError as error:
             await send_json(send, error.status, self._format.error_body(error), error.headers())
         finally:
@@ -120,7 +121,7 @@ class GenerationResponse(Response):
                 self._inbox,
                 self._arrived_at,
                 watch_client=lambda: self._watcher,
-                context=self._context,
+                context=self._context.of_prompt(index),
                 num_choices=prompt.num_choices,
             )
             self._requests += (request, *request.siblings)
@@ -138,18 +139,17 @@ class GenerationResponse(Response):
         for index, update in updates:
             if update.failure is not None:
                 return pieces, error_of_failure(update.failure)
-            await self._take_prompt_scores(index, update)
+            if update.prompt_logprobs is not None:
+                await self._take_prompt_scores(index, update.prompt_logprobs)
             piece = self._push(index, update)
             if piece is not None:
                 pieces.append((index, piece))
         return pieces, None
 
-    async def _take_prompt_scores(self, index: int, update: Update) -> None:
+    async def _take_prompt_scores(self, index: int, logprobs: Logprobs) -> None:
         """Make the JSON of a prompt's log-probabilities, between which other requests get their turns."""
         scores = self._prompts[index].scores
-        if scores is None or update.prompt_logprobs is None:
-            return
-        for _ in scores.take_prompt(update.prompt_logprobs):
+        for _ in () if scores is None else scores.take_prompt(logprobs):
             await asyncio.sleep(0)
 
     def _push(self, index: int, update: Update) -> Piece | None:

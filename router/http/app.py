@@ -2,12 +2,11 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Collection, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import msgspec
 from fastapi import FastAPI
-from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
@@ -21,6 +20,7 @@ from splitserve.router.http.access.api_key import RequireKey
 from splitserve.router.http.access.content_type import check_json
 from splitserve.router.http.access.cross_origin import allow_origins
 from splitserve.router.http.access.local_origin import RequireLocal
+from splitserve.router.http.access.refusals import Refusals, internal_error
 from splitserve.router.http.access.request_id import GiveRequestIds, request_id_of
 from splitserve.router.http.api_error import ApiError
 from splitserve.router.http.formats import ChatFormat, ChoicesFormat, CompletionFormat
@@ -41,6 +41,8 @@ class Api:
     def __init__(self, serving: Serving, metrics: RouterMetrics) -> None:
         self._serving = serving
         self.served_model = serving.model
+        self.tracing = serving.dispatcher.reports.tracing
+        self.writes_lines = serving.dispatcher.config.request_log
         self._dispatcher = serving.dispatcher
         self._metrics = metrics
         self._bodies = serving.bodies
@@ -167,47 +169,48 @@ def create_app(
     ]
     routes: list[BaseRoute] = [Route(path, handler, methods=["POST"]) for path, handler in posts]
     routes += [Route(path, handler, methods=["GET"]) for path, handler in gets]
-    on_error: dict[int | type[Exception], Callable[[Request, Any], Coroutine[Any, Any, Response]]] = {
-        ApiError: _on_api_error,
-        HTTPException: _on_http_exception,
-        ClientDisconnect: _on_client_disconnect,
-        Exception: _on_unexpected,
-    }
+    refusals = Refusals(writes_lines=api.writes_lines)
     # Plain routes: FastAPI's own would parse and validate, which the handlers do. The document is written by hand.
-    app = FastAPI(title="Splitserve", version=__version__, openapi_url=None, routes=routes, exception_handlers=on_error)
+    app = FastAPI(
+        title="Splitserve", version=__version__, openapi_url=None, routes=routes, exception_handlers=refusals.handlers()
+    )
     paths = frozenset(path for path, _ in posts + gets)
-    guarded: ASGIApp = RequireKey(app, api_key) if api_key else app
+    by_path = {("POST", path): handler for path, handler in posts}
+    by_path |= {("GET", path): handler for path, handler in gets if "{" not in path}
+    exact = ExactPaths(app, by_path, refusals)
+    guarded: ASGIApp = RequireKey(exact, api_key) if api_key else exact
     shared = allow_origins(guarded, allowed_origins)
     local = RequireLocal(shared, allowed_origins) if local_only else shared
-    return GiveRequestIds(CountRequests(local, metrics, paths))
+    return GiveRequestIds(CountRequests(local, metrics, paths), api.tracing)
 
 
-async def _on_api_error(_request: Request, error: Exception) -> Response:
-    assert isinstance(error, ApiError)
-    return Response(error.encode(), error.status, error.headers(), "application/json")
+class ExactPaths:
+    """ASGI application that calls the handlers of exact paths itself: the way through the framework costs more than the
+    rest of a short request's HTTP. All other requests go to ``rest``, and so do the errors of the routing."""
 
+    def __init__(self, rest: ASGIApp, handlers: Mapping[tuple[str, str], Handler], refusals: Refusals) -> None:
+        self._rest = rest
+        self._refusals = refusals
+        self._handlers = handlers  # by method and path
 
-async def _on_http_exception(request: Request, error: Exception) -> Response:
-    """Answer 404 and 405 of the routing itself."""
-    assert isinstance(error, HTTPException)
-    response = await _on_api_error(
-        request, ApiError(error.status_code, f"{error.detail}: {request.method} {request.url.path}")
-    )
-    response.headers.update(error.headers or {})
-    return response
-
-
-async def _on_client_disconnect(_request: Request, _error: Exception) -> Response:
-    return Response(status_code=400)  # the client is gone
-
-
-async def _on_unexpected(request: Request, _error: Exception) -> Response:
-    """Answer 500 for a bug of ours; the server logs the traceback."""
-    return await _on_api_error(request, ApiError(500, "internal error", code="internal_error"))
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        handler = self._handlers.get((scope["method"], scope["path"])) if scope["type"] == "http" else None
+        if handler is None:
+            await self._rest(scope, receive, send)
+            return
+        request = Request(scope, receive, send)
+        try:
+            response = await handler(request)
+        except ApiError as error:
+            response = await self._refusals.on_api_error(request, error)
+        except ClientDisconnect as error:
+            response = await self._refusals.on_client_disconnect(request, error)
+        await response(scope, receive, send)
 
 
 class CountRequests:
-    """ASGI middleware that counts requests by endpoint (of ``paths``, else "other") and status."""
+    """ASGI middleware that counts requests by endpoint (of ``paths``, else "other") and status. A bug that ends a
+    request before its answer has begun is answered with 500, and passed on to the server, which logs it."""
 
     def __init__(self, app: ASGIApp, metrics: RouterMetrics, paths: frozenset[str]) -> None:
         self._app = app
@@ -219,14 +222,22 @@ class CountRequests:
             await self._app(scope, receive, send)
             return
         path = scope["path"] if scope["path"] in self._paths else "other"
+        has_started = False
 
         async def count_and_send(message: Message) -> None:
+            nonlocal has_started
             if message["type"] == "http.response.start":
-                self._metrics.http_requests.labels(path, str(message["status"])).inc()
+                has_started = True
+                self._metrics.count_http(path, message["status"])
             try:
                 await send(message)
             except RuntimeError as error:
                 if _CLOSED_TRANSPORT not in str(error):
                     raise  # else the client has reset the connection, and a disconnect message follows
 
-        await self._app(scope, receive, count_and_send)
+        try:
+            await self._app(scope, receive, count_and_send)
+        except Exception:
+            if not has_started:
+                await internal_error()(scope, receive, count_and_send)
+            raise

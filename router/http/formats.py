@@ -17,6 +17,8 @@ from splitserve.router.text.choice import Piece
 
 _encoder = msgspec.json.Encoder()
 
+_MARK = "\ue000splitserve\ue000"  # a text that nothing else of a chunk is equal to
+
 DONE_EVENT = b"data: [DONE]\n\n"
 
 
@@ -95,6 +97,7 @@ class ChunksFormat(Format):
             "created": int(time.time()),
             "model": model,
         }
+        self._frames: dict[int, tuple[bytes, bytes]] = {}  # by choice: the bytes around the text of its usual chunks
         self._include_usage = include_usage
         self._return_token_ids = return_token_ids
 
@@ -113,8 +116,21 @@ class ChoicesFormat(ChunksFormat):
     """An answer with a list of choices. Subclasses define the differences between the endpoints."""
 
     def chunk(self, index: int, piece: Piece, extra: dict[str, Any]) -> bytes:
+        if not extra and _has_text_only(piece) and not self._return_token_ids:
+            before, after = self._frames.get(index) or self._frame(index)
+            return before + _encoder.encode(piece.text) + after
         if piece.parts is not None and not (piece.parts or piece.finish_reason or self._return_token_ids):
             return b""  # the text so far belongs to no part yet
+        return self._chunk(index, piece, extra)
+
+    def _frame(self, index: int) -> tuple[bytes, bytes]:
+        """Return the bytes around the text of a choice's usual chunks."""
+        chunk = self._chunk(index, Piece(_MARK, (), None), {})
+        before, after = chunk.split(_encoder.encode(_MARK))
+        self._frames[index] = before, after
+        return before, after
+
+    def _chunk(self, index: int, piece: Piece, extra: dict[str, Any]) -> bytes:
         choice = self._choice(index, self._reason(piece)) | self._delta(piece)
         if self._return_token_ids:
             choice["token_ids"] = list(piece.token_ids)
@@ -152,6 +168,16 @@ class ChoicesFormat(ChunksFormat):
     @abstractmethod
     def _message(self, piece: Piece) -> dict[str, Any]:
         """Return the JSON of a choice's whole text."""
+
+
+def _has_text_only(piece: Piece) -> bool:
+    return bool(
+        piece.text
+        and piece.parts is None
+        and piece.finish_reason is None
+        and piece.logprobs is None
+        and piece.prompt_logprobs is None
+    )
 
 
 def scores_of(piece: Piece) -> dict[str, Any]:

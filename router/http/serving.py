@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 from starlette.requests import ClientDisconnect, Request
 
 from splitserve.router.http.access.content_type import check_json
-from splitserve.router.http.access.request_id import request_id_of
+from splitserve.router.http.access.request_id import request_id_of, trace_of
 from splitserve.router.http.answers import GenerationResponse, Prompt
 from splitserve.router.http.bodies.reader import BodyReader
 from splitserve.router.http.formats import Format
@@ -100,6 +100,7 @@ def context_of(request: Request, body: GenerationRequest) -> RequestContext:
         cache_salt=body.cache_salt or "",
         priority=body.priority or 0,
         session=request.headers.get(SESSION_HEADER, "")[:_MAX_SESSION_CHARS],
+        trace=trace_of(request),
     )
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable
 import zmq
 
 from splitserve.common.errors import ConfigError, WireError
+from splitserve.common.logs import RateLimitedLog
 from splitserve.common.security import SocketSecurity, check_exposure
 from splitserve.protocol.cluster_report import WorkerState
 from splitserve.protocol.config import RouterConfig
@@ -39,30 +40,10 @@ from splitserve.router.placement.prefix_view import PrefixView
 log = logging.getLogger(__name__)
 
 _MAX_TICK_SECONDS = 0.25
-_LOG_INTERVAL_SECONDS = 1.0
 _STRANGER_LOG_INTERVAL_SECONDS = 30.0
 _SOCKETS_PER_WORKER = 4  # its link, both ends of the link's monitor, its KV events
 _OTHER_SOCKETS = 16
 _MAX_PATIENCE_SECONDS = 30.0  # ZMQ gives up a handshake after as long
-
-
-class RateLimitedLog:
-    """A log with at most one message per ``interval_seconds``; the next message counts the suppressed ones."""
-
-    def __init__(self, level: int, interval_seconds: float = _LOG_INTERVAL_SECONDS) -> None:
-        self._level = level
-        self._interval_seconds = interval_seconds
-        self._next_at = 0.0
-        self._num_suppressed = 0
-
-    def write(self, now: float, message: str) -> None:
-        if now < self._next_at:
-            self._num_suppressed += 1
-            return
-        more = f" ({self._num_suppressed} more like this)" if self._num_suppressed else ""
-        log.log(self._level, "%s%s", message, more)
-        self._next_at = now + self._interval_seconds
-        self._num_suppressed = 0
 
 
 class Fleet:
@@ -92,10 +73,10 @@ class Fleet:
         self._links: dict[Party, WorkerLink] = {}
         self.prefixes = PrefixView()
         self._kv_event_links: dict[Party, KVEventLink] = {}
-        self._stale_log = RateLimitedLog(logging.INFO)  # stale messages are normal after an abort
-        self._wire_log = RateLimitedLog(logging.WARNING)
-        self._refusal_log = RateLimitedLog(logging.WARNING)
-        self._stranger_log = RateLimitedLog(logging.WARNING, _STRANGER_LOG_INTERVAL_SECONDS)
+        self._stale_log = RateLimitedLog(log, logging.INFO)  # stale messages are normal after an abort
+        self._wire_log = RateLimitedLog(log, logging.WARNING)
+        self._refusal_log = RateLimitedLog(log, logging.WARNING)
+        self._stranger_log = RateLimitedLog(log, logging.WARNING, _STRANGER_LOG_INTERVAL_SECONDS)
         self._loop = asyncio.get_running_loop()
         check_exposure(config.membership_host, config.secret)
         self._context = zmq.Context()

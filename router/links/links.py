@@ -31,6 +31,11 @@ _DOWN_EVENTS = (
 )
 
 
+# Returns an option of a socket, by number. The method of :class:`zmq.Socket` looks up the option's kind, which takes
+# longer than to receive a message.
+_get = zmq.backend.Socket.get
+
+
 class LoopSocket:
     """A ZMQ socket whose messages are passed to ``on_frames`` on the event loop."""
 
@@ -71,7 +76,9 @@ class LoopSocket:
             if self.socket.closed:
                 return
             try:
-                frames = self.socket.recv_multipart(zmq.NOBLOCK)
+                frames = [self.socket.recv(zmq.NOBLOCK)]
+                while _get(self.socket, zmq.RCVMORE):
+                    frames.append(self.socket.recv(zmq.NOBLOCK))
             except zmq.Again:
                 return
             try:

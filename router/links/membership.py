@@ -198,6 +198,10 @@ class Membership:
     def records(self) -> list[WorkerRecord]:
         return list(self._records.values())
 
+    def states(self) -> list[tuple[Party, WorkerState]]:
+        """Return the state of each worker; it differs whenever a worker has come, gone or changed."""
+        return [(record.info.party, record.state) for record in self._records.values()]
+
     def snapshot(self, now: float, matches: Mapping[Party, int] = MappingProxyType({})) -> Snapshot:
         """Return the ready workers; those with an open breaker only if their role has no others. ``matches``: tokens of
         a request's prompt that each worker holds, as far as known."""

@@ -58,6 +58,13 @@ class WorkerRecord:
     prompts: PrefillQueue = field(default_factory=PrefillQueue)
     num_prefilling: int = 0
     link_rates: Mapping[str, float] = field(default_factory=dict)
+    kv_capacity_tokens: int = field(init=False)
+    token_bytes: int = field(init=False)  # of KV
+
+    def __post_init__(self) -> None:
+        layout = self.info.layout
+        self.kv_capacity_tokens = self.info.num_blocks * layout.block_size
+        self.token_bytes = layout.block_bytes // layout.block_size
 
     @property
     def charges(self) -> Charges:
@@ -70,7 +77,7 @@ class WorkerRecord:
             role=info.role,
             max_num_seqs=max(1, info.max_num_seqs),
             max_model_len=info.max_model_len,
-            kv_capacity_tokens=info.num_blocks * info.layout.block_size,
+            kv_capacity_tokens=self.kv_capacity_tokens,
             load=self.load,
             num_requests=self.num_requests,
             prefill_tokens=self.prefill_tokens,
@@ -82,7 +89,7 @@ class WorkerRecord:
             queue_seconds=self.prompts.seconds(now),
             prefill_busy=self.prompts.busy_share(now),
             num_decoding=self.num_requests - self.num_prefilling,
-            token_bytes=info.layout.block_bytes // info.layout.block_size,
+            token_bytes=self.token_bytes,
             link_rates=self.link_rates,
         )
 

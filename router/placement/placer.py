@@ -25,6 +25,7 @@ from splitserve.router.requests.ladder import local_placement
 from splitserve.router.requests.objectives import NO_OBJECTIVES, Objectives
 
 SHUTTING_DOWN = "the router is shutting down"
+_LIMITS_SECONDS = 0.1
 OUTPUT_WEIGHT = 0.05
 """Weight of an output in the mean length of recent ones."""
 
@@ -37,6 +38,14 @@ class Limits(msgspec.Struct, frozen=True, gc=False):
     vocab_size: int
 
 
+class _KnownLimits(msgspec.Struct, frozen=True, gc=False):
+    """Limits that hold while the workers have these states, and until a time: breakers may open and close."""
+
+    limits: Limits
+    states: list[tuple[Party, WorkerState]]
+    until: float
+
+
 class Placer:
     """Placement by a policy, from membership and the prefix view."""
 
@@ -46,6 +55,7 @@ class Placer:
         self.policy = policy
         self.output_tokens = USUAL_OUTPUT_TOKENS  # the mean of recent outputs
         self._objectives = objectives
+        self._known_limits: _KnownLimits | None = None
         self.is_closing = False  # no request is placed any more
         self._membership = membership
         self._prefixes = prefixes
@@ -95,6 +105,15 @@ class Placer:
 
     def limits(self, now: float) -> Limits | NoWorker:
         """Return the bounds of prompts, or NoWorker until they are known and requests can run."""
+        states = self._membership.states()
+        known = self._known_limits
+        if known is not None and known.states == states and now < known.until and not self.is_closing:
+            return known.limits
+        found = self._find_limits(now)
+        self._known_limits = None if isinstance(found, NoWorker) else _KnownLimits(found, states, now + _LIMITS_SECONDS)
+        return found
+
+    def _find_limits(self, now: float) -> Limits | NoWorker:
         lengths = context_limits(self._membership.snapshot(now))
         vocab_size = self._membership.vocab_size()
         if self.is_closing or lengths is None or vocab_size is None:

@@ -22,9 +22,9 @@ USUAL_OUTPUT_TOKENS = 128.0
 """Length of outputs until some have ended."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # a frozen one takes five times as long to make, and each request sees all workers anew
 class WorkerView:
-    """One ready worker as a policy sees it.
+    """One ready worker as a policy sees it. Policies don't change it.
 
     ``num_requests``, ``prefill_tokens`` and ``context_tokens`` are what this router has in flight there, exact at any
     moment; ``load`` is the last heartbeat, up to a second old. ``prefill_tokens`` counts prompt tokens whose first

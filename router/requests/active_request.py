@@ -1,6 +1,6 @@
 """One request of the router's core: its prompt, its state machine, its charge, its timeline."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 
@@ -12,6 +12,7 @@ from splitserve.router.placement.prefix_view import PromptHashes
 from splitserve.router.requests.state import RequestState
 from splitserve.router.requests.timeline.timeline import Timeline
 from splitserve.router.requests.token_sequence import PromptScores
+from splitserve.router.tracing.context import TraceContext
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +23,13 @@ class RequestContext:
     cache_salt: str = ""  # its KV is shared with requests of the same salt only
     priority: int = 0  # lower is sooner; carried for policies, none of which reads it yet
     session: str = ""  # the conversation that it belongs to, likewise
+    trace: TraceContext | None = None  # its place in a trace; None: tracing is off
+
+    def of_prompt(self, index: int) -> "RequestContext":
+        """Return the context of prompt ``index``: those after the first have spans of their own below the first's."""
+        if not index or self.trace is None:
+            return self
+        return replace(self, trace=self.trace.child())
 
 
 NO_CONTEXT = RequestContext()
@@ -65,7 +73,8 @@ class ActiveRequest:
         sampling = msgspec.structs.replace(self.sampling, choice=choice)
         state = _new_state(request_id, len(self.token_ids), sampling)
         timeline = Timeline(self.arrived_at, self.timeline.prepared_at)
-        sibling = ActiveRequest(self.token_ids, sampling, timeline, state, self.hashes, self.context)
+        context = self.context.of_prompt(choice)
+        sibling = ActiveRequest(self.token_ids, sampling, timeline, state, self.hashes, context)
         self.siblings += (sibling,)
         return sibling
 

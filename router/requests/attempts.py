@@ -81,7 +81,7 @@ class Attempts:
             return Failure(last.reason, step.placement.reason)
         if request.is_stranded:
             self._outbox.put(CancelTimer(Timer(TimerKind.RETRY, request.request_id)))
-        self._outbox.put(Log(f"request {state.key} goes on ({step.rung}): {last.message}"))
+        self._outbox.put(Log(f"request {state.key} failed ({last.reason}): {last.message}; it continues ({step.rung})"))
         self.start(request, step.placement, now)
         return None
 

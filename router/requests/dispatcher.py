@@ -60,6 +60,7 @@ from splitserve.router.requests.events import (
     WorkerReady,
 )
 from splitserve.router.requests.waiting_room import no_worker
+from splitserve.router.tracing.tracing import tracing_of
 
 log = logging.getLogger(__name__)
 
@@ -90,7 +91,7 @@ class Dispatcher:
         self.core = RouterCore(config, self.fleet.membership, self.fleet.prefixes, random.Random())
         self.deadline_seconds = self.core.deadline_seconds
         self.profiles = Profiles(self.fleet)
-        self.reports = RequestReports(self.core, metrics, writes_lines=config.request_log)
+        self.reports = RequestReports(self.core, metrics, tracing_of(config), writes_lines=config.request_log)
         self._performers: dict[type, Callable[[Any], None]] = {
             Send: self._send,
             Deliver: self._deliver,
@@ -104,7 +105,7 @@ class Dispatcher:
             Ended: self.reports.on_end,
             Observe: metrics.observe,
             Stale: lambda effect: self.fleet.drop_stale(effect.kind, effect.detail, effect.sender),
-            Log: lambda effect: log.info("%s", effect.text),
+            Log: lambda effect: log.warning("%s", effect.text),
         }
         metrics.watch_workers(self.fleet.membership.records)
         metrics.watch_requests(lambda: self.core.admission.num_admitted, lambda: len(self.core.waiting_room))

@@ -98,7 +98,7 @@ class Stale(msgspec.Struct, frozen=True, gc=False):
 
 
 class Log(msgspec.Struct, frozen=True, gc=False):
-    """A line for the log."""
+    """A warning for the log."""
 
     text: str
 

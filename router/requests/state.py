@@ -115,6 +115,7 @@ class RequestState:
         self.history: list[FailedAttempt] = []
         self.was_disaggregated = False  # as first placed
         self._num_delivered_before = 0  # by earlier attempts
+        self._parties: tuple[Party, ...] = ()  # of the current attempt
         self._at_work: list[Party] = []
         self._decode_started = False
 
@@ -135,7 +136,8 @@ class RequestState:
         self.num_attempts += 1
         self.handover = None
         self.num_cached_tokens = 0
-        self._at_work = list(placement.parties)
+        self._parties = placement.parties
+        self._at_work = list(self._parties)
         self._decode_started = False
         return abandoned
 
@@ -227,9 +229,9 @@ class RequestState:
         )
 
     def _is_current(self, sender: Party, key: RequestKey) -> bool:
-        if self.ended or self.placement is None:
+        if self.placement is None or self.phase in ENDED:
             return False
-        return key == self.key and sender in self.placement.parties
+        return key == self.key and sender in self._parties
 
     def _note_progress(self, sender: Party, delta: TokenDelta) -> None:
         placement = self.placement

@@ -1,9 +1,10 @@
 """Texts and bytes of single tokens, for log-probabilities. No I/O."""
 
 import re
-from functools import cache
 
 from tokenizers import Tokenizer
+
+from splitserve.router.text.tokens.byte_level import BYTE_OF_CHAR
 
 _REPLACEMENT = "\ufffd"
 _SPACE_MARK = "\u2581"  # begins a word in vocabularies of SentencePiece, whose decoders drop it at the beginning
@@ -50,14 +51,4 @@ def _bytes_of(name: str) -> list[int] | None:
     """Return the bytes for which a token stands by its name in the vocabulary."""
     if byte := _BYTE_TOKEN.fullmatch(name):
         return [int(byte[1], 16)]
-    alphabet = _byte_alphabet()
-    return [alphabet[char] for char in name] if all(char in alphabet for char in name) else None
-
-
-@cache
-def _byte_alphabet() -> dict[str, int]:
-    """Return the bytes of the characters with which byte-level BPE names tokens: printable bytes stand for themselves,
-    the others follow from U+0100 on."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(0x100 + index): byte for index, byte in enumerate(others)}
+    return [BYTE_OF_CHAR[char] for char in name] if all(char in BYTE_OF_CHAR for char in name) else None

@@ -1,10 +1,11 @@
 """Incremental detokenisation of output tokens, and stop strings. No I/O.
 
-Both classes hold text back only while it could still change: a :class:`Detokenizer` holds the bytes of an incomplete
+All hold text back only while it could still change: a :class:`Detokenizer` holds the bytes of an incomplete
 character, :class:`StopStrings` holds text that could be the beginning of a stop string.
 """
 
 from collections.abc import Sequence
+from typing import Protocol
 
 from tokenizers import Tokenizer
 
@@ -16,12 +17,23 @@ _WINDOW_TOKENS = 16
 _MAX_WINDOW_TOKENS = 64
 
 
-class Detokenizer:
+class Detokenizer(Protocol):
+    """Text of a growing list of token ids, piece by piece."""
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """Return the text that these tokens make final."""
+
+    def flush(self) -> str:
+        """Return the text left at the end of the output; an incomplete character becomes a replacement character."""
+
+
+class WindowDetokenizer:
     """Text of a growing list of token ids, piece by piece, without special tokens unless they are to be kept.
 
-    For byte-level tokenizers the joined pieces equal ``tokenizer.decode(all_ids, skip_special_tokens=...)``. Each
-    step decodes only a short window of tokens. The window begins where a decoding was complete, so its text doesn't
-    change when tokens are appended.
+    For any tokenizer; :mod:`splitserve.router.text.tokens.byte_level` is faster where it applies. For byte-level
+    tokenizers the joined pieces equal ``tokenizer.decode(all_ids, skip_special_tokens=...)``. Each step decodes only a
+    short window of tokens. The window begins where a decoding was complete, so its text doesn't change when tokens are
+    appended.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:

@@ -38,6 +38,7 @@ MAX_INLINE_CHARS = 512
 ASCII_CHARS_PER_TOKEN = 6
 OTHER_CHARS_PER_TOKEN = 2
 PIECE_CHARS = 1 << 16
+COUNTED_BEYOND_TOKENS = 1 << 15  # the tokens of a text that is too long are counted so far beyond the context
 CUT_WORD_TOKENS = 512  # upper bound of the extra tokens of a word that is cut in two
 DEFAULT_COMPLETION_TOKENS = 16
 _TOKENIZER_THREADS = 2
@@ -63,6 +64,7 @@ class Preparation:
         self._constraints = constraints
         self._response_format = response_format
         self._pool = ThreadPoolExecutor(_TOKENIZER_THREADS, thread_name_prefix="tokenizer")
+        self._encoder = tokenizer.encoder(self._pool)
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
@@ -71,9 +73,12 @@ class Preparation:
         """Return the prompts of a body, whose field ``param`` has them."""
         constraint = await self._constraints.of(request)
         prompts = []
-        num_chars = sum(len(prompt) for prompt in request.prompts())  # many short prompts take as long as a long one
+        num_chars = 0
         for prompt in request.prompts():
-            token_ids = await self._prompt_ids(prompt, limits, num_chars, param)
+            num_chars += len(prompt)
+            if num_chars > MAX_INLINE_CHARS:  # many short prompts take as long as a long one
+                await asyncio.sleep(0)
+            token_ids = await self._prompt_ids(prompt, limits, param)
             room = _room(len(token_ids), limits.max_model_len, param)
             max_tokens = _max_tokens(request.max_tokens, "max_tokens", len(token_ids), limits.max_model_len)
             if max_tokens is None:
@@ -93,11 +98,7 @@ class Preparation:
         form = ChatForm(self._response_format, self._renderer.variables)
         tools = form.tools(request)
         text = await self.chat_text(request)
-
-        def encode() -> TokenIds:
-            return self._encode(text, limits.max_model_len, "messages", add_special_tokens=False)
-
-        token_ids = await self._run(encode, len(text))
+        token_ids = await self._encode(text, limits.max_model_len, "messages", add_special_tokens=False)
         room = _room(len(token_ids), limits.max_model_len, "messages")
         if len(token_ids) < limits.common_model_len:
             # Up to the length that every worker can run, so that the load isn't all on the largest one.
@@ -147,26 +148,27 @@ class Preparation:
         """Return each token's own string, as the vocabulary has it."""
         return [self._tokenizer.string_of(token_id) for token_id in token_ids]
 
-    async def _prompt_ids(
-        self, prompt: str | list[int] | TokenIds, limits: Limits, num_chars: int, param: str
-    ) -> TokenIds:
-        """Return one prompt's token ids; ``num_chars`` counts the characters of all prompts of the request."""
+    async def _prompt_ids(self, prompt: str | list[int] | TokenIds, limits: Limits, param: str) -> TokenIds:
+        """Return one prompt's token ids."""
         if not isinstance(prompt, str):
             check_vocabulary(prompt, limits.vocab_size, param)
-            return array("i", prompt)
-        return await self._run(
-            lambda: self._encode(prompt, limits.max_model_len, "prompt", add_special_tokens=True), num_chars
-        )
+            return prompt if isinstance(prompt, array) else array("i", prompt)
+        return await self._encode(prompt, limits.max_model_len, "prompt", add_special_tokens=True)
 
-    def _encode(self, text: str, max_model_len: int, param: str, *, add_special_tokens: bool) -> TokenIds:
+    async def _encode(self, text: str, max_model_len: int, param: str, *, add_special_tokens: bool) -> TokenIds:
         """Return the token ids of a text. A hopelessly long text is refused by its beginning alone: tokenising all of
         it would block the tokenizer for other requests for many seconds, and its tokens take memory."""
+
+        def check(num_tokens: int) -> None:
+            if num_tokens > max_model_len + COUNTED_BEYOND_TOKENS:
+                raise _too_many(param, max_model_len)
+
         chars_per_token = ASCII_CHARS_PER_TOKEN if text.isascii() else OTHER_CHARS_PER_TOKEN
         if len(text) > chars_per_token * (max_model_len + CUT_WORD_TOKENS):
-            self._refuse_hopeless(text, max_model_len, param)
-        encoding = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        _room(len(encoding), max_model_len, param)  # a list of millions would hold the interpreter
-        return array("i", encoding.ids)
+            await self._run(lambda: self._refuse_hopeless(text, max_model_len, param), len(text))
+        token_ids = await self._encoder.encode(text, add_special_tokens=add_special_tokens, check=check)
+        _room(len(token_ids), max_model_len, param)
+        return token_ids
 
     def _refuse_hopeless(self, text: str, max_model_len: int, param: str) -> None:
         room = 2 * max_model_len
@@ -174,8 +176,7 @@ class Preparation:
             num_tokens = len(self._tokenizer.encode(text[begin : begin + PIECE_CHARS], add_special_tokens=False))
             room -= max(0, num_tokens - CUT_WORD_TOKENS)
             if room < 0:
-                message = f"{param} has far more tokens than fit: {_context_words(max_model_len)}"
-                raise ApiError(400, message, param=param, code="context_length_exceeded")
+                raise _too_many(param, max_model_len)
 
     async def _run(self, work: Callable[[], Result], num_chars: int) -> Result:
         if num_chars <= MAX_INLINE_CHARS:
@@ -282,6 +283,12 @@ def _room(num_prompt_tokens: int, max_model_len: int, param: str) -> int:
         )
         raise ApiError(400, message, param=param, code="context_length_exceeded")
     return max_model_len - num_prompt_tokens
+
+
+def _too_many(param: str, max_model_len: int) -> ApiError:
+    """Return the error for a prompt whose tokens weren't counted to the end."""
+    message = f"{param} has far more tokens than fit: {_context_words(max_model_len)}"
+    return ApiError(400, message, param=param, code="context_length_exceeded")
 
 
 def _max_tokens(wanted: int | None, param: str, num_prompt_tokens: int, max_model_len: int) -> int | None:

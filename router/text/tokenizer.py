@@ -5,7 +5,9 @@ bounds (:mod:`splitserve.common.model_files`). Safe to use from several threads.
 the text and releases the GIL for most of it, so long texts belong in a thread pool.
 """
 
+import json
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Executor
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +27,10 @@ from splitserve.common.model_files import (
 )
 from splitserve.router.http.api_error import clipped
 from splitserve.router.scores.token_texts import TokenTexts
-from splitserve.router.text.detokenizer import Detokenizer
+from splitserve.router.text.detokenizer import Detokenizer, WindowDetokenizer
 from splitserve.router.text.renderer import TemplateSource
+from splitserve.router.text.tokens.byte_level import ByteLevelDetokenizer, TokenTable
+from splitserve.router.text.tokens.encoder import TextEncoder
 
 _SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -52,6 +56,10 @@ class ModelTokenizer:
         self.special_texts = {token_id: token.content for token_id, token in added.items() if token.special}
         self.added_ids = {token.content: token_id for token_id, token in added.items()}
         self.eos_token_ids = self._find_eos_token_ids(model_dir)
+        decoder = json.loads(self._tokenizer.to_str())["decoder"]
+        self._is_byte_level = decoder is not None and decoder["type"] == "ByteLevel"
+        self._all = TokenTable(self.string_of)
+        self._visible = TokenTable(self.string_of, hidden=self.special_texts.values())
 
     def encode(self, text: str, add_special_tokens: bool) -> Encoding:
         """Return the tokens of ``text``: ``ids`` builds a list of them, ``len`` counts them without a list. With
@@ -67,8 +75,14 @@ class ModelTokenizer:
         """Return the token as the vocabulary has it; "" for an id without a token."""
         return self._tokenizer.id_to_token(token_id) or ""
 
+    def encoder(self, pool: Executor) -> TextEncoder:
+        """Return what finds the tokens of prompts; long texts are encoded by ``pool``."""
+        return TextEncoder(self._tokenizer, pool)
+
     def detokenizer(self, *, skip_special_tokens: bool = True) -> Detokenizer:
-        return Detokenizer(self._tokenizer, skip_special_tokens=skip_special_tokens)
+        if self._is_byte_level:
+            return ByteLevelDetokenizer(self._visible if skip_special_tokens else self._all)
+        return WindowDetokenizer(self._tokenizer, skip_special_tokens=skip_special_tokens)
 
     def _find_eos_token_ids(self, model_dir: Path) -> tuple[int, ...]:
         """Return the ids that end a sequence: of generation_config.json, else config.json, else the tokenizer's EOS."""

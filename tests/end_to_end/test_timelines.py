@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 import msgspec
 import pytest
 
+from otlp_receiver import Collector, collector
 from serving import PATIENT
 from splitserve.orchestration.cli.trace import chrome_trace, trace_text
 from splitserve.orchestration.cluster.launcher import LocalCluster
@@ -28,11 +29,18 @@ MAX_TOKENS = 6
 
 
 @pytest.fixture(scope="module")
-def cluster(tiny_qwen3: Path) -> Iterator[LocalCluster]:
+def traces() -> Iterator[Collector]:
+    with collector() as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def cluster(tiny_qwen3: Path, traces: Collector) -> Iterator[LocalCluster]:
     engine = EngineConfig(
         model=str(tiny_qwen3), dtype="float32", kv_memory_bytes=16 << 20, max_num_batched_tokens=64, threads=1
     )
-    spec = simple_spec(engine, num_prefill=1, num_decode=1, port=0, protocol=PATIENT)
+    router = {"otlp_endpoint": traces.url, "trace_ratio": 0.0}
+    spec = simple_spec(engine, num_prefill=1, num_decode=1, port=0, protocol=PATIENT, router=router)
     with LocalCluster(spec, log_level="warning") as running:
         yield running
 
@@ -43,7 +51,7 @@ def read(url: str) -> bytes:
         return body
 
 
-def stream(cluster: LocalCluster, number: int) -> tuple[float, dict[str, Any]]:
+def stream(cluster: LocalCluster, number: int, **more_headers: str) -> tuple[float, dict[str, Any]]:
     """Stream a request named by ``number``; return the client's own TTFT and the answer's ``splitserve`` object."""
     prompt = [(7 * number + position) % 250 + 1 for position in range(20 + 37 * (number % 9))]
     model = json.loads(read(f"{cluster.url}/v1/models"))["data"][0]["id"]
@@ -51,7 +59,7 @@ def stream(cluster: LocalCluster, number: int) -> tuple[float, dict[str, Any]]:
         "model": model, "prompt": prompt, "max_tokens": MAX_TOKENS, "temperature": 0, "ignore_eos": True,
         "stream": True, "return_route": True,
     }  # fmt: skip
-    headers = {"Content-Type": "application/json", "X-Request-Id": f"timeline-{number:05}."}
+    headers = {"Content-Type": "application/json", "X-Request-Id": f"timeline-{number:05}.", **more_headers}
     connection = http.client.HTTPConnection(urlsplit(cluster.url).netloc)
     connection.connect()
     began_at, ttft, route = time.monotonic(), math.inf, {}
@@ -108,6 +116,22 @@ def test_a_trace_is_shown_as_text_and_for_perfetto(cluster: LocalCluster) -> Non
     names = {event["args"]["name"] for event in events if event["name"] == "process_name"}
     assert names == {"router", "prefill-0", "decode-0"}
     assert all(event["ts"] >= 0 and event["dur"] >= 0 for event in events if event["ph"] == "X")
+
+
+def test_a_trace_has_the_spans_of_all_processes(cluster: LocalCluster, traces: Collector) -> None:
+    stream(cluster, 60_000, traceparent=f"00-{'a' * 32}-{'b' * 16}-01")
+    found = traces.wait_for("a" * 32)
+    spans = {(span.process, span.name): span for span in found}
+    names = {"router": "request", "prefill-0": "prefill_queue", "decode-0": "verify"}
+    assert {span.process for span in found} == names.keys() and names.items() <= spans.keys()
+    root, attempt = spans["router", "request"], spans["router", "attempt"]
+    assert root.parent_id == "b" * 16 and attempt.parent_id == root.span_id
+    assert {span.parent_id for span in found if span.process != "router"} == {attempt.span_id}
+    assert abs(root.end / 1e9 - time.time()) < 60
+    shown = {(span.process, span.name): span.seconds for span in trace_of(cluster, 60_000).spans}
+    for (process, name), span in spans.items():
+        if name != "chunk":  # there may be several
+            assert (span.end - span.begin) / 1e9 == pytest.approx(shown[process, name], abs=2e-6)
 
 
 def test_metrics_show_stages_steps_and_the_model(cluster: LocalCluster) -> None:

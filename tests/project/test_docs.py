@@ -1,15 +1,13 @@
 """The documentation: its links, its commands and specs, its generated pages, and the site that is built of it."""
 
-import importlib.util
 import re
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
-from documents import GENERATED, PAGES, ROOT, all_options, check_command, fenced, splitserve_commands
+from documents import GENERATED, PAGES, ROOT, all_options, check_command, fenced, load_script, splitserve_commands
 from splitserve.orchestration.spec.document import parse_spec
 
 DOCS = ROOT / "docs"
@@ -17,14 +15,6 @@ LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
 OTHERS_OPTIONS = {"--l2-adapter", "--port", "--numprocesses", "--build-arg"}  # of LMCache, Ray, pytest, Docker
 
 pytestmark = pytest.mark.skipif(not DOCS.is_dir(), reason="not a checkout")
-
-
-def load_script(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def test_reference_pages_are_those_of_the_code(capsys: pytest.CaptureFixture[str]) -> None:

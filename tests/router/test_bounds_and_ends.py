@@ -126,7 +126,7 @@ def test_an_answer_that_gets_nowhere_is_given_up(caplog):
             dispatcher.close()
 
     asyncio.run(answer())
-    assert not sent and "doesn't read its answer" in caplog.text
+    assert not sent and "does not read the answer" in caplog.text
 
 
 def test_a_hundred_requests_with_a_third_abandoned_leave_nothing_behind(serve):

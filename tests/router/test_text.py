@@ -15,7 +15,7 @@ from splitserve.router.placement.placer import Limits
 from splitserve.router.text.chat_template import ChatTemplate, ChatTemplateError
 from splitserve.router.text.choice import Choice
 from splitserve.router.text.constraints import Constraints
-from splitserve.router.text.detokenizer import Detokenizer, StopStrings
+from splitserve.router.text.detokenizer import StopStrings, WindowDetokenizer
 from splitserve.router.text.grammar_checker import GrammarChecker
 from splitserve.router.text.preparation import Preparation
 from splitserve.router.text.renderer import Renderer
@@ -35,7 +35,7 @@ def tokenizer(model_dir):
 
 @given(ids=st.lists(st.integers(0, 299), max_size=150), sizes=st.lists(st.integers(1, 9), min_size=1, max_size=20))
 def test_pieces_together_are_the_whole_text_for_any_tokens(tokenizer, ids, sizes):
-    detokenizer = Detokenizer(tokenizer)
+    detokenizer = WindowDetokenizer(tokenizer)
     text, rest = "", ids
     for size in sizes * 20:
         text += detokenizer.push(rest[:size])
@@ -46,14 +46,14 @@ def test_pieces_together_are_the_whole_text_for_any_tokens(tokenizer, ids, sizes
 
 @given(text=st.text(alphabet="aé漢😀 \ufffd", max_size=100))
 def test_no_piece_shows_half_a_character(tokenizer, text):
-    detokenizer = Detokenizer(tokenizer)
+    detokenizer = WindowDetokenizer(tokenizer)
     pieces = [detokenizer.push([token_id]) for token_id in tokenizer.encode(text).ids]
     assert "".join(pieces) + detokenizer.flush() == text
     assert "".join(pieces).count("\ufffd") <= text.count("\ufffd")
 
 
 def test_an_incomplete_character_shows_at_the_end_only(tokenizer):
-    detokenizer = Detokenizer(tokenizer)
+    detokenizer = WindowDetokenizer(tokenizer)
     half = tokenizer.encode("\U0001f9a9").ids[:2]  # not in the training text: single bytes
     assert detokenizer.push(half) == "" and detokenizer.flush() == "\ufffd"
 
@@ -124,17 +124,17 @@ def test_only_a_possible_beginning_is_held_back():
 
 def test_a_choice_counts_the_end_token_and_does_not_show_it(tokenizer):
     ids = tokenizer.encode("The quick").ids
-    choice = Choice(Detokenizer(tokenizer), [])
+    choice = Choice(WindowDetokenizer(tokenizer), [])
     piece = choice.push([*ids, tokenizer.token_to_id(EOS)], FinishReason.STOP)
     assert piece.text == "The quick" and choice.num_tokens == len(ids) + 1 == len(piece.token_ids)
-    visible_end = Choice(Detokenizer(tokenizer), [])
+    visible_end = Choice(WindowDetokenizer(tokenizer), [])
     assert visible_end.push(ids, FinishReason.STOP).text == tokenizer.decode(ids[:-1])
 
 
 def test_a_stop_string_ends_a_choice_at_its_token_however_tokens_are_packed(tokenizer):
     ids = tokenizer.encode("The quick brown fox").ids
-    packed = Choice(Detokenizer(tokenizer), ["k b"]).push(ids, FinishReason.LENGTH)
-    single = Choice(Detokenizer(tokenizer), ["k b"])
+    packed = Choice(WindowDetokenizer(tokenizer), ["k b"]).push(ids, FinishReason.LENGTH)
+    single = Choice(WindowDetokenizer(tokenizer), ["k b"])
     text, num_tokens = "", 0
     for token_id in ids:
         piece = single.push([token_id], None)
@@ -148,22 +148,22 @@ def test_a_stop_string_ends_a_choice_at_its_token_however_tokens_are_packed(toke
 
 def test_a_stop_string_completed_by_the_last_flush_counts(tokenizer):
     half = tokenizer.encode("\U0001f9a9").ids[:2]
-    piece = Choice(Detokenizer(tokenizer), ["\ufffd"]).push(half, FinishReason.LENGTH)
+    piece = Choice(WindowDetokenizer(tokenizer), ["\ufffd"]).push(half, FinishReason.LENGTH)
     assert piece.text == "" and piece.finish_reason is FinishReason.STOP
 
 
 def test_what_ended_a_choice_is_shown_on_request(tokenizer):
     ids = tokenizer.encode("The quick brown fox").ids
     for packed in ([ids], [[token_id] for token_id in ids]):
-        choice = Choice(Detokenizer(tokenizer), ["k b"], include_stop=True)
+        choice = Choice(WindowDetokenizer(tokenizer), ["k b"], include_stop=True)
         assert "".join(choice.push(some, None).text for some in packed if not choice.finish_reason) == "The quick b"
     end = tokenizer.token_to_id(EOS)
     ended, cut = [*ids, end], (FinishReason.STOP, FinishReason.LENGTH)
 
-    def special() -> Detokenizer:
-        return Detokenizer(tokenizer, skip_special_tokens=False)
+    def special() -> WindowDetokenizer:
+        return WindowDetokenizer(tokenizer, skip_special_tokens=False)
 
-    assert Choice(Detokenizer(tokenizer), [], include_stop=True).push(ended, cut[0]).text == "The quick brown fox"
+    assert Choice(WindowDetokenizer(tokenizer), [], include_stop=True).push(ended, cut[0]).text == "The quick brown fox"
     assert Choice(special(), [], include_stop=True).push(ended, cut[0]).text == f"The quick brown fox{EOS}"
     assert Choice(special(), []).push(ended, cut[0]).text == "The quick brown fox"
     assert Choice(special(), []).push([end, *ids], cut[1]).text == f"{EOS}The quick brown fox"
@@ -172,7 +172,7 @@ def test_what_ended_a_choice_is_shown_on_request(tokenizer):
 def test_stop_strings_have_no_effect_before_min_tokens(tokenizer):
     ids = tokenizer.encode("ab ab ab ab").ids
     for min_tokens in range(len(ids) + 1):
-        choice = Choice(Detokenizer(tokenizer), ["b"], min_tokens=min_tokens)
+        choice = Choice(WindowDetokenizer(tokenizer), ["b"], min_tokens=min_tokens)
         piece = choice.push(ids, FinishReason.LENGTH)
         before = tokenizer.decode(ids[:min_tokens])
         assert piece.text.startswith(before) and len(piece.token_ids) >= min_tokens

@@ -2,12 +2,15 @@
 
 import contextlib
 import importlib
+import importlib.util
 import io
 import re
 import shlex
+import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from types import ModuleType
 
 from splitserve.orchestration.cli import main as cli
 
@@ -19,7 +22,9 @@ GENERATED = {
     "cluster-spec.schema.json",
     "settings.md",
     "http-api.md",
+    "logs.md",
     "metrics.md",
+    "spans.md",
     "models.md",
 }
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -73,3 +78,14 @@ def all_options() -> frozenset[str]:
             if isinstance(action.choices, dict):
                 parsers.extend(action.choices.values())
     return frozenset(found).union(*(bench_options(name) for name in [*cli.BENCHES, "tune"]))
+
+
+def load_script(name: str) -> ModuleType:
+    """Import a script; scripts import each other by their names."""
+    if str(ROOT / "scripts") not in sys.path:
+        sys.path.append(str(ROOT / "scripts"))
+    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from splitserve.models.decoder import DecoderModel
+from splitserve.models.decoder import RunnableModel
 from splitserve.models.runner.cuda import CudaRunner
 from splitserve.models.runner.graph_sizes import MixedSize
 from splitserve.models.runner.runner import ModelRunner
@@ -15,7 +15,7 @@ from splitserve.protocol.step import ScheduledChunk
 class HostRunner(CudaRunner):
     """Its tensors and graph inputs, without a device's stream."""
 
-    def __init__(self, model: DecoderModel, kv_cache: Tensor | Sequence[Tensor]) -> None:
+    def __init__(self, model: RunnableModel, kv_cache: Tensor | Sequence[Tensor]) -> None:
         ModelRunner.__init__(self, model, kv_cache)
         self._max_blocks = 32
         self._drawn = torch.zeros(16, dtype=torch.int64)

@@ -13,6 +13,8 @@ IN_TURN = {
 }
 """Modules of those folders that run in the lane of all others nevertheless: they measure what cores do."""
 BESIDE_OTHERS = {
+    "benchmarks/goodput/test_goodput_arithmetic",
+    "workloads/test_workloads",
     "benchmarks/test_arguments",
     "benchmarks/test_arithmetic",
     "benchmarks/test_http_attacks",
@@ -65,6 +67,7 @@ BESIDE_OTHERS = {
 }
 """Such modules of other folders."""
 ON_CLUSTERS = {
+    "benchmarks/goodput/test_goodput_run",
     "end_to_end/test_cluster_ray",
     "orchestration/test_ray_head",
     "end_to_end/test_cluster_local",

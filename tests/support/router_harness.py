@@ -56,10 +56,12 @@ def write_model_dir(path: Path) -> Tokenizer:
 
 
 _CHILD = """
-import json, sys, msgspec
+import json, os, sys, msgspec
+from splitserve.common.logs import set_up_logging
 from splitserve.protocol.config import RouterConfig
 from splitserve.common.errors import SplitserveError
 from splitserve.router.server import run_router
+set_up_logging("router", os.environ.get("TEST_ROUTER_LOG_LEVEL", "warning"))
 def progress(event, fields):
     print(json.dumps([event, fields]), flush=True)
 try:

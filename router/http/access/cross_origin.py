@@ -22,6 +22,6 @@ def allow_origins(app: ASGIApp, origins: Collection[str]) -> ASGIApp:
         allow_methods=["GET", "POST"],
         allow_headers=["*"],
         allow_private_network=ANY_ORIGIN not in origins,  # pages of named origins may call a server on loopback
-        expose_headers=["x-request-id", "retry-after"],
+        expose_headers=["x-request-id", "traceparent", "retry-after"],
         max_age=_MAX_AGE_SECONDS,
     )

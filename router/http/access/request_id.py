@@ -1,4 +1,5 @@
-"""The id of an HTTP request: the client's own (X-Request-Id), or a new one; answers carry it, too.
+"""The id of an HTTP request: the client's own (X-Request-Id), or a new one; answers carry it, too. With tracing, its
+place in a trace likewise (traceparent).
 
 Ids of the requests inside the cluster begin with it, so that one name finds a request in all logs.
 """
@@ -10,18 +11,23 @@ from collections.abc import Iterable
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from splitserve.router.tracing.context import TraceContext
+from splitserve.router.tracing.tracing import NoTracing
+
 _HEADER = b"x-request-id"
 _KEY = "splitserve.request_id"
+_TRACE_KEY = "splitserve.trace"
 _ID = re.compile(rb"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
 _NUM_RANDOM_BYTES = 12
 
 
 class GiveRequestIds:
     """ASGI middleware that gives each request an id, which the answer has as X-Request-Id. A client's id that isn't of
-    letters, digits and ``._:-``, at most 128, is replaced."""
+    letters, digits and ``._:-``, at most 128, is replaced. ``tracing`` gives it the place in a trace."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, tracing: NoTracing) -> None:
         self._app = app
+        self._tracing = tracing
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -29,10 +35,12 @@ class GiveRequestIds:
             return
         request_id = _given(scope["headers"]) or secrets.token_hex(_NUM_RANDOM_BYTES).encode()
         scope[_KEY] = request_id.decode()
+        trace = scope[_TRACE_KEY] = self._tracing.begin(scope["headers"])
+        added = [(_HEADER, request_id), *(() if trace is None else trace.headers())]
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
-                message = {**message, "headers": [*message.get("headers", ()), (_HEADER, request_id)]}
+                message = {**message, "headers": [*message.get("headers", ()), *added]}
             await send(message)
 
         await self._app(scope, receive, send_with_id)
@@ -42,6 +50,12 @@ def request_id_of(request: Request) -> str:
     """Return the id that :class:`GiveRequestIds` gave."""
     request_id: str = request.scope[_KEY]
     return request_id
+
+
+def trace_of(request: Request) -> TraceContext | None:
+    """Return the place in a trace that :class:`GiveRequestIds` gave; None without tracing."""
+    trace: TraceContext | None = request.scope[_TRACE_KEY]
+    return trace
 
 
 def _given(headers: Iterable[tuple[bytes, bytes]]) -> bytes:

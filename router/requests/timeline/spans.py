@@ -1,7 +1,7 @@
 """Spans of a request, from its timeline: intervals by process, as ``splitserve trace``, Perfetto and OpenTelemetry show
 them. Pure."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from splitserve.protocol.cluster_report import TraceSpan
 from splitserve.protocol.messages.marks import Mark, MarkKind
@@ -9,26 +9,43 @@ from splitserve.router.requests.timeline.timeline import AttemptTimeline, Timeli
 
 ROUTER = "router"
 
-PREFILL_SPANS = {
-    MarkKind.GRANTED: "grant_wait",
-    MarkKind.PREFIX: "prefix_read",
-    MarkKind.BEGUN: "prefill_queue",
-    MarkKind.CHUNK: "chunk",
-    MarkKind.DRAWN: "first_token",
+ROUTER_SPANS = {
+    "request": "The whole request, from the arrival of its HTTP request to its end",
+    "prepare": "Until its prompt is tokens: body, chat template, tokenizer",
+    "queue": "Wait until a worker can take it",
+    "attempt": "One attempt on the chosen workers; one that failed has the reason",
+    "stream": "First to last token delivered",
+    "gap": "Time between two deliveries of tokens that was longer than the objective; the tokens before it",
 }
-"""Spans of the worker that computes the prompt, by the mark that ends them; each begins at the mark before."""
+"""Spans of the router, with their meanings."""
+
+PREFILL_SPANS = {
+    MarkKind.ACCEPTED: ("dispatch", "Way of the request to the worker, and its wait in the worker's inbox"),
+    MarkKind.GRANTED: ("grant_wait", "Wait for the grant of decode"),
+    MarkKind.PREFIX: ("prefix_read", "Read of a prefix that another worker had"),
+    MarkKind.BEGUN: ("prefill_queue", "Wait for the prompt's first step"),
+    MarkKind.CHUNK: ("chunk", "Computation of one chunk of the prompt, of so many tokens, with the wait for its step"),
+    MarkKind.DRAWN: ("first_token", "Draw of the first token"),
+}
+"""Spans of the worker that computes the prompt, by the mark that ends them, with their meanings; each begins at the
+mark before."""
 
 DECODE_SPANS = {
-    MarkKind.GRANTED: "reserve",
-    MarkKind.READING: "await_offer",
-    MarkKind.OFFERED: "await_last_offer",
-    MarkKind.POSTED: "post",
-    MarkKind.READ: "wire",
-    MarkKind.VERIFIED: "verify",
-    MarkKind.BEGUN: "decode_queue",
-    MarkKind.DRAWN: "first_step",
+    MarkKind.ACCEPTED: ("dispatch", "Way of the request to the worker, and its wait in the worker's inbox"),
+    MarkKind.GRANTED: ("reserve", "Wait for room for the whole prompt"),
+    MarkKind.PREFIX: ("prefix_read", "Read of a prefix that another worker had"),
+    MarkKind.READING: ("await_offer", "Wait for the first offer of blocks, until their read is posted"),
+    MarkKind.OFFERED: ("await_last_offer", "Wait for the last offer, while earlier blocks are read"),
+    MarkKind.POSTED: ("post", "Arrival of the last offer until the last read is posted"),
+    MarkKind.READ: ("wire", "Last read posted until its bytes have arrived"),
+    MarkKind.VERIFIED: ("verify", "Bytes arrived until all blocks are verified"),
+    MarkKind.BEGUN: ("decode_queue", "Wait for the first decode step"),
+    MarkKind.CHUNK: ("chunk", "Computation of so many tokens of the prompt that were not read"),
+    MarkKind.DRAWN: ("first_step", "First decode step, until its token is drawn"),
 }
 """Spans of the decode worker, likewise."""
+
+WorkerSpans = Mapping[MarkKind, tuple[str, str]]
 
 
 def spans_of(timeline: Timeline) -> list[TraceSpan]:
@@ -51,18 +68,20 @@ def spans_of(timeline: Timeline) -> list[TraceSpan]:
 
 
 def _attempt_spans(attempt: AttemptTimeline, origin: float, end: float) -> Iterator[TraceSpan]:
-    name = f"attempt ({attempt.failure})" if attempt.failure else "attempt"
-    yield TraceSpan(name, ROUTER, attempt.began_at - origin, max(0.0, end - attempt.began_at))
+    """Yield the spans of an attempt, the router's first, then those of its workers."""
+    began_at = attempt.began_at
+    yield TraceSpan("attempt", ROUTER, began_at - origin, max(0.0, end - began_at), detail=attempt.failure)
     yield from _worker_spans(attempt, attempt.prefill_marks, attempt.prefill, PREFILL_SPANS, origin)
     yield from _worker_spans(attempt, attempt.decode_marks, attempt.decode, DECODE_SPANS, origin)
 
 
 def _worker_spans(
-    attempt: AttemptTimeline, marks: Sequence[Mark], process: str, names: dict[MarkKind, str], origin: float
+    attempt: AttemptTimeline, marks: Sequence[Mark], process: str, names: WorkerSpans, origin: float
 ) -> Iterator[TraceSpan]:
     """Yield the intervals between a worker's marks, none of them negative."""
     cursor = attempt.began_at
     for mark in sorted(marks, key=lambda mark: mark.at):
         at = max(mark.at, cursor)
-        yield TraceSpan(names.get(mark.kind, "dispatch"), process, cursor - origin, at - cursor, mark.amount)
+        name, _ = names.get(mark.kind, DECODE_SPANS[mark.kind])
+        yield TraceSpan(name, process, cursor - origin, at - cursor, mark.amount)
         cursor = at

@@ -41,8 +41,10 @@ def summarize(request: ActiveRequest, now: float) -> RequestSummary:
 
 
 def fields_of(summary: RequestSummary) -> dict[str, object]:
-    """Return the summary for a log of JSON lines, without empty fields."""
+    """Return the summary for a log of JSON lines, without empty fields; ``failure`` is what :attr:`message` is, since
+    each line has a message of its own."""
     fields = msgspec.structs.asdict(summary)
+    fields["failure"] = fields.pop("message")
     return {name: value for name, value in fields.items() if value not in ("", None, {})}
 
 

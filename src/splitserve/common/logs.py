@@ -13,6 +13,7 @@ import time
 LOG_LEVELS = ("debug", "info", "warning", "error")
 LOG_FORMATS = ("text", "json")
 FORMAT_VARIABLE = "SPLITSERVE_LOG_FORMAT"
+LOG_INTERVAL_SECONDS = 1.0
 
 
 class _OneLineFormatter(logging.Formatter):
@@ -40,8 +41,27 @@ class _JsonFormatter(logging.Formatter):
         }
         if record.exc_info:
             shown["traceback"] = self.formatException(record.exc_info)
-        shown.update(getattr(record, "fields", dict)())
-        return json.dumps(shown, default=str)
+        return json.dumps({**getattr(record, "fields", dict)(), **shown}, default=str)
+
+
+class RateLimitedLog:
+    """A log with at most one message per ``interval_seconds``; the next message counts the suppressed ones."""
+
+    def __init__(self, log: logging.Logger, level: int, interval_seconds: float = LOG_INTERVAL_SECONDS) -> None:
+        self._log = log
+        self._level = level
+        self._interval_seconds = interval_seconds
+        self._next_at = 0.0
+        self._num_suppressed = 0
+
+    def write(self, now: float, message: str) -> None:
+        if now < self._next_at:
+            self._num_suppressed += 1
+            return
+        more = f" ({self._num_suppressed} more like this)" if self._num_suppressed else ""
+        self._log.log(self._level, "%s%s", message, more)
+        self._next_at = now + self._interval_seconds
+        self._num_suppressed = 0
 
 
 def set_up_logging(process_name: str, level: str) -> None:

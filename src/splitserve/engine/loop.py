@@ -32,6 +32,7 @@ from splitserve.engine.steps.step_times import StepTimes
 from splitserve.kvconnector.tiers.copies import TierCopier
 from splitserve.kvconnector.transfer.connector import KVConnector
 from splitserve.protocol.config import WorkerConfig
+from splitserve.protocol.messages.envelope import Body
 from splitserve.protocol.messages.membership import Leave
 from splitserve.protocol.messages.requests import Profile, Profiled
 from splitserve.protocol.placement.step_model import StepModel
@@ -141,6 +142,7 @@ class WorkerLoop:
         if self._drain_requested and not self._drain.has_begun:
             self._begin_drain(now)
         for envelope in self._sockets.receive():
+            log_message("from", envelope.sender, envelope.body)
             if isinstance(envelope.body, Profile) and envelope.to == self._core.state.me:
                 self._on_profile(envelope.sender, envelope.body)
             else:
@@ -240,6 +242,7 @@ class WorkerLoop:
         for effect in effects:
             match effect:
                 case Send(to, body):
+                    log_message("to", to, body)
                     self._sockets.send(to, body)
                 case StartRead(command):
                     self._io.connector.read(command)
@@ -266,3 +269,9 @@ class WorkerLoop:
             self._io.kv_events.next_deadline(),
         )
         return due_at - time.monotonic()
+
+
+def log_message(direction: str, peer: Party | None, body: Body) -> None:
+    """Log a message about one request, at level DEBUG: the request's id finds its way through every process."""
+    if logger.isEnabledFor(logging.DEBUG) and (key := getattr(body, "key", None)) is not None:
+        logger.debug("request %s: %s %s %s", key, type(body).__name__, direction, peer)

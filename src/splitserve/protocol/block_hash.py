@@ -4,6 +4,7 @@ The root covers everything else that the bytes depend on, so two workers agree o
 interchangeable. BLAKE2b is cryptographic: a client can't craft a prompt that hits another prompt's blocks.
 """
 
+import functools
 import hashlib
 from collections.abc import Sequence
 
@@ -15,6 +16,7 @@ DIGEST_BYTES = 16
 _INT64_BYTES = 8
 
 
+@functools.lru_cache(maxsize=64)
 def root_hash(layout: LayoutRecord) -> bytes:
     """Hash that every chain without a salt starts from: model, weights version, KV dtype and block size."""
     fields = (layout.model, layout.weights_version, layout.dtype, str(layout.block_size), "")

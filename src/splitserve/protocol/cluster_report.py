@@ -92,7 +92,7 @@ class ClusterReport(msgspec.Struct, frozen=True, kw_only=True):
 class RequestSummary(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """A request that has ended."""
 
-    request_id: str
+    request_id: str  # which begins with X-Request-Id
     status: str  # finished, failed or cancelled
     intended: str  # disaggregated or local, as first placed
     actual: str  # disaggregated, local, failed or cancelled
@@ -101,18 +101,18 @@ class RequestSummary(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     finish_reason: str  # stop or length; "" without an end of the output
     prefill: str  # engine id of the last attempt's worker that computed the prompt
     decode: str  # engine id of the one that decoded, perhaps the same
-    num_attempts: int
-    num_prompt_tokens: int
-    num_cached_tokens: int
-    num_output_tokens: int
+    num_attempts: int  # 1, unless attempts failed
+    num_prompt_tokens: int  # tokens of the prompt
+    num_cached_tokens: int  # those of them that were cached
+    num_output_tokens: int  # tokens that were delivered
     seconds: float  # from its arrival to its end
-    ttft_seconds: float | None
+    ttft_seconds: float | None  # from its arrival to its first token
     itl_seconds: float | None  # mean time per output token after the first
-    longest_gap_seconds: float  # between deliveries of tokens
-    num_gaps: int  # above the objective
+    longest_gap_seconds: float  # longest time between deliveries of tokens
+    num_gaps: int  # times between deliveries of tokens above the objective
     handover_seconds: float | None  # from the first token to decode's report, as received by the router
     transport: str  # of the hand-over; "" without one
-    handover_bytes: int
+    handover_bytes: int  # that decode read
     ttft_stages: dict[str, float]  # seconds by stage, in order; their sum is ``ttft_seconds``
     handover_stages: dict[str, float]  # from prefill's token to decode's first one
 
@@ -125,6 +125,7 @@ class TraceSpan(msgspec.Struct, frozen=True, gc=False):
     begin: float
     seconds: float
     amount: int = 0  # tokens, where the span has some
+    detail: str = ""  # of an attempt: the reason of its failure
 
 
 class RequestTrace(msgspec.Struct, frozen=True, kw_only=True):

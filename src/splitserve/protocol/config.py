@@ -254,9 +254,22 @@ class RouterConfig(Confidential, frozen=True, kw_only=True):
     ] = 0.0
     request_log: Annotated[
         bool,
-        Meta(description="Write a line to the log when a request ends."),
+        Meta(description="Write a line to the log when a request ends; off: only if it failed."),
         Setting(flags=("--request-log",), group=ENDPOINT, location="router.request_log"),
     ] = True
+    otlp_endpoint: Annotated[
+        str,
+        Meta(
+            description="OpenTelemetry collector that takes traces by OTLP over HTTP, like http://127.0.0.1:4318; "
+            "empty: none."
+        ),
+        Setting(flags=("--otlp-endpoint",), metavar="URL", group=ENDPOINT, location="router.otlp_endpoint"),
+    ] = ""
+    trace_ratio: Annotated[
+        float,
+        Meta(ge=0, le=1, description="Share of requests that are traced, where the client doesn't decide."),
+        Setting(flags=("--trace-ratio",), metavar="RATIO", group=ENDPOINT, location="router.trace_ratio"),
+    ] = 1.0
     on_awake_cores: bool = False
     response_template: Annotated[
         str,

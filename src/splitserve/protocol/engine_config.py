@@ -13,9 +13,11 @@ from splitserve.protocol.settings import Setting, problems_of
 Dtype: TypeAlias = Literal["auto", "float32", "bfloat16", "float16"]
 Device: TypeAlias = Literal["auto", "cpu", "cuda"]
 LoadFormat: TypeAlias = Literal["auto", "dummy"]
+ModelBackend: TypeAlias = Literal["auto", "native", "transformers"]
 DTYPES: tuple[str, ...] = get_args(Dtype)
 DEVICES: tuple[str, ...] = get_args(Device)
 LOAD_FORMATS: tuple[str, ...] = get_args(LoadFormat)
+MODEL_BACKENDS: tuple[str, ...] = get_args(ModelBackend)
 KV_CACHE_DTYPES = ("auto", "fp8")
 ATTENTION_BACKENDS = ("auto", "hybrid", "flashinfer", "triton", "reference")
 EXPERT_PARALLEL = ("auto", "on", "off")
@@ -122,6 +124,15 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         str,
         Meta(description="Source of weights; dummy: random ones, for measuring."),
         Setting(flags=("--load-format",), choices=LOAD_FORMATS, group=ENGINE, location="model.load_format"),
+    ] = "auto"
+    model_backend: Annotated[
+        str,
+        Meta(
+            description="Code that computes the model; native: Splitserve's, for families that it has; transformers: "
+            "that library's, over Splitserve's attention and KV memory, with one rank a worker; auto: native if there "
+            "is a family."
+        ),
+        Setting(flags=("--model-backend",), choices=MODEL_BACKENDS, group=ENGINE, location="model.backend"),
     ] = "auto"
     seed: Annotated[
         int,

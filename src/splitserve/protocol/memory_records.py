@@ -20,6 +20,7 @@ from splitserve.protocol.cache_layout import (
 from splitserve.protocol.wire_numbers import Count, Size, Unsigned
 
 BLOCK_ORDER = "layer, kv_head, 2 (K/V), token, head_dim"
+TRANSFORMERS_ORDER = f"{BLOCK_ORDER} of transformers"  # whose code orders a head's elements in its own way
 LATENT_ORDER = "layer, token, latent"  # of latent attention (MLA): one head, of ``head_dim`` elements
 
 

@@ -59,7 +59,9 @@ class RankProcess:
         torch.set_num_threads(engine.threads)
         device = device_of(engine.device, self._order.rank, size)
         keep_near(device, self._order.affinity)
-        shard = shard_of(load_model_config(engine.model), self._order.rank, size, engine.expert_parallel)
+        shard = shard_of(
+            load_model_config(engine.model, engine.model_backend), self._order.rank, size, engine.expert_parallel
+        )
         group = join_group(find_store(self._order.store_port, size), shard, device)
         served = load_served_model(engine, device, group, lambda _stage, _detail: None)
         transfers = self._transfers(served.memory)

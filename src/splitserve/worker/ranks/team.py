@@ -61,7 +61,9 @@ def start_team(
     if size == 1:
         yield Team(Alone(), None)
         return
-    shard = shard_of(load_model_config(engine.model), 0, size, engine.expert_parallel)  # before anything is started
+    shard = shard_of(
+        load_model_config(engine.model, engine.model_backend), 0, size, engine.expert_parallel
+    )  # before anything is started
     store, port = open_store(size)
     ranks = Ranks(party, role, engine, port, on_failure, affinity=affinity)
     group: Collectives | None = None

@@ -10,7 +10,7 @@ import torch
 from splitserve.common.errors import ConfigError
 from splitserve.kvconnector.layout.memory import TORCH_DTYPES
 from splitserve.kvconnector.layout.shape import num_blocks_for
-from splitserve.models.decoder import DecoderModel
+from splitserve.models.decoder import RunnableModel
 from splitserve.models.runner.cuda import CudaRunner
 from splitserve.models.runner.graph_sizes import MAX_MIXED_CHUNKS, batch_sizes
 from splitserve.protocol.cache_layout import CacheLayout
@@ -104,7 +104,7 @@ def plan_kv_memory(
     return MemoryPlan(pools.num_blocks(num_blocks), min(wanted_len, capacity))
 
 
-def free_kv_bytes(model: DecoderModel, layout: LayoutRecord, engine: EngineConfig) -> int:
+def free_kv_bytes(model: RunnableModel, layout: LayoutRecord, engine: EngineConfig) -> int:
     """Return ``gpu_memory_utilization`` of the device, less weights, other processes, and what steps and graphs need.
 
     The largest prefill step and the largest decode graph are run over a little KV memory, and measured. The logits of
@@ -137,7 +137,7 @@ def free_kv_bytes(model: DecoderModel, layout: LayoutRecord, engine: EngineConfi
     return kv_bytes
 
 
-def _try_largest_steps(model: DecoderModel, layout: LayoutRecord, engine: EngineConfig) -> int:
+def _try_largest_steps(model: RunnableModel, layout: LayoutRecord, engine: EngineConfig) -> int:
     """Run the largest steps; return the bytes of KV memory that they used. All layers share one group here."""
     num_tokens = min(engine.max_num_batched_tokens, model.config.max_position_embeddings)
     num_blocks = num_blocks_for(num_tokens, layout.block_size)

@@ -1,10 +1,12 @@
 """A model ready to run: weights, KV memory and runner, on one rank. All ranks of a worker do this together."""
 
+import importlib
 import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import psutil
@@ -21,7 +23,7 @@ from splitserve.kvconnector.tiers.load_gates import LoadGates
 from splitserve.models.cache_groups import cache_groups
 from splitserve.models.config import ModelConfig, load_model_config
 from splitserve.models.declared import check_tensor_parallel_size
-from splitserve.models.decoder import DecoderModel
+from splitserve.models.decoder import RunnableModel
 from splitserve.models.parallel.ranks import Collectives
 from splitserve.models.roofline import device_rates, estimate_steps
 from splitserve.models.runner.cuda import CudaRunner
@@ -31,7 +33,7 @@ from splitserve.models.weights.checkpoint import weights_version
 from splitserve.models.weights.loader import load_model, resolve_dtype
 from splitserve.models.weights.shard import local_config
 from splitserve.protocol.config import EngineConfig
-from splitserve.protocol.memory_records import LATENT_ORDER, LayoutRecord, latent_group
+from splitserve.protocol.memory_records import LATENT_ORDER, TRANSFORMERS_ORDER, LayoutRecord, latent_group
 from splitserve.protocol.placement.step_model import StepModel
 from splitserve.worker.start.clock import StartClock
 from splitserve.worker.start.memory_plan import MemoryPlan, free_kv_bytes, plan_kv_memory
@@ -82,7 +84,9 @@ def load_served_model(
     clock = clock or StartClock()
     if device.type == "cpu":
         bound_primitive_caches()
-    model_config = load_model_config(engine.model)
+    model_config = load_model_config(engine.model, engine.model_backend)
+    if model_config.transformers is not None:
+        engine = msgspec.structs.replace(engine, enforce_eager=True)  # its code may wait for the device
     check_tensor_parallel_size(model_config, group.shard.size, engine.expert_parallel)
     model, layout = _load(engine, model_config, device, group, progress=progress, clock=clock)
     group.prepare(model_config.hidden_size, model.dtype)
@@ -117,7 +121,7 @@ def _load(
     *,
     progress: Progress,
     clock: StartClock,
-) -> tuple[DecoderModel, LayoutRecord]:
+) -> tuple[RunnableModel, LayoutRecord]:
     started = time.monotonic()
     dtype = resolve_dtype(engine.dtype, model_config, device)
     kv_dtype = FP8 if engine.kv_cache_dtype == "fp8" else dtype
@@ -130,16 +134,17 @@ def _load(
     preloads = device.type == "cuda" and model_config.latent is None
     preload = AttentionPreload(kernels, shape, clock) if preloads else None
     with clock.phase("weights"):
-        model = load_model(
-            engine.model,
-            model_config,
-            dtype=dtype,
-            device=device,
-            load_format=engine.load_format,
-            kernels=kernels,
-            group=group,
-            kv_dtype=kv_dtype,
-        )
+        options: dict[str, Any] = {
+            "dtype": dtype,
+            "device": device,
+            "load_format": engine.load_format,
+            "kernels": kernels,
+        }
+        if model_config.transformers is None:
+            model: RunnableModel = load_model(engine.model, model_config, group=group, kv_dtype=kv_dtype, **options)
+        else:
+            loading = importlib.import_module("splitserve.models.transformers_backend.loading")
+            model = loading.load_transformers_model(engine.model, model_config, **options)
     if preload is not None:
         preload.wait()
     layout = _layout(engine, model_config, str(kv_dtype).removeprefix("torch."), group.shard.size)
@@ -159,6 +164,8 @@ def _layout(engine: EngineConfig, model_config: ModelConfig, kv_dtype: str, num_
         tensor_parallel_size=num_ranks,
         groups=cache_groups(model_config, engine.block_size, kv_dtype),
     )
+    if model_config.transformers is not None:
+        return msgspec.structs.replace(layout, order=TRANSFORMERS_ORDER)
     if (latent := model_config.latent) is None:
         return layout
     group = latent_group(model_config.num_layers, engine.block_size, latent.width, kv_dtype)
@@ -188,7 +195,7 @@ def _select_kernels(
 
 
 def _make_runner(
-    model: DecoderModel,
+    model: RunnableModel,
     memory: KVMemory,
     limits: StepLimits,
     engine: EngineConfig,

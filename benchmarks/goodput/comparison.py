@@ -1,0 +1,71 @@
+"""The run of a comparison: the arms take turns, probe by probe, until each search has ended."""
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from splitserve.benchmarks.goodput.arms import Arm
+from splitserve.benchmarks.goodput.objectives import Objectives
+from splitserve.benchmarks.goodput.probe import ProbeResult
+from splitserve.benchmarks.goodput.search import Search
+
+USUAL_PROBES = 7
+"""Probes of a search until some have ended, for the time that remains."""
+
+Prober = Callable[[str, Arm | None, float, int], ProbeResult]  # arm's name, arm, rate, seed
+
+
+@dataclass(slots=True)
+class Comparison:
+    """Searches of all arms. Those that an interrupted run kept are taken from its probes."""
+
+    arms: Mapping[str, Arm | None]
+    objectives: Objectives
+    searches: dict[str, Search]
+    seed: int
+    probes: list[ProbeResult] = field(default_factory=list)
+
+    def resume(self, probes: Sequence[ProbeResult]) -> None:
+        """Take the results of probes that ran before."""
+        for probe in probes:
+            self._note(probe)
+
+    def run(self, probe: Prober) -> Iterator[ProbeResult]:
+        """Run the probes that are left and yield each; every round has one probe of each arm."""
+        while waiting := [name for name in self.arms if self.searches[name].next_rate() is not None]:
+            fewest = min(self.searches[name].num_probes for name in waiting)
+            for name in waiting:
+                search = self.searches[name]
+                rate = search.next_rate()
+                if rate is None or search.num_probes > fewest:
+                    continue
+                repeat = len(search.pressures.get(rate, ()))
+                result = probe(name, self.arms[name], rate, self.seed + repeat)  # all arms get the same requests
+                self._note(result)
+                yield result
+
+    def seconds_left(self, seconds_per_probe: float) -> float:
+        """Estimate the time that the rest takes."""
+        left = sum(
+            max(1, USUAL_PROBES - search.num_probes)
+            for search in self.searches.values()
+            if search.next_rate() is not None
+        )
+        return left * seconds_per_probe
+
+    def _note(self, probe: ProbeResult) -> None:
+        self.probes.append(probe)
+        self.searches[probe.arm].note(probe.rate, probe.outcome.pressure(self.objectives))
+
+
+def timed(probe: Prober) -> tuple[Prober, Callable[[], float]]:
+    """Return ``probe``, and a function that returns the mean seconds of the calls so far."""
+    taken: list[float] = []
+
+    def run(name: str, arm: Arm | None, rate: float, seed: int) -> ProbeResult:
+        began = time.monotonic()
+        result = probe(name, arm, rate, seed)
+        taken.append(time.monotonic() - began)
+        return result
+
+    return run, lambda: sum(taken) / max(1, len(taken))

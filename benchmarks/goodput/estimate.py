@@ -1,0 +1,116 @@
+"""Goodput from probes: the rate at which the pressure crosses 1, and intervals of it and of differences. Pure, seeded.
+
+Pressures at one rate are averaged in the logarithm. Between the highest rate up to which the objectives hold and the
+next one the logarithm of the pressure is interpolated over the rate.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from splitserve.benchmarks.goodput.objectives import Objectives, Outcome
+
+NUM_RESAMPLES = 400
+INTERVAL_SHARE = 0.9
+MIN_BLOCKS = 10
+"""Blocks of consecutive requests in which a probe is resampled, at least: neighbours share their fate."""
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """One load on an arm, at ``rate`` requests per second."""
+
+    rate: float
+    outcome: Outcome
+
+
+@dataclass(frozen=True, slots=True)
+class Goodput:
+    """The highest rate at which the objectives hold; ``kind`` says what the probes show of it."""
+
+    rate: float
+    kind: str  # "crossed": interpolated; "at least": all probes held; "below": none held
+
+    @property
+    def words(self) -> str:
+        qualifier = {"crossed": "", "at least": "at least ", "below": "below "}[self.kind]
+        return f"{qualifier}{self.rate:.3g} requests/s"
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """The middle :data:`INTERVAL_SHARE` of a resampled figure."""
+
+    low: float
+    high: float
+
+    @property
+    def words(self) -> str:
+        return f"{self.low:.3g} to {self.high:.3g}"
+
+
+def goodput_of(points: Sequence[tuple[float, float]]) -> Goodput:
+    """Return the goodput from pairs of rate and pressure."""
+    by_rate: dict[float, list[float]] = defaultdict(list)
+    for rate, pressure in points:
+        by_rate[rate].append(math.log(max(pressure, 1e-6)))
+    ordered = sorted((rate, sum(logs) / len(logs)) for rate, logs in by_rate.items())
+    previous: tuple[float, float] | None = None
+    for rate, log_pressure in ordered:
+        if log_pressure > 0:
+            if previous is None:
+                return Goodput(rate, "below")
+            share = -previous[1] / (log_pressure - previous[1])
+            return Goodput(previous[0] + share * (rate - previous[0]), "crossed")
+        previous = rate, log_pressure
+    return Goodput(0.0 if previous is None else previous[0], "below" if previous is None else "at least")
+
+
+def measured_goodput(probes: Sequence[Probe], objectives: Objectives) -> Goodput:
+    """Return the goodput that the probes of an arm show."""
+    return goodput_of([(probe.rate, probe.outcome.pressure(objectives)) for probe in probes])
+
+
+def resampled_goodputs(
+    probes: Mapping[str, Sequence[Probe]], objectives: Objectives, seed: int, num_resamples: int = NUM_RESAMPLES
+) -> dict[str, NDArray[np.float64]]:
+    """Return ``num_resamples`` goodputs of each arm, from block-bootstrapped probes.
+
+    Entry ``k`` of two arms belongs to one resample, so differences and ratios of the arrays have intervals, too.
+    """
+    random = np.random.default_rng(seed)
+    return {
+        arm: np.array([_resampled(found, objectives, random).rate for _ in range(num_resamples)])
+        for arm, found in probes.items()
+    }
+
+
+def interval(values: NDArray[np.float64]) -> Interval:
+    """Return the interval that holds the middle :data:`INTERVAL_SHARE` of ``values``."""
+    tail = 50 * (1 - INTERVAL_SHARE)
+    low, high = np.percentile(values, [tail, 100 - tail])
+    return Interval(float(low), float(high))
+
+
+def block_indices(num_requests: int, random: np.random.Generator) -> NDArray[np.int64]:
+    """Return ``num_requests`` indices in blocks of consecutive ones, which begin anywhere and wrap around."""
+    length = max(1, min(round(math.sqrt(num_requests)), num_requests // MIN_BLOCKS))
+    starts = random.integers(0, num_requests, size=math.ceil(num_requests / length))
+    found = (starts[:, None] + np.arange(length)[None, :]).ravel() % num_requests
+    return found[:num_requests]
+
+
+def _resampled(probes: Sequence[Probe], objectives: Objectives, random: np.random.Generator) -> Goodput:
+    return goodput_of(list(_resampled_points(probes, objectives, random)))
+
+
+def _resampled_points(
+    probes: Sequence[Probe], objectives: Objectives, random: np.random.Generator
+) -> Iterator[tuple[float, float]]:
+    for probe in probes:
+        chosen = block_indices(probe.outcome.num_requests, random)
+        yield probe.rate, probe.outcome.pressure_of(chosen, objectives)

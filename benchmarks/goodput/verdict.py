@@ -1,0 +1,229 @@
+"""The verdict of a comparison: goodput of each arm, differences with intervals, the region where disaggregation loses.
+
+Pure: everything follows from the probes. Goodput is in requests per second of the whole arrangement; all arms have the
+same number of devices.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from splitserve.benchmarks.goodput.arms import LOAD_POLICY, PREFIX_POLICY, Arm
+from splitserve.benchmarks.goodput.estimate import (
+    Goodput,
+    Interval,
+    Probe,
+    interval,
+    measured_goodput,
+    resampled_goodputs,
+)
+from splitserve.benchmarks.goodput.objectives import Objectives
+
+SWEEP_FACTORS = tuple(float(factor) for factor in np.geomspace(0.25, 4.0, 17))
+"""ITL objectives that a sweep looks at, in terms of the one that was given."""
+SWEEP_RESAMPLES = 100
+
+
+@dataclass(frozen=True, slots=True)
+class ArmResult:
+    """Goodput of one arm."""
+
+    name: str
+    goodput: Goodput
+    interval: Interval
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """``first`` against ``second``: the ratio of their goodputs, and the difference in requests per second."""
+
+    first: str
+    second: str
+    ratio: float
+    ratio_interval: Interval
+    difference: float
+    difference_interval: Interval
+
+    @property
+    def is_clear(self) -> bool:
+        """Whether the interval of the difference excludes zero."""
+        return self.difference_interval.low > 0 or self.difference_interval.high < 0
+
+
+@dataclass(frozen=True, slots=True)
+class SweepPoint:
+    """The best arms at one ITL objective; ``ratio``: goodput of the best split over that of the best mixed arm."""
+
+    itl_ms: float
+    best_mixed: str
+    best_split: str
+    mixed_goodput: float
+    split_goodput: float
+    ratio: float
+    ratio_interval: Interval
+    is_known: bool  # whether the probes bracket both goodputs; otherwise the ratio is a bound at best
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The whole result; lists are empty and parts None where the arms for them are missing."""
+
+    objectives: Objectives
+    num_devices: int
+    arms: tuple[ArmResult, ...]
+    split_against_mixed: Difference | None
+    effects: tuple[Difference, ...]  # routing and disaggregation apart
+    sweep: tuple[SweepPoint, ...]
+
+
+def judge(
+    arms: Mapping[str, Arm | None], probes: Mapping[str, Sequence[Probe]], objectives: Objectives, seed: int
+) -> Verdict:
+    """Judge the probes of each arm; ``arms`` has None for endpoints, whose arrangement isn't known."""
+    resampled = resampled_goodputs(probes, objectives, seed)
+    results = tuple(
+        ArmResult(name, measured_goodput(found, objectives), interval(resampled[name]))
+        for name, found in probes.items()
+    )
+    rates = {result.name: result.goodput.rate for result in results}
+    mixed = [name for name in probes if (arm := arms[name]) is not None and arm.is_mixed]
+    split = [name for name in probes if (arm := arms[name]) is not None and not arm.is_mixed]
+    against = None
+    if mixed and split:
+        best = (max(split, key=rates.__getitem__), max(mixed, key=rates.__getitem__))
+        against = _difference(best[0], best[1], rates, resampled)
+    numbers = [arm.num_workers for arm in arms.values() if arm is not None]
+    return Verdict(
+        objectives=objectives,
+        num_devices=max(numbers, default=0),
+        arms=results,
+        split_against_mixed=against,
+        effects=tuple(_effects(arms, rates, resampled)),
+        sweep=tuple(_sweep(mixed, split, probes, objectives, seed)) if mixed and split else (),
+    )
+
+
+def sentence(verdict: Verdict) -> str:
+    """Return the verdict in a sentence."""
+    against = verdict.split_against_mixed
+    if against is None:
+        best = max(verdict.arms, key=lambda arm: arm.goodput.rate)
+        return f"{best.name} holds {best.goodput.words} ({best.interval.words})."
+    by_name = {arm.name: arm for arm in verdict.arms}
+    first, second = by_name[against.first], by_name[against.second]
+    return (
+        f"On {verdict.num_devices} devices, the best disaggregated arm ({first.name}) holds {first.goodput.words}: "
+        f"{_comparison(against, first.goodput, second.goodput)} the best mixed arm ({second.name}), which holds "
+        f"{second.goodput.words}."
+    )
+
+
+def _comparison(against: Difference, first: Goodput, second: Goodput) -> str:
+    """Return how the first goodput compares, in words. What the probes only bound is called a bound."""
+    percent = 100 * (against.ratio - 1)
+    if not against.is_clear:
+        return f"not clearly different from (ratio {against.ratio_interval.words})"
+    words = f"{abs(percent):.0f}% {'more' if percent > 0 else 'less'} than"
+    kinds = (first.kind, second.kind)
+    if kinds == ("crossed", "crossed"):
+        return words
+    bounds = {("at least", "crossed"), ("crossed", "below"), ("at least", "below")}
+    is_bound = kinds in bounds if percent > 0 else kinds[::-1] in bounds
+    return f"at least {words}" if is_bound else f"perhaps {words} (the probes don't bracket both)"
+
+
+def losing_region(verdict: Verdict) -> str:
+    """Return where disaggregation loses, in a sentence; "" without a sweep."""
+    if not verdict.sweep:
+        return ""
+    known = [point for point in verdict.sweep if point.is_known]
+    if not known:
+        return "The probes bracket the goodput of both kinds at no ITL objective, so none is known to be a loss."
+    losing = [point.itl_ms for point in known if point.ratio < 1]
+    looked_at = f"the ITL objectives from {known[0].itl_ms:.3g} to {known[-1].itl_ms:.3g} ms that the probes bracket"
+    if not losing:
+        return f"Disaggregation loses at none of {looked_at}."
+    if len(losing) == len(known):
+        return f"Disaggregation loses at each of {looked_at}."
+    listed = ", ".join(f"{value:.3g}" for value in losing)
+    return f"Disaggregation loses at ITL objectives of {listed} ms, and at no other of {looked_at}."
+
+
+def crossing(sweep: Sequence[SweepPoint], ratio: float) -> float | None:
+    """Return the loosest ITL objective, in milliseconds, at which disaggregation reaches ``ratio``; None: none."""
+    return max((point.itl_ms for point in sweep if point.is_known and point.ratio >= ratio), default=None)
+
+
+def _difference(
+    first: str, second: str, rates: Mapping[str, float], resampled: Mapping[str, NDArray[np.float64]]
+) -> Difference:
+    ones, others = resampled[first], np.maximum(resampled[second], 1e-9)
+    return Difference(
+        first=first,
+        second=second,
+        ratio=rates[first] / max(rates[second], 1e-9),
+        ratio_interval=interval(ones / others),
+        difference=rates[first] - rates[second],
+        difference_interval=interval(ones - others),
+    )
+
+
+def _effects(
+    arms: Mapping[str, Arm | None], rates: Mapping[str, float], resampled: Mapping[str, NDArray[np.float64]]
+) -> list[Difference]:
+    """Return the effects of routing, with and without disaggregation, and of disaggregation, with either policy.
+
+    For each corner the best arm with that policy counts.
+    """
+
+    def best(*, mixed: bool, policy: str) -> str | None:
+        found = [n for n, arm in arms.items() if n in rates and arm and arm.is_mixed == mixed and arm.policy == policy]
+        return max(found, key=rates.__getitem__, default=None)
+
+    policies = (LOAD_POLICY, PREFIX_POLICY)
+    corners = {(mixed, policy): best(mixed=mixed, policy=policy) for mixed in (True, False) for policy in policies}
+    wanted = [
+        ((True, PREFIX_POLICY), (True, LOAD_POLICY)),
+        ((False, PREFIX_POLICY), (False, LOAD_POLICY)),
+        ((False, LOAD_POLICY), (True, LOAD_POLICY)),
+        ((False, PREFIX_POLICY), (True, PREFIX_POLICY)),
+    ]
+    found = []
+    for one, other in wanted:
+        first, second = corners[one], corners[other]
+        if first is not None and second is not None:
+            found.append(_difference(first, second, rates, resampled))
+    return found
+
+
+def _sweep(
+    mixed: Sequence[str],
+    split: Sequence[str],
+    probes: Mapping[str, Sequence[Probe]],
+    objectives: Objectives,
+    seed: int,
+) -> list[SweepPoint]:
+    points = []
+    for factor in SWEEP_FACTORS:
+        changed = replace(objectives, itl_ms=objectives.itl_ms * factor)
+        goodputs = {name: measured_goodput(probes[name], changed) for name in (*mixed, *split)}
+        rates = {name: goodput.rate for name, goodput in goodputs.items()}
+        best_mixed, best_split = max(mixed, key=rates.__getitem__), max(split, key=rates.__getitem__)
+        two = {name: probes[name] for name in (best_mixed, best_split)}
+        resampled = resampled_goodputs(two, changed, seed, SWEEP_RESAMPLES)
+        both = _difference(best_split, best_mixed, rates, resampled)
+        points.append(
+            SweepPoint(
+                itl_ms=changed.itl_ms,
+                best_mixed=best_mixed,
+                best_split=best_split,
+                mixed_goodput=rates[best_mixed],
+                split_goodput=rates[best_split],
+                ratio=both.ratio,
+                ratio_interval=both.ratio_interval,
+                is_known=all(goodputs[name].kind == "crossed" for name in (best_mixed, best_split)),
+            )
+        )
+    return points

@@ -1,0 +1,85 @@
+"""Output of byte-level tokenizers, token by token: each token is some bytes, and the text is their UTF-8.
+
+The joined pieces equal what the tokenizer's own decoder makes of all tokens at once.
+"""
+
+import codecs
+import contextlib
+from collections.abc import Callable, Collection, Sequence
+
+_new_decoder = codecs.getincrementaldecoder("utf-8")
+
+
+def _byte_of_char() -> dict[str, int]:
+    """Return the bytes that the characters of byte-level vocabularies stand for: printable ones for themselves, the
+    others, in order, for characters from U+0100 on (the mapping of GPT-2's tokenizer)."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    chars = {chr(byte): byte for byte in printable}
+    return chars | {chr(0x100 + number): byte for number, byte in enumerate(others)}
+
+
+BYTE_OF_CHAR = _byte_of_char()
+
+
+class TokenTable:
+    """Bytes and texts of a vocabulary's tokens, each made at its first use.
+
+    ``string_of`` returns a token as the vocabulary has it, "" for an id without one. Tokens with the strings
+    ``hidden`` have no bytes.
+    """
+
+    def __init__(self, string_of: Callable[[int], str], hidden: Collection[str] = ()) -> None:
+        self._string_of = string_of
+        self._hidden = frozenset(hidden)
+        self._bytes: dict[int, bytes] = {}
+        self.whole_texts: dict[int, str] = {}
+        """Texts of those tokens, of the ones used so far, whose bytes are whole characters."""
+
+    def bytes_of(self, token_id: int) -> bytes:
+        """Return a token's bytes."""
+        found = self._bytes.get(token_id)
+        if found is None:
+            found = self._bytes[token_id] = self._find(token_id)
+            with contextlib.suppress(UnicodeDecodeError):  # it may be a part of a character
+                self.whole_texts[token_id] = found.decode()
+        return found
+
+    def _find(self, token_id: int) -> bytes:
+        string = self._string_of(token_id)
+        if string in self._hidden:
+            return b""
+        try:
+            return bytes([BYTE_OF_CHAR[char] for char in string])
+        except KeyError:  # an added token is its own text
+            return string.encode()
+
+
+class ByteLevelDetokenizer:
+    """Text of a growing list of tokens, piece by piece; it holds back the bytes of an incomplete character only."""
+
+    def __init__(self, table: TokenTable) -> None:
+        self._table = table
+        self._whole_texts = table.whole_texts
+        self._decoder = _new_decoder("replace")
+        self._is_pending = False  # the decoder holds bytes
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """Return the text that these tokens make final."""
+        return "".join([self._push_one(token_id) for token_id in token_ids])
+
+    def flush(self) -> str:
+        """Return the text left at the end of the output: an incomplete character becomes a replacement character."""
+        self._is_pending = False
+        text = self._decoder.decode(b"", final=True)
+        self._decoder.reset()
+        return text
+
+    def _push_one(self, token_id: int) -> str:
+        if not self._is_pending:
+            text = self._whole_texts.get(token_id)
+            if text is not None:
+                return text
+        text = self._decoder.decode(self._table.bytes_of(token_id))
+        self._is_pending = bool(self._decoder.getstate()[0])
+        return text

@@ -1,0 +1,160 @@
+"""Goodput's arithmetic on numbers worked out by hand: pressure, crossing, intervals, search, verdict."""
+
+import math
+from itertools import count
+
+import numpy as np
+import pytest
+
+from splitserve.benchmarks.common.stats import RequestRecord
+from splitserve.benchmarks.goodput.arms import Arm, check_equal_devices, default_arms, parse_arm
+from splitserve.benchmarks.goodput.comparison import Comparison
+from splitserve.benchmarks.goodput.estimate import Probe, block_indices, goodput_of, interval, resampled_goodputs
+from splitserve.benchmarks.goodput.objectives import MAX_PRESSURE, Objectives, Outcome, percentile
+from splitserve.benchmarks.goodput.probe import ProbeResult
+from splitserve.benchmarks.goodput.search import Search
+from splitserve.benchmarks.goodput.verdict import crossing, judge, losing_region, sentence
+from splitserve.common.errors import ConfigError
+
+OBJECTIVES = Objectives(ttft_ms=100.0, itl_ms=20.0, percentile=90.0)
+
+
+def outcome(ttft_ms: float, itl_ms: float, number: int = 100, spread: float = 0.0, seed: int = 0) -> Outcome:
+    random = np.random.default_rng(seed)
+    ttft = ttft_ms * np.exp(spread * random.standard_normal(number))
+    return Outcome(ttft, tuple(np.full(5, itl_ms) for _ in range(number)), 0)
+
+
+def test_a_percentile_is_one_of_the_values() -> None:
+    values = np.array([5.0, 1.0, 4.0, 2.0, 3.0, 10.0, 9.0, 8.0, 7.0, 6.0])
+    assert [percentile(values, share) for share in (10, 50, 90, 99)] == [1.0, 5.0, 9.0, 10.0]
+    assert percentile(np.array([1.0] * 9 + [math.inf]), 90) == 1.0  # one failure in ten is what p90 allows
+    assert percentile(np.array([1.0] * 8 + [math.inf] * 2), 90) == math.inf
+    assert percentile(np.empty(0), 90) == 0.0
+
+
+def test_pressure_is_the_larger_ratio() -> None:
+    assert outcome(50.0, 10.0).pressure(OBJECTIVES) == 0.5
+    assert outcome(50.0, 30.0).pressure(OBJECTIVES) == 1.5
+    assert outcome(170.0, 30.0).pressure(OBJECTIVES) == 1.7
+
+
+def test_failures_are_misses_and_lack_their_tokens() -> None:
+    good = RequestRecord(0.0, sent_seconds=0.0, end_seconds=0.1, chunk_seconds=[0.01, 0.02, 0.04])
+    cut = RequestRecord(1.0, sent_seconds=1.0, end_seconds=1.1, chunk_seconds=[1.01, 1.02], error="lost")
+    found = Outcome.of([good, cut], [3, 5])
+    assert found.ttft_ms.tolist() == [pytest.approx(10.0), math.inf] and found.num_failed == 1
+    assert [len(gaps) for gaps in found.gaps_ms] == [2, 4] and np.isinf(found.gaps_ms[1]).sum() == 3
+    assert found.pressure(OBJECTIVES) == MAX_PRESSURE
+
+
+def test_the_crossing_is_interpolated_in_the_logarithm() -> None:
+    assert goodput_of([(1.0, 0.1), (2.0, 0.5), (4.0, 2.0)]).rate == pytest.approx(3.0)
+    assert goodput_of([(4.0, 2.0), (2.0, 0.25), (2.0, 1.0)]).rate == pytest.approx(3.0)  # 0.25 and 1 average to 0.5
+    crossed = goodput_of([(1.0, 0.9), (2.0, 1.2), (3.0, 0.8)])  # the first failure counts
+    assert crossed.kind == "crossed" and 1.0 < crossed.rate < 2.0
+    assert (goodput_of([(1.0, 0.5)]).kind, goodput_of([(1.0, 1.5)]).kind) == ("at least", "below")
+
+
+def test_blocks_are_of_consecutive_requests() -> None:
+    found = block_indices(100, np.random.default_rng(0))
+    assert len(found) == 100 and set(found) <= set(range(100))
+    steps = np.diff(found) % 100
+    assert (steps == 1).sum() >= 85  # ten blocks of ten
+
+
+def test_intervals_hold_the_truth_as_often_as_they_say() -> None:
+    """The pressure's logarithm grows with the rate, and is 0 at 4 requests/s; TTFT varies by 30%."""
+    objectives = Objectives(100.0, 1e6, 50.0)  # of the median: exact even for few requests
+    held = 0
+    for seed in range(40):
+        ttft = {rate: 100.0 * math.exp(0.25 * (rate - 4.0)) for rate in (3.0, 5.0)}
+        probes = [Probe(r, outcome(ttft[r], 1.0, 200, 0.3, 100 * seed + int(r))) for r in ttft]
+        found = interval(resampled_goodputs({"a": probes}, objectives, seed, 100)["a"])
+        held += found.low <= 4.0 <= found.high
+    assert 31 <= held <= 40  # 36 are expected
+
+
+def test_a_search_brackets_the_crossing_from_either_side() -> None:
+    for first in (0.1, 3.0, 200.0):
+        search, steps = Search(first, precision=0.1, num_repeats=2, max_probes=30), count()
+        while (rate := search.next_rate()) is not None and next(steps) < 40:
+            search.note(rate, (rate / 7.3) ** 2)
+        low, high = search.bracket()
+        assert low is not None and high is not None and low <= 7.3 <= high <= 1.1 * low
+        assert len(search.pressures[low]) == len(search.pressures[high]) == 2
+
+
+def test_a_search_ends_with_its_probes() -> None:
+    search = Search(1.0, max_probes=5)
+    rates = []
+    while (rate := search.next_rate()) is not None:
+        rates.append(rate)
+        search.note(rate, 0.01)
+    assert rates == [1.0, 2.0, 4.0, 8.0, 16.0]
+
+
+def test_arms_are_read_as_they_are_written() -> None:
+    for arm in default_arms(3, [128, 512]):
+        assert parse_arm(arm.name) == arm
+    assert parse_arm("2P1D:cost").is_conditional and parse_arm("2M@64").chunk_tokens == 64
+    for text in ("P1D", "0P1D", "2P0D", "0M", "1P1D:fastest", "2M@x", "mixed"):
+        with pytest.raises(ConfigError, match="arm"):
+            parse_arm(text)
+    with pytest.raises(ConfigError, match="same number of devices"):
+        check_equal_devices([Arm(1, 1), Arm(num_mixed=3)])
+
+
+def judged(mixed_itl: float, split_itl: float):
+    """Judge arms whose ITL grows with the rate, from the given one at 1 request/s."""
+    arms = {"2M:least-loaded": parse_arm("2M"), "1P1D:least-loaded": parse_arm("1P1D")}
+    probes = {
+        name: [Probe(rate, outcome(1.0, itl * rate)) for rate in (1.0, 2.0, 4.0, 8.0, 16.0)]
+        for name, itl in zip(arms, (mixed_itl, split_itl), strict=True)
+    }
+    return judge(arms, probes, OBJECTIVES, seed=0)
+
+
+def test_the_verdict_names_the_better_arm_and_by_how_much() -> None:
+    verdict = judged(mixed_itl=10.0, split_itl=5.0)  # 20 ms are reached at 2 and at 4 requests/s
+    assert verdict.split_against_mixed is not None
+    assert verdict.split_against_mixed.ratio == pytest.approx(2.0) and verdict.split_against_mixed.is_clear
+    assert "1P1D:least-loaded) holds 4 requests/s: 100% more than" in sentence(verdict)
+    assert "50% less than" in sentence(judged(5.0, 10.0))
+    assert "not clearly different" in sentence(judged(10.0, 10.0))
+
+
+def test_the_losing_region_follows_from_the_same_probes() -> None:
+    verdict = judged(mixed_itl=10.0, split_itl=5.0)
+    known = [point for point in verdict.sweep if point.is_known]
+    assert known and crossing(verdict.sweep, 1.3) == known[-1].itl_ms
+    assert losing_region(verdict).startswith("Disaggregation loses at none")
+    assert losing_region(judged(5.0, 10.0)).startswith("Disaggregation loses at each")
+    assert not all(point.is_known for point in verdict.sweep)  # 80 ms: mixed workers never reach it
+
+
+def probe_result(arm: str, rate: float, seed: int) -> ProbeResult:
+    pressure = rate / (3.0 if arm.startswith("1P") else 2.0)
+    gaps = [[20.0 * pressure] * 3 for _ in range(20)]
+    return ProbeResult(
+        arm=arm, rate=rate, seed=seed, offered_rate=rate, seconds=1.0, ttft_ms=[1.0] * 20, gaps_ms=gaps, figures={}
+    )
+
+
+def test_arms_take_turns_and_a_run_resumes() -> None:
+    arms = {"2M": parse_arm("2M"), "1P1D": parse_arm("1P1D")}
+
+    def comparison() -> Comparison:
+        return Comparison(arms, OBJECTIVES, {name: Search(1.0, 0.3, 2, 8) for name in arms}, seed=5)
+
+    whole = comparison()
+    order = [result.arm for result in whole.run(lambda name, _arm, rate, seed: probe_result(name, rate, seed))]
+    assert order[:4] == ["2M", "1P1D"] * 2
+    interrupted = comparison()
+    running = interrupted.run(lambda name, _arm, rate, seed: probe_result(name, rate, seed))
+    kept = [next(running) for _ in range(5)]
+    resumed = comparison()
+    resumed.resume(kept)
+    rest = list(resumed.run(lambda name, _arm, rate, seed: probe_result(name, rate, seed)))
+    assert [(p.arm, p.rate, p.seed) for p in kept + rest] == [(p.arm, p.rate, p.seed) for p in whole.probes]
+    assert {probe.seed for probe in whole.probes} == {5, 6}  # a second probe at a rate has other requests
