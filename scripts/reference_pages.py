@@ -19,7 +19,7 @@ from log_page import logs_page
 
 from splitserve.models.families.registry import FAMILIES, TEXT_OF
 from splitserve.models.transformers_backend.known import REFUSED, TESTED
-from splitserve.orchestration.cli.main import BENCHES, TUNE, build_parser
+from splitserve.orchestration.cli.main import BENCHES, TOOLS, build_parser
 from splitserve.orchestration.python.declarations import parameters_module, settings_module
 from splitserve.orchestration.spec.document import json_schema, schema_text
 from splitserve.orchestration.spec.settings_page import settings_page
@@ -65,9 +65,12 @@ def cli_page() -> str:
         table(
             ("command", "purpose"), [(f"[`{name}`](#{_anchor(name)})", text) for name, (_, text) in commands.items()]
         ),
-        *(_command_section(name, parser) for name, (parser, _) in commands.items() if name not in ("bench", "tune")),
+        *(_command_section(name, parser) for name, (parser, _) in commands.items() if name not in ("bench", *TOOLS)),
         _bench_section(),
-        f"## splitserve tune\n\n{sentence(TUNE[1])} `splitserve tune --help` lists its options.",
+        *(
+            f"## splitserve {name}\n\n{sentence(text)} `splitserve {name} --help` lists its options."
+            for name, (_, text) in TOOLS.items()
+        ),
         "## Options of a cluster",
         "`serve`, `up`, `doctor` and `spec show` take these. They are a shorthand for a "
         "[cluster spec](cluster-spec.md); `--spec FILE` replaces all of them.",

@@ -82,7 +82,12 @@ BENCHES = {
     "sampling": ("splitserve.benchmarks.engine.sampling_costs", "what sampling features add to a step, on this CPU"),
     "engine-cpu": ("splitserve.benchmarks.engine.engine_vs_transformers", "the engine on CPU against transformers"),
 }
-TUNE = ("splitserve.benchmarks.kernels.tune", "find the fastest launch parameters of kernels on this GPU")
+TOOLS = {
+    "tune": ("splitserve.benchmarks.kernels.tune", "find the fastest launch parameters of kernels on this GPU"),
+    "simulate": ("splitserve.benchmarks.twin.simulate", "show what a cluster would do under a workload"),
+    "calibrate": ("splitserve.benchmarks.twin.calibrate", "save a running cluster's step times, for the two others"),
+    "plan": ("splitserve.benchmarks.twin.plan", "rank the arrangements of N devices for a workload"),
+}
 EXIT_ERROR = 2
 EXIT_INTERRUPTED = 130
 EXIT_BROKEN_PIPE = 141
@@ -94,8 +99,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if arguments[:1] == ["bench"] and arguments[1:2] and arguments[1] in BENCHES:
             return _main_of(BENCHES[arguments[1]][0], arguments[2:])  # a bench's options are its module's own
-        if arguments[:1] == ["tune"]:
-            return _main_of(TUNE[0], arguments[1:])
+        if arguments[:1] and arguments[0] in TOOLS:
+            return _main_of(TOOLS[arguments[0]][0], arguments[1:])
         options = build_parser().parse_args(arguments)
         status: int = options.run(options)
         sys.stdout.flush()
@@ -130,7 +135,8 @@ def build_parser() -> CommandParser:
     names = bench.add_subparsers(required=True, metavar="BENCH")
     for name, (_, help_text) in BENCHES.items():
         names.add_parser(name, help=help_text)
-    commands.add_parser("tune", help=TUNE[1])
+    for name, (_, help_text) in TOOLS.items():
+        commands.add_parser(name, help=help_text)
     version = commands.add_parser("version", help="show the version")
     version.set_defaults(run=_version)
     return parser

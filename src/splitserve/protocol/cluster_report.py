@@ -10,6 +10,7 @@ import msgspec
 
 from splitserve.protocol.counters import WorkerLoad
 from splitserve.protocol.messages.membership import PeerLink, WorkerInfo
+from splitserve.protocol.placement.step_model import StepModel
 
 
 class WorkerState(StrEnum):
@@ -35,6 +36,7 @@ class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
     load: WorkerLoad
     links: list[PeerLink]
     clock_offset_seconds: float | None = None
+    step_model: StepModel = StepModel()  # as the worker sent it
 
 
 class RefusedWorker(msgspec.Struct, frozen=True, kw_only=True):
