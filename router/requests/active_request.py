@@ -57,6 +57,7 @@ class ActiveRequest:
     siblings: tuple["ActiveRequest", ...] = ()  # of the prompt's other choices, which begin with this one
     predicted_ttft_seconds: float | None = None  # from its arrival, as predicted when it came; None: not known
     is_fallback: bool = False  # the first attempt is local only because there was no pair
+    num_known_tokens: int | None = None  # tokens with which an earlier prompt began; None: not counted
 
     @classmethod
     def new(

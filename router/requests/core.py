@@ -31,8 +31,9 @@ from splitserve.protocol.request import Party, RequestKey
 from splitserve.protocol.token_ids import TOKEN_ID_BYTES
 from splitserve.router.links.membership import Membership
 from splitserve.router.placement.placer import SHUTTING_DOWN, Placer
-from splitserve.router.placement.policies import NoWorker, policy_by_name
+from splitserve.router.placement.policies import NoWorker, Placed, policy_by_name
 from splitserve.router.placement.prefix_view import PrefixView
+from splitserve.router.placement.seen_prefixes import SeenPrefixes
 from splitserve.router.requests.active_request import ActiveRequest
 from splitserve.router.requests.admission import Admission
 from splitserve.router.requests.attempts import Attempts
@@ -93,6 +94,7 @@ class RouterCore:
             protocol.max_requests_waiting, protocol.max_waiting_mib << 20, wait_seconds, self._outbox, self._serve
         )
         self._clocks = WorkerClocks()
+        self._seen_prefixes = SeenPrefixes()
         self._orphans = Orphans(protocol.tombstone_seconds)
         attempts = Attempts(self.placer, membership, self._outbox, chosen, self.deadline_seconds)
         self._settlement = Settlement(membership, objectives, self._outbox, self.placer.note_output)
@@ -101,7 +103,7 @@ class RouterCore:
             self.placer,
             membership,
             self._outbox,
-            self.requests.begin,
+            self._begin,
             deadline_seconds=self.deadline_seconds,
             tenants=NO_TENANTS,
             is_open=not (config.classes or config.tenants_file or config.ttft_objective_ms),
@@ -147,6 +149,10 @@ class RouterCore:
             self._outbox.put(TellLimits(newcomer_id, limits))
             return None
         return self.gate.arrive(newcomer, now)
+
+    def _begin(self, request: ActiveRequest, placement: Placed, now: float) -> None:
+        request.num_known_tokens = self._seen_prefixes.note(request.hashes)
+        self.requests.begin(request, placement, now)
 
     def _on_cancel(self, event: Cancel, now: float) -> None:
         request = self.requests.get(event.request_id)
