@@ -15,6 +15,7 @@ IN_TURN = {
 BESIDE_OTHERS = {
     "benchmarks/goodput/test_goodput_arithmetic",
     "workloads/test_workloads",
+    "benchmarks/test_client_limits",
     "benchmarks/test_arguments",
     "benchmarks/test_arithmetic",
     "benchmarks/test_http_attacks",
