@@ -67,6 +67,7 @@ BESIDE_OTHERS = {
     "models/test_add_a_model_family",
     "models/test_families",
     "models/test_transformers_backend",
+    "models/test_transformers_model",
     "models/experts/test_mxfp4",
     "models/test_demo",
     "models/test_loader",
