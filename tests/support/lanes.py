@@ -5,58 +5,63 @@ import os
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
+BESIDE_FOLDERS = {"common", "decode", "engine", "kernels", "models", "prefill", "protocol", "router", "simulation"}
+"""Folders whose modules keep to about one core, and whose processes leave nothing that others could take for their own:
+no UCX in the process of the tests, no LMCache. They run in any order, beside the two lanes, and give way to them."""
+IN_TURN = {
+    "engine/test_awake_cores",
+}
+"""Modules of those folders that run in the lane of all others nevertheless: they measure what cores do."""
 BESIDE_OTHERS = {
     "benchmarks/goodput/test_goodput_arithmetic",
     "workloads/test_workloads",
-    "kernels/test_all_reduce",
-    "kernels/test_attention_backends",
+    "benchmarks/test_arguments",
+    "benchmarks/test_arithmetic",
+    "benchmarks/test_http_attacks",
+    "benchmarks/test_recovery_times",
+    "benchmarks/test_report",
+    "benchmarks/test_results_tables",
+    "benchmarks/test_sampling_costs",
     "benchmarks/test_tensor_parallel",
+    "benchmarks/test_tune",
     "kvconnector/test_block_pool",
-    "project/test_ci_run",
+    "kvconnector/test_gated_copies",
+    "kvconnector/test_gated_loads",
+    "kvconnector/test_gather",
+    "kvconnector/test_golden_layout",
+    "kvconnector/test_kv_memory",
+    "kvconnector/test_tier_copies",
+    "kvconnector/test_tiers",
+    "orchestration/test_addresses",
     "orchestration/test_affinity",
+    "orchestration/test_cli",
+    "orchestration/test_cli_errors",
     "orchestration/test_cluster_spec",
     "orchestration/test_control",
-    "project/test_deploy",
-    "router/test_fuzz_http",
-    "router/test_response_templates",
-    "project/test_gpu_tests",
-    "simulation/test_cache_groups",
-    "simulation/test_host_offers",
-    "benchmarks/test_http_attacks",
-    "router/test_http_connections",
-    "models/test_hostile_checkpoints",
-    "kernels/test_gather",
-    "kernels/test_sampling",
-    "kernels/test_sinks",
-    "kernels/test_thresholds",
-    "kernels/test_triton",
+    "orchestration/test_doctor_checks",
     "orchestration/test_forking",
+    "orchestration/test_gpus",
+    "orchestration/test_hub",
     "orchestration/test_launcher",
-    "router/test_local_origin",
-    "router/test_membership_connections",
-    "models/sampling/test_add_a_sampling_feature",
-    "models/sampling/test_distributions",
-    "models/test_mixed_steps",
-    "models/test_precision",
-    "models/test_reading",
-    "models/test_runner",
-    "simulation/test_planted_bugs",
-    "simulation/test_planted_in_random_schedules",
-    "simulation/test_planted_router_bugs",
+    "orchestration/test_log_files",
+    "orchestration/test_python_batch",
+    "orchestration/test_python_keywords",
+    "orchestration/test_python_types",
+    "orchestration/test_ray_placement",
+    "orchestration/test_sizes",
+    "orchestration/test_supervision",
+    "orchestration/test_topology",
+    "orchestration/test_upgrades",
+    "project/test_ci_run",
+    "project/test_deploy",
+    "project/test_docs",
+    "project/test_gpu_tests",
+    "project/test_long_tests",
+    "project/test_packaging",
+    "project/test_reference_pages",
+    "project/test_sdist",
+    "project/test_transfers_know_bytes",
     "worker/test_ranks",
-    "router/test_bounds_and_ends",
-    "router/test_faults",
-    "router/test_http",
-    "router/test_worker_mixes",
-    "router/test_last_worker",
-    "simulation/test_simulation",
-    "simulation/test_storm",
-    "protocol/test_specification",
-    "simulation/test_logprobs",
-    "simulation/test_tiers",
-    "kernels/test_triton_chunks",
-    "kernels/test_triton_odd_shapes",
-    "benchmarks/test_tune",
     "worker/test_start",
     "worker/test_window_groups",
     "kernels/test_all_gather",
@@ -94,9 +99,10 @@ BESIDE_OTHERS = {
     "router/test_schema",
     "kvconnector/test_gated_copies",
 }
-"""Modules that keep to about one core, and whose processes leave nothing that others could take for their own: no UCX
-in the process of the tests, no LMCache. They run in any order, beside the two lanes, and give way to them."""
+"""Such modules of other folders."""
 ON_CLUSTERS = {
+    "benchmarks/twin/test_twin_commands",
+    "benchmarks/goodput/test_goodput_run",
     "end_to_end/test_cluster_ray",
     "orchestration/test_ray_head",
     "end_to_end/test_cluster_local",
@@ -112,7 +118,6 @@ ON_CLUSTERS = {
     "end_to_end/test_host_offers",
     "benchmarks/test_tiers",
     "benchmarks/test_soak",
-    "benchmarks/goodput/test_goodput_run",
     "engine/test_profile",
     "orchestration/test_cluster_network",
     "common/test_security",
@@ -176,7 +181,8 @@ def lane_of(node_id: str) -> str:
     module = node_id.partition(".py")[0].removeprefix("tests/")
     if module in ON_CLUSTERS:
         return CLUSTERS
-    return module if module in BESIDE_OTHERS else ALONE
+    is_beside = module in BESIDE_OTHERS or (module.partition("/")[0] in BESIDE_FOLDERS and module not in IN_TURN)
+    return module if is_beside else ALONE
 
 
 def seconds_of(lane: str) -> float:
