@@ -101,12 +101,11 @@ async def _serve(
     defaults: SamplingDefaults,
     response_format: ResponseFormat | None,
 ) -> None:
-    local_only = is_loopback(config.host) and not config.api_key
+    local_only = is_loopback(config.host) and not (config.api_key or config.tenants_file)
     _check_origins(config, local_only=local_only)
     names = tuple(dict.fromkeys((config.served_model_name, *config.aliases)))
     metrics = RouterMetrics(config.served_model_name)
     dispatcher = Dispatcher(config, metrics)
-    dispatcher.load_tenants()
     renderer = Renderer(tokenizer.chat_template)
     checker = GrammarChecker(Path(config.model), tokenizer.eos_token_ids)
     preparation = Preparation(
@@ -114,6 +113,7 @@ async def _serve(
     )
     bodies = BodyReader(config.max_body_mib << 20)
     try:
+        _follow_tenants(dispatcher)
         await renderer.start()
         progress("membership", {"endpoint": dispatcher.fleet.endpoint})
         serving = Serving(ServedModel(names, defaults), dispatcher, preparation, bodies)
@@ -143,7 +143,6 @@ async def _serve(
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stop)
-        loop.add_signal_handler(signal.SIGHUP, _reload_tenants, dispatcher)
         _settle_collector()
         await server.serve(sockets=[listener])
     finally:
@@ -153,6 +152,12 @@ async def _serve(
         preparation.close()
         renderer.close()
         checker.close()
+
+
+def _follow_tenants(dispatcher: Dispatcher) -> None:
+    """Read the file of tenants now, and again at each SIGHUP. Raises :class:`ConfigError` for a faulty one now."""
+    dispatcher.load_tenants()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, _reload_tenants, dispatcher)
 
 
 def _reload_tenants(dispatcher: Dispatcher) -> None:
