@@ -1,8 +1,10 @@
 """``splitserve bench sampling``: processor time that sampling features add to a step, on this machine's CPU.
 
 Steps of ``--batch`` sequences draw the likeliest tokens of random logits [batch, vocabulary], with the features that a
-row of the table names; there is no model. The rows take turns, a step each; the figures are medians. On a GPU the
-device does the changes of the logits, which are part of the times here.
+row of the table names; there is no model. The times are those of the whole draw without its last operation, the choice
+of the likeliest tokens. "none" calls that operation alone, so that "off" shows what unused features cost. The rows take
+turns, a step each; the figures are medians. On a GPU the device does the changes of the logits, which are part of the
+times here.
 """
 
 import argparse
@@ -23,7 +25,7 @@ from torch import Tensor
 
 from splitserve.benchmarks.common.report import add_result_options, keep_result, table
 from splitserve.kernels.api import SamplingBatch
-from splitserve.models.sampling.sampler import Sampler
+from splitserve.models.sampling.sampler import Sampler, sampling_batch
 from splitserve.orchestration.cli.command_parser import CommandParser
 from splitserve.protocol.request import SamplingParams
 from splitserve.protocol.sampling_features import Constraint, wanted_features
@@ -53,15 +55,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as directory:
         write_vocabulary(Path(directory), options.vocab_size)
         end_token_ids = (options.vocab_size - 2, options.vocab_size - 1)
-        loads = {
+        loads: dict[str, _Load] = {"none": _Bare(Path(directory), options, {}, _NUM_PROMPT_TOKENS)}
+        loads |= {
             name: _Load(Path(directory), options, fields, num_prompt_tokens)
             for name, (fields, num_prompt_tokens) in _cases(end_token_ids).items()
         }
         _run(loads.values(), options)
     for name, load in loads.items():
         rows.append({"features": name, "ms": 1e3 * median(load.seconds[_WARM_UP_STEPS:])})
-    off = rows[0]["ms"]
-    cells = [[row["features"], f"{row['ms']:.3f}", f"{row['ms'] - off:.3f}"] for row in rows]
+    least = rows[0]["ms"]
+    cells = [[row["features"], f"{row['ms']:.3f}", f"{row['ms'] - least:.3f}"] for row in rows]
     print(table(cells, ["features", "ms/step", "added"]))
     keep_result("sampling", arguments, {"results": rows}, options)
     return 0
@@ -77,7 +80,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _cases(end_token_ids: tuple[int, ...]) -> Mapping[str, tuple[dict[str, Any], int]]:
-    """Return the sampling parameters and the length of the prompts of each row; the first has no features."""
+    """Return the sampling parameters and the length of the prompts of each row that has a sampler."""
     json_schema = Constraint(LLMatcher.grammar_from_json_schema(SCHEMA), end_token_ids)
     penalties = {"repetition_penalty": 1.1, "presence_penalty": 0.5, "frequency_penalty": 0.5}
     return {
@@ -100,17 +103,28 @@ class _Load:
         self._params = SamplingParams(max_tokens=1 << 20, temperature=0.0, **fields)
         self._prompt = list(range(num_prompt_tokens))
         self._outputs: list[list[int]] = [[] for _ in range(options.batch)]
-        self._sampler = Sampler(_likeliest, options.vocab_size, torch.device("cpu"), model_dir)
+        self._sampler = Sampler(self._likeliest, options.vocab_size, torch.device("cpu"), model_dir)
+        self._choice_seconds = 0.0  # processor time of the last choice of the likeliest tokens
 
     def step(self, logits: Tensor) -> None:
         """Draw a token for each sequence."""
         chunks = [self._chunk(number, output) for number, output in enumerate(self._outputs)]
         began = time.process_time()
-        self._sampler.prepare(StepPlan(chunks))
-        drawn = self._sampler.draw(logits, chunks)
-        self.seconds.append(time.process_time() - began)
+        drawn = self._draw(logits, chunks)
+        self.seconds.append(time.process_time() - began - self._choice_seconds)
         for output, token_id in zip(self._outputs, drawn.tolist(), strict=True):
             output.append(token_id)
+
+    def _draw(self, logits: Tensor, chunks: list[ScheduledChunk]) -> Tensor:
+        self._sampler.prepare(StepPlan(chunks))
+        return self._sampler.draw(logits, chunks)
+
+    def _likeliest(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
+        del batch
+        began = time.process_time()
+        drawn = logits.argmax(dim=-1)
+        self._choice_seconds = time.process_time() - began
+        return drawn
 
     def _chunk(self, number: int, output: list[int]) -> ScheduledChunk:
         position = len(self._prompt) + len(output)
@@ -121,6 +135,13 @@ class _Load:
         return ScheduledChunk([output[-1] if output else self._prompt[-1]], position - 1, [0], spec)
 
 
+class _Bare(_Load):
+    """Sequences whose tokens are drawn without a sampler."""
+
+    def _draw(self, logits: Tensor, chunks: list[ScheduledChunk]) -> Tensor:
+        return self._likeliest(logits, sampling_batch([chunk.sample for chunk in chunks if chunk.sample is not None]))
+
+
 def _run(loads: Collection[_Load], options: argparse.Namespace) -> None:
     """Let the loads take turns, on logits that differ from step to step."""
     generator = torch.Generator().manual_seed(0)
@@ -128,11 +149,6 @@ def _run(loads: Collection[_Load], options: argparse.Namespace) -> None:
     for step in range(_WARM_UP_STEPS + options.steps):
         for load in loads:
             load.step(logits.roll(step, dims=1))
-
-
-def _likeliest(logits: Tensor, batch: SamplingBatch) -> Tensor:
-    del batch
-    return logits.argmax(dim=-1)
 
 
 def write_vocabulary(model_dir: Path, vocab_size: int) -> None:

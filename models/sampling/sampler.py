@@ -89,7 +89,7 @@ class Sampler:
             for name, rows in wanted.items():
                 self._features[name].apply(logits, rows)
         self.errors = {row: error for rows in wanted.values() for row, error in rows.errors.items()}
-        drawn = self._sample(logits, _sampling_batch(specs))
+        drawn = self._sample(logits, sampling_batch(specs))
         for name, rows in wanted.items():
             self._features[name].advance(rows, drawn[rows.rows].clamp(min=0))
         return drawn
@@ -149,7 +149,8 @@ class Sampler:
                     yield name, draw
 
 
-def _sampling_batch(specs: Sequence[SampleSpec]) -> SamplingBatch:
+def sampling_batch(specs: Sequence[SampleSpec]) -> SamplingBatch:
+    """Return the sampling parameters of the rows to draw."""
     return SamplingBatch(
         temperatures=[spec.temperature for spec in specs],
         top_ks=[spec.top_k for spec in specs],

@@ -14,6 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from splitserve import __version__
 from splitserve.router.admin.cluster_report import cluster_report
 from splitserve.router.admin.metrics import RouterMetrics
+from splitserve.router.admin.overview.dashboard import dashboard
 from splitserve.router.admin.profiles import MAX_PROFILE_BODY_BYTES, parse_profile_request
 from splitserve.router.http.access.api_key import RequireKey
 from splitserve.router.http.access.content_type import check_json
@@ -111,6 +112,10 @@ class Api:
         report = cluster_report(self._dispatcher.config, fleet, rates, asyncio.get_running_loop().time())
         return Response(msgspec.json.encode(report), media_type="application/json")
 
+    async def overview(self, _request: Request) -> Response:
+        """Answer with figures of the last half minute and the bottleneck that they show (the dashboard)."""
+        return Response(msgspec.json.encode(self._dispatcher.overviews.overview()), media_type="application/json")
+
     async def request_traces(self, request: Request) -> Response:
         """Answer with the timelines of ended requests whose ids begin with the given one (``splitserve trace``)."""
         traces = self._dispatcher.reports.traces(request.path_params["request_id"])
@@ -163,6 +168,8 @@ def create_app(
         ("/version", api.version),
         ("/metrics", api.metrics),
         ("/admin/workers", api.workers),
+        ("/admin/overview", api.overview),
+        ("/dashboard", dashboard),
         ("/admin/requests/{request_id}", api.request_traces),
         ("/openapi.json", openapi),
     ]

@@ -12,5 +12,5 @@ def test_each_feature_has_its_row(tmp_path: Path) -> None:
     (path,) = tmp_path.glob("*.json")
     rows = json.loads(path.read_text())["results"]
     times = {row["features"]: row["ms"] for row in rows}
-    assert list(times) == ["off", "penalties", "penalties, long prompts", "logit_bias", "min_p", "JSON schema"]
-    assert all(0 < times["off"] < ms for name, ms in times.items() if name != "off")
+    assert list(times) == ["none", "off", "penalties", "penalties, long prompts", "logit_bias", "min_p", "JSON schema"]
+    assert all(0 < times["none"] < ms for name, ms in times.items() if name != "none")

@@ -179,11 +179,10 @@ def _problem(
         outcomes.ended += 1
     else:
         outcomes.cut += 1
-        matcher = LLMatcher(vocabulary, json_schema_grammar(schema), log_level=0)
-        if not matcher.consume_tokens(choice["token_ids"]):
+        whole = completed(choice["token_ids"], schema, vocabulary, tokenizer)
+        if whole is None:
             return f"{text!r} is no beginning of an answer"
-        ids = choice["token_ids"] + _completion(matcher, tokenizer)
-        text = vocabulary.decode_bytes([each for each in ids if each not in tokenizer.eos_token_ids]).decode()
+        text = whole
     try:
         value = json.loads(text)
         judge_of = jsonschema.Draft202012Validator
@@ -191,6 +190,17 @@ def _problem(
     except (ValueError, jsonschema.ValidationError) as error:
         return f"{text[-200:]!r}: {str(error).splitlines()[0][:200]}"
     return ""
+
+
+def completed(
+    token_ids: list[int], schema: dict[str, Any], vocabulary: LLTokenizer, tokenizer: ModelTokenizer
+) -> str | None:
+    """Return a cut answer with a short way to its end; None if no answer by the schema begins so."""
+    matcher = LLMatcher(vocabulary, json_schema_grammar(schema), log_level=0)
+    if not matcher.consume_tokens(token_ids):
+        return None
+    ids = token_ids + _completion(matcher, tokenizer)
+    return vocabulary.decode_bytes([each for each in ids if each not in tokenizer.eos_token_ids]).decode()
 
 
 def _completion(matcher: LLMatcher, tokenizer: ModelTokenizer) -> list[int]:

@@ -30,10 +30,11 @@ from splitserve.benchmarks.chaos.load import new_session
 from splitserve.orchestration.cluster.launcher import LocalCluster
 from storm_ambush import ambush
 from storm_answers import ChoiceAnswer, StormAnswer, ask
+from storm_documents import DocumentJudge
 from storm_referee import StormReferee
-from storm_requests import FEATURES, StormCase, check_documents, storm_cases, write_storm_model
+from storm_requests import FEATURES, StormCase, storm_cases, write_storm_model
 
-STREAMS = 16
+STREAMS = 24
 PATIENCE = ("--lease-seconds", "3", "--read-deadline-seconds", "3", "--dead-after-seconds", "3", "--drain-seconds", "5")
 MAX_NEAR_TIES = 0.003  # as a share of the requests; one is accepted in any number of them
 LOST, HANDOVER = "worker_lost", "handover"
@@ -85,7 +86,7 @@ class RealStorm:
         first, last = (choice.arrivals[0], choice.arrivals[-1]) if choice.arrivals else (0.0, 0.0)
         return any(fault.worker in names and first <= fault.at <= last for fault in self.faults)
 
-    def compare(self, expected: dict[str, StormAnswer], referee: StormReferee) -> None:
+    def compare(self, expected: dict[str, StormAnswer], referee: StormReferee, judge: DocumentJudge) -> None:
         """Compare all answers with those of the undisturbed worker, and check their documents."""
         for answer in self.answers:
             case, quiet = self.cases[answer.case], expected[answer.case]
@@ -95,7 +96,7 @@ class RealStorm:
             for number, (choice, other) in enumerate(zip(answer.choices, quiet.choices, strict=True)):
                 if difference := choice.difference(other):
                     self._judge(answer, number, difference, choice.first_difference(other), referee)
-                self._check_documents(case, answer, number)
+                self._check_document(case, answer, number, judge)
 
     def _judge(
         self, answer: StormAnswer, number: int, difference: str, first: int | None, referee: StormReferee
@@ -107,9 +108,9 @@ class RealStorm:
         else:
             self.near_ties.append(f"{answer.case}, choice {number}: {difference}")
 
-    def _check_documents(self, case: StormCase, answer: StormAnswer, number: int) -> None:
+    def _check_document(self, case: StormCase, answer: StormAnswer, number: int, judge: DocumentJudge) -> None:
         try:
-            self.num_documents += check_documents(case, answer.choices[number])
+            self.num_documents += judge.check(case, answer.choices[number])
         except (ValueError, AssertionError, jsonschema.ValidationError) as error:
             self._note(answer, number, f"invalid document: {error}")
 
@@ -119,14 +120,14 @@ class RealStorm:
         self.problems.append(f"{answer.case}, choice {number}: {problem} (failed attempts: {attempts}): {body}")
 
 
-def undisturbed_answers(model: Path, cases: Sequence[StormCase]) -> dict[str, StormAnswer]:
+def undisturbed_answers(model: Path, cases: Sequence[StormCase], judge: DocumentJudge) -> dict[str, StormAnswer]:
     """Return the answers of one mixed worker, by case."""
     with quiet_cluster(model, "mixed", max_model_len=1024) as cluster:
         answers = asyncio.run(_ask_all(cluster.url, cases, 4))
     for case, answer in zip(cases, answers, strict=True):
         assert not answer.error, f"on a quiet system {case.name} {answer.error}: {case.body}"
         for choice in answer.choices:
-            check_documents(case, choice)
+            judge.check(case, choice)
     return {answer.case: answer for answer in answers}
 
 
@@ -151,7 +152,7 @@ def answers_in_a_storm(
     cluster = LocalCluster(spec, log_level="error", environment=leftovers.environment)
     with cluster, cluster.supervised():
         leftovers.note_pids(cluster.pids)
-        asyncio.run(_storm(cluster, storm, kinds, options, leftovers))
+        asyncio.run(_storm(cluster, storm, kinds, options, leftovers, SHAPES[shape]["num_prefill"]))
     storm.problems += leftovers.found()
     return storm
 
@@ -162,6 +163,7 @@ async def _storm(
     kinds: Sequence[FaultKind],
     options: argparse.Namespace,
     leftovers: Leftovers,
+    num_prefill: int,
 ) -> None:
     left = asyncio.Event()
     async with new_session() as session:
@@ -182,7 +184,7 @@ async def _storm(
         async def disturb() -> None:
             while not left.is_set():
                 leftovers.note_pids(cluster.pids)
-                storm.faults += await ambush(cluster, ready)
+                storm.faults += await ambush(cluster, ready, num_prefill)
                 await injector.run_until(time.monotonic() + options.pause_seconds)
 
         disturbance = asyncio.create_task(disturb())
@@ -201,10 +203,10 @@ def run_storm(
     model: Path, first: int, count: int, kinds: Sequence[FaultKind], *, shape: str = "2P2D", pause: float = 1.0
 ) -> RealStorm:
     """Compare the answers in a storm with those of an undisturbed worker."""
-    cases = storm_cases(model, first, count)
-    expected = undisturbed_answers(model, cases)
+    cases, judge = storm_cases(model, first, count), DocumentJudge(model)
+    expected = undisturbed_answers(model, cases, judge)
     storm = answers_in_a_storm(model, cases, shape, kinds, pause)
-    storm.compare(expected, StormReferee(model))
+    storm.compare(expected, StormReferee(model), judge)
     return storm
 
 

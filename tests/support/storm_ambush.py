@@ -14,13 +14,13 @@ from splitserve.orchestration.cluster.launcher import LocalCluster
 HALT_SECONDS = 0.6  # shorter than a lease, and than the time after which a silent worker is given up
 
 
-async def ambush(cluster: LocalCluster, ready: Callable[[], Awaitable[set[str]]]) -> list[Fault]:
-    """Stop all decode workers, kill a prefill worker after a while, and resume them. Returns the fault; none where a
-    worker of either role is missing."""
+async def ambush(cluster: LocalCluster, ready: Callable[[], Awaitable[set[str]]], num_prefill: int) -> list[Fault]:
+    """Stop all decode workers, kill a prefill worker after a while, and resume them. Returns the fault; none unless all
+    ``num_prefill`` prefill workers and a decode worker are ready: requests would use up their attempts."""
     usable = sorted(await ready() & cluster.ready)
     sources = [name for name in usable if name.startswith("prefill")]
     halted = [cluster.pids[name] for name in usable if name.startswith("decode")]
-    if not sources or not halted:
+    if len(sources) < num_prefill or not halted:
         return []
     victim = random.choice(sources)
     try:

@@ -1,23 +1,20 @@
 """HTTP requests with random mixes of all features: sampling, text, log-probabilities, chats. Not a test module."""
 
-import json
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import jsonschema
 from tokenizers import Tokenizer
 
 from feature_examples import TYPES, example_value
 from splitserve.benchmarks.chaos.load import VOCABULARY
 from splitserve.models.demo.checkpoint import write_demo_model
 from splitserve.protocol.sampling_features import NEUTRAL_VALUES
-from storm_answers import ChoiceAnswer
 
 PROMPT_LENGTHS = (1, 17, 40, 64, 120, 300)
-NUM_TOKENS = (4, 16, 48, 96)
+NUM_TOKENS = (8, 32, 64, 96)
 MAX_CHAT_WORDS = 120  # the tools and the roles take further tokens
 PERSON = {
     "type": "object",
@@ -163,25 +160,3 @@ def _finish_chat(body: dict[str, Any], end_of_reasoning: int) -> None:
         body["tool_choice"] = "auto"
     if body.get("enable_thinking"):
         body["logit_bias"] = {**body.get("logit_bias", {}), str(end_of_reasoning): END_OF_REASONING_BIAS}
-
-
-def check_documents(case: StormCase, choice: ChoiceAnswer) -> bool:
-    """Check that a choice that ended by itself satisfies the schema of its request, or those of the tools it was forced
-    to call, unless something else cut it; return whether there was one to check."""
-    body = case.body
-    if "stop" in body or "stop_token_ids" in body or choice.finish_reason == "length":
-        return False
-    if body.get("tool_choice", "auto") != "auto":
-        assert choice.calls, f"{case.name} ended without the call that it was forced to make"
-        for call in choice.calls:
-            jsonschema.validate(json.loads(call.arguments), TOOLS[call.name])
-        return True
-    if "response_format" in body:
-        wanted = body["response_format"]
-        schema = wanted.get("json_schema", {}).get("schema", {"type": "object"})
-    else:
-        schema = body.get("structured_outputs", {}).get("json")
-    if schema is None:
-        return False
-    jsonschema.validate(json.loads(choice.text), schema)
-    return True

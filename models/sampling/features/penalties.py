@@ -9,6 +9,7 @@ from torch import Tensor
 
 from splitserve.models.sampling.feature import Feature, Rows, to_device
 from splitserve.models.sampling.slots import SlotTable
+from splitserve.protocol.request import SamplingParams
 from splitserve.protocol.step import FeatureStart
 
 
@@ -45,13 +46,14 @@ class Penalties(Feature):
         entries = _flat(logits)
         at = rows.rows[:, None] * logits.stride(0) + ids
         chosen = _picked(entries, at)
+        penalties = [_penalties_of(draw.params) for draw in rows.draws]
+        repetition, frequency, presence = to_device(torch.tensor(penalties), self.device)[:, :, None].unbind(1)
         if any(draw.params.repetition_penalty != 1.0 for draw in rows.draws):
-            repetition = rows.column(lambda draw: draw.params.repetition_penalty)
             chosen = torch.where(chosen < 0, chosen * repetition, chosen / repetition)
         if any(draw.params.frequency_penalty or draw.params.presence_penalty for draw in rows.draws):
             counts = _picked(_flat(self._counts.values), rows.slots[:, None] * self.vocab_size + ids)
-            chosen -= rows.column(lambda draw: draw.params.frequency_penalty) * counts
-            chosen -= rows.column(lambda draw: draw.params.presence_penalty) * (counts > 0)
+            chosen -= frequency * counts
+            chosen -= presence * (counts > 0)
         entries.scatter_(0, at.flatten(), chosen.flatten())
 
     def _seen_ids(self, rows: Rows) -> Tensor:
@@ -81,6 +83,10 @@ class Penalties(Feature):
         """See :meth:`Feature.state`."""
         length = self._lengths[slot]
         return self._seen.row(slot)[:length].tolist(), self._counts.row(slot).tolist()
+
+
+def _penalties_of(params: SamplingParams) -> tuple[float, float, float]:
+    return params.repetition_penalty, params.frequency_penalty, params.presence_penalty
 
 
 def _flat(table: Tensor) -> Tensor:
