@@ -18,12 +18,14 @@ from typing import Any
 from log_page import logs_page
 
 from splitserve.models.families.registry import FAMILIES, TEXT_OF
-from splitserve.orchestration.cli.main import BENCHES, TUNE, build_parser
+from splitserve.models.transformers_backend.known import REFUSED, TESTED
+from splitserve.orchestration.cli.main import BENCHES, TOOLS, build_parser
 from splitserve.orchestration.python.declarations import parameters_module, settings_module
 from splitserve.orchestration.spec.document import json_schema, schema_text
 from splitserve.orchestration.spec.settings_page import settings_page
 from splitserve.orchestration.spec.sizes import format_bytes
 from splitserve.router.admin.metrics_page import metrics_page
+from splitserve.router.admin.overview.reference import overview_page
 from splitserve.router.http.openapi import openapi_document
 from splitserve.router.requests.timeline.spans_page import spans_page
 
@@ -63,9 +65,12 @@ def cli_page() -> str:
         table(
             ("command", "purpose"), [(f"[`{name}`](#{_anchor(name)})", text) for name, (_, text) in commands.items()]
         ),
-        *(_command_section(name, parser) for name, (parser, _) in commands.items() if name not in ("bench", "tune")),
+        *(_command_section(name, parser) for name, (parser, _) in commands.items() if name not in ("bench", *TOOLS)),
         _bench_section(),
-        f"## splitserve tune\n\n{sentence(TUNE[1])} `splitserve tune --help` lists its options.",
+        *(
+            f"## splitserve {name}\n\n{sentence(text)} `splitserve {name} --help` lists its options."
+            for name, (_, text) in TOOLS.items()
+        ),
         "## Options of a cluster",
         "`serve`, `up`, `doctor` and `spec show` take these. They are a shorthand for a "
         "[cluster spec](cluster-spec.md); `--spec FILE` replaces all of them.",
@@ -248,7 +253,7 @@ def api_page() -> str:
         "[below](#parameters-that-take-neutral-values-only) are those that are accepted when they change nothing.",
         "## Endpoints",
         table(("endpoint", "purpose", "API key", "statuses"), rows),
-        "Two more are for operators: `GET /admin/workers` and `POST /admin/profile` "
+        "Further ones are for operators: `/dashboard` and those under `/admin` "
         "([operations](../guides/operations.md#the-administrators-endpoints)). "
         "The API key is required only where the cluster has one.",
         "## Errors",
@@ -312,11 +317,20 @@ def models_page() -> str:
     parts = [
         NOTE,
         "# Models",
-        "A checkpoint is served if `architectures` in its config.json names one of these. Fields of config.json that "
-        "are unknown for the architecture, and tensors that are missing, surplus or misshapen, are refused by name. "
-        "[Add a model family](../guides/add-a-model-family.md) shows how to add one.",
+        "`architectures` in a checkpoint's config.json decides whose code computes it; `--model-backend` forces it "
+        "([guide](../guides/other-models.md)).",
+        "## Native families",
+        "Fields of config.json that are unknown for the architecture, and tensors that are missing, surplus or "
+        "misshapen, are refused by name. [Add a model family](../guides/add-a-model-family.md) shows how to add one.",
         table(("architecture", "family"), rows),
         "Sliding layers keep keys and values of their window only, in blocks of their own; KV tiers are off then.",
+        "## Through transformers",
+        "All other causal language models of the transformers library run through its code, with Splitserve's "
+        "attention and KV memory, if a proof and a test at start admit them. `scripts/long-tests models` compares the "
+        f"tokens of these {len(TESTED)} with those of transformers:",
+        ", ".join(f"`{name}`" for name in TESTED) + ".",
+        "Refused, among others:",
+        table(("architecture", "reason"), [(f"`{name}`", text) for name, text in REFUSED.items()]),
     ]
     return "\n\n".join(parts) + "\n"
 
@@ -336,6 +350,7 @@ def pages() -> dict[Path, str]:
         "settings.md": settings_page(),
         "http-api.md": api_page(),
         "metrics.md": metrics_page(),
+        "overview.md": overview_page(),
         "spans.md": spans_page(),
         "logs.md": logs_page(NOTE),
         "models.md": models_page(),

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, field
 
 MAX_PROBES = 12
-MAX_STEP = 2.0
+MIN_STEP, MAX_STEP = 1.4, 2.0
 
 
 @dataclass(slots=True)
@@ -58,8 +58,7 @@ class Search:
     def _beyond(self) -> float:
         """Return a rate beyond all probes, farther where the pressure is farther from 1."""
         rate = max(self.pressures) if self.bracket()[1] is None else min(self.pressures)
-        step = min(MAX_STEP, math.exp(abs(self._log_pressure(rate))))
-        step = max(step, 1 + 2 * self.precision)
+        step = max(MIN_STEP, min(MAX_STEP, math.exp(abs(self._log_pressure(rate)))))
         return rate * step if self.bracket()[1] is None else rate / step
 
     def _log_pressure(self, rate: float) -> float:

@@ -4,6 +4,7 @@ import logging
 from pathlib import Path
 
 import torch
+import transformers
 
 from splitserve.common.errors import CheckpointError
 from splitserve.common.model_files import few
@@ -40,6 +41,7 @@ def load_transformers_model(
         module = model_class._from_config(transformers_config, attn_implementation=PAGED, dtype=dtype)
     else:
         read_records(directory)  # checks the files' headers
+        transformers.logging.disable_progress_bar()
         try:
             module, found = model_class.from_pretrained(
                 directory,

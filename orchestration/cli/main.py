@@ -25,6 +25,7 @@ from splitserve.orchestration.cli.options import (
     cluster_spec,
     errors_in_options,
 )
+from splitserve.orchestration.cli.top import add_top_command
 from splitserve.orchestration.cli.trace import add_trace_command
 from splitserve.orchestration.lmcache.command import add_lmcache_command
 from splitserve.orchestration.spec.sizes import format_bytes
@@ -33,7 +34,9 @@ BENCHES = {
     "serve": ("splitserve.benchmarks.serving.serve", "load on any OpenAI completions endpoint"),
     "handover": ("splitserve.benchmarks.kv.handover", "KV hand-over against a plain memory copy"),
     "goodput": ("splitserve.benchmarks.goodput.bench", "does disaggregation pay here? goodput at equal devices"),
+    "compare": ("splitserve.benchmarks.goodput.compare", "two runs of bench goodput: ratios, intervals, regressions"),
     "latency": ("splitserve.benchmarks.serving.latency", "TTFT and second token of 1P1D against a mixed worker"),
+    "client": ("splitserve.benchmarks.serving.client_limits", "what the load generator can offer on this machine"),
     "isolation": (
         "splitserve.benchmarks.serving.isolation",
         "gaps between tokens while other requests' prompts arrive, P/D or mixed",
@@ -81,7 +84,12 @@ BENCHES = {
     "sampling": ("splitserve.benchmarks.engine.sampling_costs", "what sampling features add to a step, on this CPU"),
     "engine-cpu": ("splitserve.benchmarks.engine.engine_vs_transformers", "the engine on CPU against transformers"),
 }
-TUNE = ("splitserve.benchmarks.kernels.tune", "find the fastest launch parameters of kernels on this GPU")
+TOOLS = {
+    "tune": ("splitserve.benchmarks.kernels.tune", "find the fastest launch parameters of kernels on this GPU"),
+    "simulate": ("splitserve.benchmarks.twin.simulate", "show what a cluster would do under a workload"),
+    "calibrate": ("splitserve.benchmarks.twin.calibrate", "save a running cluster's step times, for the two others"),
+    "plan": ("splitserve.benchmarks.twin.plan", "rank the arrangements of N devices for a workload"),
+}
 EXIT_ERROR = 2
 EXIT_INTERRUPTED = 130
 EXIT_BROKEN_PIPE = 141
@@ -93,8 +101,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if arguments[:1] == ["bench"] and arguments[1:2] and arguments[1] in BENCHES:
             return _main_of(BENCHES[arguments[1]][0], arguments[2:])  # a bench's options are its module's own
-        if arguments[:1] == ["tune"]:
-            return _main_of(TUNE[0], arguments[1:])
+        if arguments[:1] and arguments[0] in TOOLS:
+            return _main_of(TOOLS[arguments[0]][0], arguments[1:])
         options = build_parser().parse_args(arguments)
         status: int = options.run(options)
         sys.stdout.flush()
@@ -121,6 +129,7 @@ def build_parser() -> CommandParser:
     add_lmcache_command(commands)
     _add_doctor(commands)
     add_trace_command(commands)
+    add_top_command(commands)
     _add_spec_commands(commands)
     _add_demo(commands)
     _add_demo_model(commands)
@@ -128,7 +137,8 @@ def build_parser() -> CommandParser:
     names = bench.add_subparsers(required=True, metavar="BENCH")
     for name, (_, help_text) in BENCHES.items():
         names.add_parser(name, help=help_text)
-    commands.add_parser("tune", help=TUNE[1])
+    for name, (_, help_text) in TOOLS.items():
+        commands.add_parser(name, help=help_text)
     version = commands.add_parser("version", help="show the version")
     version.set_defaults(run=_version)
     return parser

@@ -40,4 +40,5 @@ def _worker_report(record: WorkerRecord, now: float) -> WorkerReport:
         load=record.load,
         links=list(record.links),
         clock_offset_seconds=record.clock_offset_seconds,
+        step_model=record.own_model,
     )

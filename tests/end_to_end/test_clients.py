@@ -7,7 +7,6 @@ import os
 import subprocess
 from typing import Literal
 
-import anthropic
 import openai
 import pytest
 from pydantic import BaseModel
@@ -81,6 +80,8 @@ def client(url):
 
 @pytest.fixture
 def messages(url):
+    import anthropic  # thousands of modules: only the process that runs this test loads them
+
     with anthropic.Anthropic(base_url=url, api_key="none", max_retries=0) as opened:
         yield opened.messages
 

@@ -1,6 +1,5 @@
 """NIXL for real with a cache of two groups: each read gets the bytes and the generations of its own group."""
 
-import multiprocessing
 import threading
 from collections.abc import Iterator
 
@@ -8,6 +7,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from forked_processes import fork_context
 from grouped_source import FIRST_GENERATIONS, FULL, NUM_BLOCKS, SOURCE, WINDOW, fill, make_memory, serve_groups
 from splitserve.kvconnector.blocks.digest import digests_of
 from splitserve.kvconnector.nixl.connector import NixlConnector
@@ -23,7 +23,7 @@ ME = Party("decode-0", 22)
 
 class Source:
     def __init__(self) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = fork_context()
         self.pipe, theirs = context.Pipe()
         self.process = context.Process(target=serve_groups, args=(theirs,), daemon=True)
         self.process.start()

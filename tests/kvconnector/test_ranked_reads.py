@@ -1,6 +1,5 @@
 """Tensor parallelism: every pair of numbers of ranks, in both directions, moves the right heads, for real."""
 
-import multiprocessing
 import random
 import threading
 import time
@@ -9,6 +8,7 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
+from forked_processes import fork_context
 from ranked_worker import FIRST_GENERATION, NUM_BLOCKS, SOURCE, RankedWorker, content, layout_of, serve_ranks
 from splitserve.kvconnector.ranks.transfers import RankEnd, TransferRankError
 from splitserve.kvconnector.transfer.connector import PeerConnected
@@ -28,7 +28,7 @@ class Sources:
     """A process with workers that are read from, by their number of heads and of ranks."""
 
     def __init__(self) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = fork_context()
         self.pipe, theirs = context.Pipe()
         self.process = context.Process(target=serve_ranks, args=(theirs,), daemon=True)
         self.process.start()

@@ -17,8 +17,10 @@ from serving import Reference, transformers_greedy
 from splitserve.common.errors import CheckpointError, ConfigError
 from splitserve.models.config import ModelConfig, load_model_config
 from splitserve.models.declared import check_tensor_parallel_size
+from splitserve.models.families.registry import FAMILIES
 from splitserve.models.runner.runner import ModelRunner
 from splitserve.models.step_costs import kv_token_elements, token_flops, weight_elements
+from splitserve.models.transformers_backend.known import REFUSED, TESTED
 from splitserve.models.transformers_backend.loading import load_transformers_model
 from splitserve.protocol.step import SampleSpec, ScheduledChunk, StepPlan
 from transformers_models import EVERY, NATIVE, SIZES, WINDOW, write_transformers_model
@@ -166,7 +168,7 @@ def test_a_family_comes_first(tmp_path: Path) -> None:
     assert load_model_config(path, "transformers").backend == "transformers"
 
 
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     "BloomForCausalLM": ({}, "it computes attention by itself"),
     "MptForCausalLM": ({"d_model": 64, "n_heads": 4, "n_layers": 2}, "it computes attention by itself"),
     "FalconForCausalLM": ({}, "can't be looked at without weights|it computes attention by itself|doesn't compute"),
@@ -175,6 +177,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "DiffLlamaForCausalLM": ({}, "one call of the attention interface for each of its 3 layers is needed, got 6"),
     "BertLMHeadModel": ({"is_decoder": False}, "attends to other tokens than all before it"),
     "Qwen3NextForCausalLM": ({}, "recurrent state isn't supported yet"),
+    "Qwen3_5ForCausalLM": ({}, "recurrent state isn't supported yet"),
+    "JambaForCausalLM": ({}, "recurrent state isn't supported yet"),
+    "FalconMambaForCausalLM": ({}, "recurrent state isn't supported yet"),
+    "NemotronHForCausalLM": ({}, "recurrent state isn't supported yet"),
     "MambaForCausalLM": ({}, "recurrent state isn't supported yet"),
     "Lfm2ForCausalLM": ({"layer_types": ["conv", "conv", "full_attention"]}, "recurrent state isn't supported yet"),
     "Phi3ForCausalLM": (
@@ -194,11 +200,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("architecture", REFUSED)
+@pytest.mark.parametrize("architecture", REFUSALS)
 def test_what_would_be_wrong_is_refused(architecture: str, tmp_path: Path) -> None:
     import transformers
 
-    sizes, message = REFUSED[architecture]
+    sizes, message = REFUSALS[architecture]
     fields = {"architectures": [architecture]}
     if hasattr(transformers, architecture):
         config_class = getattr(transformers, architecture).config_class
@@ -224,5 +230,7 @@ def test_bad_configs_are_refused(gpt2: Path, tmp_path: Path, change: dict[str, A
         load_model_config(tmp_path)
 
 
-def test_there_are_many_architectures() -> None:
-    assert len(set(EVERY) - set(NATIVE)) >= 40
+def test_the_lists_for_readers_are_those_of_the_tests() -> None:
+    assert set(TESTED) == set(EVERY) - set(NATIVE) and len(TESTED) >= 40
+    assert set(NATIVE) == set(FAMILIES)
+    assert set(REFUSED) <= set(REFUSALS)

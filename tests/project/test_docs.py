@@ -26,7 +26,7 @@ def test_reference_pages_are_those_of_the_code(capsys: pytest.CaptureFixture[str
 
 def test_reference_pages_follow_the_code(monkeypatch: pytest.MonkeyPatch) -> None:
     pages = load_script("reference_pages")
-    monkeypatch.setattr(pages, "TUNE", ("", "something else"))
+    monkeypatch.setattr(pages, "TOOLS", {"tune": ("", "something else")})
     assert pages.main(["--check"]) == 1
 
 

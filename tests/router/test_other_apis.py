@@ -2,7 +2,6 @@
 
 import json
 
-import anthropic
 import openai
 import pytest
 
@@ -25,6 +24,8 @@ def responses(served, writer):
 
 @pytest.fixture
 def messages(served, writer):
+    import anthropic  # thousands of modules: only the process that runs these tests loads them
+
     with anthropic.Anthropic(base_url=served[0].url, api_key="none", max_retries=0) as client:
         yield client.messages
 
@@ -239,6 +240,8 @@ def test_counted_tokens_are_those_of_the_message(messages):
     ],
 )
 def test_errors_of_messages_have_anthropics_shape(messages, fields, words):
+    import anthropic
+
     with pytest.raises(anthropic.BadRequestError) as caught:
         messages.create(**{"model": "tiny", "max_tokens": 5, "messages": QUESTION} | fields)
     body = caught.value.body
@@ -247,6 +250,8 @@ def test_errors_of_messages_have_anthropics_shape(messages, fields, words):
 
 
 def test_an_unknown_model_is_not_found(messages):
+    import anthropic
+
     with pytest.raises(anthropic.NotFoundError):
         messages.create(model="other", max_tokens=5, messages=QUESTION)
 

@@ -26,6 +26,7 @@ GENERATED = {
     "metrics.md",
     "spans.md",
     "models.md",
+    "overview.md",
 }
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
@@ -52,18 +53,19 @@ def splitserve_commands(text: str) -> Iterator[list[str]]:
 
 def check_command(arguments: list[str]) -> None:
     """Raise SystemExit or AssertionError for arguments that ``splitserve`` does not accept. Runs nothing."""
-    if arguments[0] not in ("bench", "tune"):
+    if arguments[0] not in ("bench", *cli.TOOLS):
         cli.build_parser().parse_args(arguments)
         return
-    rest = arguments[1:] if arguments[0] == "tune" else arguments[2:]
-    options = bench_options("tune" if arguments[0] == "tune" else arguments[1])
+    is_tool = arguments[0] in cli.TOOLS
+    rest = arguments[1:] if is_tool else arguments[2:]
+    options = bench_options(arguments[0] if is_tool else arguments[1])
     assert {word for word in rest if word.startswith("--")} <= options, arguments
 
 
 @cache
 def bench_options(name: str) -> frozenset[str]:
-    """Long options of a bench, or of ``tune``, from its help."""
-    module = cli.TUNE[0] if name == "tune" else cli.BENCHES[name][0]
+    """Long options of a bench, or of a tool like ``tune``, from its help."""
+    module = {**cli.BENCHES, **cli.TOOLS}[name][0]
     with contextlib.redirect_stdout(io.StringIO()) as shown, contextlib.suppress(SystemExit):
         importlib.import_module(module).main(["--help"])
     return frozenset(re.findall(r"--[a-z][\w-]*", shown.getvalue()))
@@ -77,7 +79,7 @@ def all_options() -> frozenset[str]:
             found.update(action.option_strings)
             if isinstance(action.choices, dict):
                 parsers.extend(action.choices.values())
-    return frozenset(found).union(*(bench_options(name) for name in [*cli.BENCHES, "tune"]))
+    return frozenset(found).union(*(bench_options(name) for name in [*cli.BENCHES, *cli.TOOLS]))
 
 
 def load_script(name: str) -> ModuleType:

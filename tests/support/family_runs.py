@@ -2,7 +2,8 @@
 
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +32,10 @@ def make_runner(
     return ModelRunner(model, torch.full(shape, math.nan).to(dtype))
 
 
-def greedy(runner: ModelRunner, prompt: list[int], budget: int, count: int) -> list[int]:
-    """Tokens drawn after ``prompt``, computed in chunks of at most ``budget``."""
+def draws(runner: ModelRunner, prompt: list[int], budget: int) -> Iterator[int]:
+    """The tokens drawn after ``prompt``, one after another, computed in chunks of at most ``budget``."""
     tokens, num_computed = list(prompt), 0
-    while len(tokens) < len(prompt) + count:
+    while True:
         end = min(num_computed + budget, len(tokens))
         spec = SampleSpec(0.0, 0, 1.0, 0, 0, end) if end == len(tokens) else None
         chunk = ScheduledChunk(tokens[num_computed:end], num_computed, range(NUM_BLOCKS), spec)
@@ -42,7 +43,12 @@ def greedy(runner: ModelRunner, prompt: list[int], budget: int, count: int) -> l
         num_computed = end
         if token is not None:
             tokens.append(token)
-    return tokens[len(prompt) :]
+            yield token
+
+
+def greedy(runner: ModelRunner, prompt: list[int], budget: int, count: int) -> list[int]:
+    """Tokens drawn after ``prompt``, computed in chunks of at most ``budget``."""
+    return list(islice(draws(runner, prompt, budget), count))
 
 
 class Ranks:

@@ -1,6 +1,5 @@
 """A process with blocks to read, and a reader of this process: what the tests of NIXL share. Not a test module."""
 
-import multiprocessing
 import os
 import threading
 import time
@@ -9,6 +8,7 @@ from multiprocessing.connection import Connection
 
 import msgspec
 
+from forked_processes import fork_context
 from nixl_source import NUM_BLOCKS, PATTERN, SOURCE, make_memory, serve_blocks
 from splitserve.kvconnector.layout.memory import KVMemory
 from splitserve.kvconnector.nixl.connector import NixlConnector
@@ -26,7 +26,7 @@ class Source:
     """The process that is read from."""
 
     def __init__(self, num_blocks: int = NUM_BLOCKS) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = fork_context()
         self.pipe, theirs = context.Pipe()
         self.process = context.Process(target=serve_blocks, args=(theirs, num_blocks), daemon=True)
         self.process.start()

@@ -4,8 +4,6 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import torch
-
 WINDOW = 21
 NOISE = 0.3
 BIAS = 0.1  # larger ones outweigh what attention adds
@@ -120,6 +118,7 @@ _NO_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")  # that a class ne
 
 def make_model(architecture: str, **changes: Any) -> Any:
     """Return a random model of transformers. Matrices are large, all else is noisy."""
+    import torch
     import transformers
 
     model_class = getattr(transformers, architecture)

@@ -147,12 +147,13 @@ def _load(
             model = loading.load_transformers_model(engine.model, model_config, **options)
     if preload is not None:
         preload.wait()
-    layout = _layout(engine, model_config, str(kv_dtype).removeprefix("torch."), group.shard.size)
+    layout = layout_of(engine, model_config, str(kv_dtype).removeprefix("torch."), group.shard.size)
     progress("weights", {"seconds": f"{time.monotonic() - started:.1f}", "dtype": str(dtype).removeprefix("torch.")})
     return model, layout
 
 
-def _layout(engine: EngineConfig, model_config: ModelConfig, kv_dtype: str, num_ranks: int) -> LayoutRecord:
+def layout_of(engine: EngineConfig, model_config: ModelConfig, kv_dtype: str, num_ranks: int) -> LayoutRecord:
+    """Return the shape of a worker's KV memory; ``kv_dtype`` by its name in PyTorch, like "bfloat16"."""
     layout = LayoutRecord(
         model=engine.served_model_name or Path(engine.model).resolve().name,
         weights_version=weights_version(engine.model, engine.load_format),

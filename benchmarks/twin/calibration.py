@@ -1,0 +1,101 @@
+"""Calibrations of the twin: from a running cluster, from a file, or a roofline of a named GPU."""
+
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from splitserve.common.errors import ConfigError
+from splitserve.models.config import ModelConfig
+from splitserve.models.roofline import CPU_THREAD, DEVICE_RATES, MAX_BANDWIDTH_THREADS, DeviceRates, estimate_steps
+from splitserve.orchestration.doctor.cluster import read_report
+from splitserve.orchestration.doctor.http import Endpoint
+from splitserve.protocol.cluster_report import ClusterReport, WorkerReport
+from splitserve.protocol.placement.step_model import StepModel
+from splitserve.protocol.request import Role
+from splitserve.simulation.twin.models import Calibration, LinkModel
+
+CPU = "cpu"
+GPU_LINK_BYTES_PER_SECOND = 250e9  # between two GPUs of one host, as hand-overs measure it
+CPU_LINK_BYTES_PER_SECOND = 1.5e9
+ITEM_BYTES = {CPU: 4}  # of weights and KV; on GPUs 2
+
+
+def of_cluster(report: ClusterReport, url: str) -> Calibration:
+    """Return the models that a cluster's workers have fitted to their own steps.
+
+    Of several workers with a role, the one with the most steps counts; of links, the median. Raises
+    :class:`ConfigError` where no worker has fitted a model yet.
+    """
+    steps, errors = {}, {}
+    for role in Role:
+        fitted = [worker for worker in report.workers if worker.info.role is role and worker.step_model.num_steps]
+        if fitted:
+            best = max(fitted, key=lambda worker: worker.step_model.num_steps)
+            steps[role], errors[role] = best.step_model, best.load.step_error
+    if not steps:
+        raise ConfigError(
+            f"the workers of {url} have fitted no step times yet: a worker does after 200 steps; send it some load"
+        )
+    return Calibration(
+        steps=steps,
+        errors=errors,
+        link=_link(report.workers),
+        source=f"fitted by the workers of {url}",
+        is_measured=True,
+    )
+
+
+def of_roofline(config: ModelConfig, gpu: str, num_ranks: int = 1, num_threads: int = 1) -> Calibration:
+    """Return the estimate for a GPU's name, or for "cpu" with ``num_threads``. Raises :class:`ConfigError`."""
+    if gpu == CPU:
+        bandwidth = min(num_threads, MAX_BANDWIDTH_THREADS) * CPU_THREAD.bytes_per_second
+        rates = DeviceRates(num_threads * CPU_THREAD.flops_per_second, bandwidth, CPU_THREAD.overhead_seconds)
+    elif gpu in DEVICE_RATES:
+        rates = DEVICE_RATES[gpu]
+    else:
+        raise ConfigError(f"--gpu {gpu!r}: must be one of {', '.join([*DEVICE_RATES, CPU])}")
+    model = estimate_steps(config, rates, ITEM_BYTES.get(gpu, 2), num_ranks)
+    rate = CPU_LINK_BYTES_PER_SECOND if gpu == CPU else GPU_LINK_BYTES_PER_SECOND
+    return Calibration(
+        steps={Role.MIXED: model}, link=LinkModel(bytes_per_second=rate), source=f"roofline of {gpu}, uncalibrated"
+    )
+
+
+def read_calibration(path: str) -> Calibration:
+    """Read the file that ``splitserve calibrate`` wrote. Raises :class:`ConfigError`."""
+    try:
+        found = msgspec.json.decode(Path(path).read_bytes(), type=Calibration)
+    except (OSError, msgspec.DecodeError) as error:
+        raise ConfigError(f"--calibration {path}: {error}; make one with `splitserve calibrate`") from error
+    if not found.steps:
+        raise ConfigError(f"--calibration {path}: it has no step times; make one with `splitserve calibrate`")
+    return found
+
+
+def report_of(url: str, api_key: str) -> ClusterReport:
+    """Read a running cluster's report. Raises :class:`SplitserveError` if it can't."""
+    return read_report(Endpoint(url, api_key))
+
+
+def model_row(role: str, model: StepModel, error: float | None) -> list[object]:
+    """Return a line of the table of models: milliseconds per step, microseconds per unit of work."""
+    return [
+        role,
+        model.num_steps,
+        f"{1e3 * model.base:.3f}",
+        f"{1e6 * model.per_decode:.2f}",
+        f"{1e6 * model.per_context:.4f}",
+        f"{1e6 * model.per_token:.2f}",
+        f"{1e6 * model.per_pair:.5f}",
+        "-" if error is None else f"{100 * error:.1f}%",
+    ]
+
+
+MODEL_HEADERS = ("role", "steps", "step, ms", "+ us/decode", "us/context token", "us/prompt token", "us/pair", "error")
+
+
+def _link(workers: Sequence[WorkerReport]) -> LinkModel:
+    rates = [link.bytes_per_second for worker in workers for link in worker.links if link.bytes_per_second > 0]
+    return LinkModel(bytes_per_second=statistics.median(rates)) if rates else LinkModel()

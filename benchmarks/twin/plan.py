@@ -1,0 +1,168 @@
+"""``splitserve plan``: which arrangement of N devices serves a workload best, by the twin.
+
+Mixed workers with several chunk budgets, every split into prefill and decode workers, and tensor-parallel sizes are
+ranked by goodput: the highest rate at which the objectives hold. The best one's cluster spec can be written to a file.
+"""
+
+import argparse
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from splitserve.benchmarks.common.arguments import positive
+from splitserve.benchmarks.common.report import add_result_options, keep_result, table
+from splitserve.benchmarks.engine.engine_options import model_of
+from splitserve.benchmarks.goodput.arms import CONDITIONAL_POLICY, LOAD_POLICY, Arm
+from splitserve.benchmarks.goodput.comparison import Comparison
+from splitserve.benchmarks.goodput.objectives import Objectives
+from splitserve.benchmarks.goodput.result import Conditions, rows_of, summary_of, verdict_of
+from splitserve.benchmarks.goodput.search import Search
+from splitserve.benchmarks.goodput.verdict import ArmResult
+from splitserve.benchmarks.twin.loads import TwinProber
+from splitserve.benchmarks.twin.setups import setups_of_arm
+from splitserve.benchmarks.twin.simulate import add_cluster_options, calibration_of, engine_of
+from splitserve.common.errors import ConfigError
+from splitserve.models.config import load_model_config
+from splitserve.orchestration.cli.command_parser import CommandParser
+from splitserve.orchestration.spec.cluster_spec import ClusterSpec, ObjectivesSpec, RouterSpec
+from splitserve.orchestration.spec.document import to_yaml
+from splitserve.orchestration.spec.shorthand import simple_spec
+from splitserve.protocol.config import EngineConfig
+from splitserve.workloads.named import FORMS as WORKLOADS
+from splitserve.workloads.named import parse_workload
+
+DEFAULT_PERCENTILE = 99.0
+PRECISION = 0.1
+MAX_PROBES = 12
+
+
+def main(argv: Sequence[str]) -> int:
+    """Rank the arrangements. Raises :class:`ConfigError`."""
+    options = parser().parse_args(list(argv))
+    if not (options.ttft_ms and options.itl_ms):
+        raise ConfigError("a plan needs both objectives: --ttft-ms and --itl-ms")
+    arms = {arm.name: arm for arm in arms_of(options)}
+    objectives = Objectives(options.ttft_ms, options.itl_ms, options.percentile)
+    source = parse_workload(f"trace:{options.trace}" if options.trace else options.workload, options.max_tokens)
+    with model_of(options) as model:
+        engine, config = engine_of(options, model), load_model_config(model)
+        calibration = calibration_of(options, config)
+        prober = TwinProber(
+            lambda arm: setups_of_arm(arm, engine, config, calibration, options.gpu),
+            calibration,
+            source,
+            objectives,
+            options.num_requests,
+        )
+        searches = {name: Search(options.first_rate, PRECISION, 1, MAX_PROBES) for name in arms}
+        comparison = Comparison(arms, objectives, searches, options.seed)
+        for probe in comparison.run(prober):
+            pressure = probe.outcome.pressure(objectives)
+            print(f"{probe.arm:24} {probe.rate:8.3g}/s  {100 * pressure:4.0f}% of the objectives", flush=True)
+        conditions = _conditions(options, list(arms), source.name, objectives)
+        verdict = verdict_of(conditions, comparison.probes)
+        ranked = sorted(verdict.arms, key=lambda arm: -arm.goodput.rate)
+        print(f"steps: {calibration.source}")
+        rows = [[arm.name, arms[arm.name].words, arm.goodput.words, arm.interval.words] for arm in ranked]
+        print(table(rows, ("", "", "goodput", "90%")))
+        print(why(ranked, arms, comparison, objectives))
+        if options.output:
+            _write_spec(options.output, spec_of(arms[ranked[0].name], engine, objectives))
+    data = summary_of(conditions, verdict, rows_of(conditions, comparison.probes))
+    keep_result("plan", argv, {"calibration": calibration.source, **data}, options)
+    return 0
+
+
+def arms_of(options: argparse.Namespace) -> list[Arm]:
+    """Return the arrangements of the devices: each worker takes ``tensor_parallel_size`` of them."""
+    num_workers, left = divmod(options.gpus, options.tensor_parallel_size)
+    if left or not num_workers:
+        raise ConfigError(
+            f"--gpus {options.gpus} isn't a multiple of --tensor-parallel-size {options.tensor_parallel_size}"
+        )
+    arms = [Arm(num_mixed=num_workers, chunk_tokens=tokens) for tokens in options.chunk_budgets]
+    for num_prefill in range(1, num_workers):
+        for policy in (LOAD_POLICY, CONDITIONAL_POLICY):
+            arms.append(Arm(num_prefill, num_workers - num_prefill, policy=policy))
+    return arms
+
+
+def why(ranked: Sequence[ArmResult], arms: Mapping[str, Arm], comparison: Comparison, objectives: Objectives) -> str:
+    """Return what limits the best arrangement, and the best one of the other kind, in words."""
+    best = ranked[0]
+    other = next((each for each in ranked if arms[each.name].is_mixed != arms[best.name].is_mixed), None)
+    lines = [f"Best: {_with_limit(best, arms, comparison, objectives)}"]
+    if other is not None:
+        kind = "mixed arrangement" if arms[other.name].is_mixed else "split"
+        lines.append(f"Best {kind}: {_with_limit(other, arms, comparison, objectives)}")
+    return "\n".join(lines)
+
+
+def _with_limit(result: ArmResult, arms: Mapping[str, Arm], comparison: Comparison, objectives: Objectives) -> str:
+    """Return an arm's goodput, and which objective it misses first beyond it."""
+    words = f"{arms[result.name].words} holds {result.goodput.words}"
+    failed = [p for p in comparison.probes if p.arm == result.name and p.outcome.pressure(objectives) > 1]
+    if not failed:
+        return f"{words}; more was not offered."
+    probe = min(failed, key=lambda probe: probe.rate)
+    everything = np.arange(probe.outcome.num_requests)
+    ratios = {which: probe.outcome.ratio(everything, objectives, which) for which in ("ttft", "itl")}
+    worst = max(ratios, key=ratios.__getitem__)
+    return f"{words}; at {probe.rate:g}/s, {worst.upper()} is {ratios[worst]:.1f} times its objective."
+
+
+def spec_of(arm: Arm, engine: EngineConfig, objectives: Objectives) -> ClusterSpec:
+    """Return the cluster spec of an arrangement."""
+    if arm.chunk_tokens:
+        engine = msgspec.structs.replace(engine, max_num_batched_tokens=arm.chunk_tokens)
+    return simple_spec(
+        engine,
+        num_prefill=arm.num_prefill,
+        num_decode=arm.num_decode,
+        num_mixed=arm.num_mixed,
+        router=RouterSpec(policy=arm.policy),
+        objectives=ObjectivesSpec(ttft_ms=objectives.ttft_ms, tpot_ms=objectives.itl_ms),
+    )
+
+
+def _write_spec(path: str, spec: ClusterSpec) -> None:
+    try:
+        Path(path).write_text(to_yaml(spec), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--output {path}: {error.strerror}") from error
+    print(f"written to {path}; start it with `splitserve serve --spec {path}`")
+
+
+def _conditions(options: argparse.Namespace, arms: list[str], workload: str, objectives: Objectives) -> Conditions:
+    return Conditions(
+        workload=workload,
+        ttft_ms=objectives.ttft_ms,
+        itl_ms=objectives.itl_ms,
+        percentile=objectives.percentile,
+        num_requests=options.num_requests,
+        arms=arms,
+        seed=options.seed,
+        temperature=0.0,
+        top_p=1.0,
+        kill_seconds=0.0,
+        model=Path(options.model).name if options.model else f"{options.shape}, random weights",
+        settings={"gpu": options.gpu, "gpus": options.gpus, "tensor_parallel_size": options.tensor_parallel_size},
+    )
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the command's parser."""
+    parser = CommandParser(prog="splitserve plan", description=__doc__.partition("\n\n")[2])
+    add = parser.add_argument
+    add("--gpus", type=positive, required=True, metavar="N", help="devices to arrange")
+    add("--trace", default="", metavar="FILE", help="trace to serve, instead of --workload")
+    add("--workload", default="1024/128", metavar="WORKLOAD", help=WORKLOADS)
+    add("--percentile", type=float, default=DEFAULT_PERCENTILE, metavar="P", help="at which both objectives must hold")
+    add("--chunk-budgets", nargs="+", type=positive, default=[512, 2048, 8192], metavar="TOKENS")
+    add("--first-rate", type=float, default=1.0, metavar="R", help="requests per second of the first probe")
+    add("--output", default="", metavar="FILE", help="write the best arrangement's cluster spec")
+    add_cluster_options(parser)
+    add_result_options(parser)
+    return parser

@@ -1,0 +1,167 @@
+"""``splitserve simulate``: what a cluster would do under a workload.
+
+The production cores of router and workers run on virtual time; steps and links are models. They come from a running
+cluster (--against), from a file (--calibration), or from a roofline of a GPU (--gpu), which is uncalibrated: good for
+ranking, not for numbers. The report is that of `splitserve bench serve`, over several runs with other arrivals.
+"""
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from splitserve.benchmarks.common.arguments import finite, positive, positive_seconds
+from splitserve.benchmarks.common.report import add_result_options, keep_result, table
+from splitserve.benchmarks.common.stats import Objective, summarise
+from splitserve.benchmarks.engine.engine_options import add_engine_options, engine_config, model_of
+from splitserve.benchmarks.goodput.arms import FORMS, parse_arm
+from splitserve.benchmarks.twin.calibration import CPU, of_cluster, of_roofline, read_calibration, report_of
+from splitserve.benchmarks.twin.loads import records_of
+from splitserve.benchmarks.twin.setups import described, setups_of_arm, setups_of_cluster
+from splitserve.models.config import ModelConfig, load_model_config
+from splitserve.models.roofline import DEVICE_RATES
+from splitserve.orchestration.cli.command_parser import CommandParser
+from splitserve.orchestration.spec.cluster_spec import API_KEY_VARIABLE
+from splitserve.orchestration.spec.expansion import read_secret
+from splitserve.protocol.config import EngineConfig
+from splitserve.protocol.placement.policies import PLACEMENT_POLICIES
+from splitserve.simulation.twin.cluster import TwinCluster, TwinSpec
+from splitserve.simulation.twin.models import Calibration
+from splitserve.simulation.twin.worker import WorkerSetup
+from splitserve.workloads.named import FORMS as WORKLOADS
+from splitserve.workloads.named import parse_workload
+
+FIGURES = (
+    ("TTFT mean, ms", ("ttft_ms", "mean")),
+    ("TTFT p50, ms", ("ttft_ms", "p50")),
+    ("TTFT p99, ms", ("ttft_ms", "p99")),
+    ("second token p50, ms", ("second_token_ms", "p50")),
+    ("second token p99, ms", ("second_token_ms", "p99")),
+    ("TPOT mean, ms", ("tpot_ms", "mean")),
+    ("TPOT p99, ms", ("tpot_ms", "p99")),
+    ("ITL p50, ms", ("itl_ms", "p50")),
+    ("ITL p99, ms", ("itl_ms", "p99")),
+    ("longest gap, ms", ("itl_ms", "max")),
+    ("requests/s", ("requests_per_second",)),
+    ("output tokens/s", ("output_tokens_per_second",)),
+    ("within the objectives, %", ("slo_attainment",)),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """The cluster to simulate, and where its models come from."""
+
+    workers: Sequence[WorkerSetup]
+    calibration: Calibration
+    policy: str
+
+
+def main(argv: Sequence[str]) -> int:
+    """Simulate what ``argv`` describes. Raises :class:`SplitserveError`."""
+    options = parser().parse_args(list(argv))
+    source = parse_workload(options.workload, options.max_tokens)
+    cluster = cluster_of(options)
+    objective = Objective(ttft_ms=options.ttft_ms or float("inf"), itl_ms=options.itl_ms or float("inf"))
+    print(f"steps: {cluster.calibration.source}")
+    print(f"workers: {described(cluster.workers)}; policy {cluster.policy}")
+    runs = []
+    spec = TwinSpec(cluster.workers, cluster.calibration, cluster.policy, options.ttft_ms, options.itl_ms)
+    for number in range(options.runs):
+        seed = options.seed + number
+        result = TwinCluster(spec, seed).run(source.at(options.rate, options.num_requests, seed), seed)
+        figures = summarise([turn.record for turn in records_of(result)], objective)
+        runs.append({"seed": seed, "figures": figures, "busy": result.busy_shares, "paths": dict(result.counts)})
+    print(table(rows_of(runs), ("", "median", "lowest", "highest")))
+    busy = {name: max(run["busy"][name] for run in runs) for name in runs[0]["busy"]}
+    print("busy share, most: " + ", ".join(f"{name} {100 * share:.0f}%" for name, share in busy.items()))
+    if not cluster.calibration.is_measured:
+        print("note: uncalibrated; compare arrangements by these figures, but don't rely on the figures themselves")
+    failed = sum(run["figures"]["requests"] - run["figures"]["completed"] for run in runs)
+    if failed:
+        print(f"note: {failed} requests failed: {runs[0]['figures']['failed']}")
+    keep_result("simulate", argv, {"calibration": cluster.calibration.source, "runs": runs}, options)
+    return 1 if failed else 0
+
+
+def cluster_of(options: argparse.Namespace) -> Cluster:
+    """Return the cluster that the options describe. Raises :class:`ConfigError`."""
+    if options.against:
+        report = report_of(options.against, read_secret(options.api_key_file, API_KEY_VARIABLE))
+        calibration = of_cluster(report, options.against)
+        return Cluster(setups_of_cluster(report, calibration), calibration, options.policy or "least-loaded")
+    arm = parse_arm(options.cluster)
+    with model_of(options) as model:
+        engine, config = engine_of(options, model), load_model_config(model)
+        calibration = calibration_of(options, config)
+        workers = setups_of_arm(arm, engine, config, calibration, options.gpu)
+    return Cluster(workers, calibration, options.policy or arm.policy)
+
+
+def engine_of(options: argparse.Namespace, model: str) -> EngineConfig:
+    """Return the workers' settings that :func:`add_cluster_options` has options for."""
+    return engine_config(
+        options,
+        model,
+        max_num_seqs=options.max_num_seqs,
+        tensor_parallel_size=options.tensor_parallel_size,
+        max_model_len=options.max_model_len,
+    )
+
+
+def calibration_of(options: argparse.Namespace, config: ModelConfig) -> Calibration:
+    """Return the saved calibration, or the roofline of the device. Raises :class:`ConfigError`."""
+    if options.calibration:
+        return read_calibration(options.calibration)
+    return of_roofline(config, options.gpu, options.tensor_parallel_size, max(1, options.threads))
+
+
+def rows_of(runs: Sequence[dict[str, Any]]) -> list[list[object]]:
+    """Return each figure's median, lowest and highest value over the runs."""
+    rows = []
+    for label, path in FIGURES:
+        values = []
+        for run in runs:
+            value: Any = run["figures"]
+            for name in path:
+                value = value.get(name) if value else None
+            if value is not None:
+                values.append(float(value) * (100 if path == ("slo_attainment",) else 1))
+        if values:
+            values.sort()
+            rows.append([label, values[len(values) // 2], values[0], values[-1]])
+    return rows
+
+
+def add_cluster_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that describe a model, a device and the source of step times."""
+    add = parser.add_argument
+    add("--gpu", choices=[*DEVICE_RATES, CPU], default="H200", help="device of the workers; without other models of "
+        "its steps, a roofline is taken")  # fmt: skip
+    add("--calibration", default="", metavar="FILE", help="models that `splitserve calibrate` has saved")
+    add("--tensor-parallel-size", type=positive, default=1, metavar="N")
+    add("--max-num-seqs", type=positive, default=EngineConfig(model="").max_num_seqs, metavar="N")
+    add("--max-model-len", type=int, default=0, metavar="TOKENS", help="0: the model's own, cut to KV memory")
+    add("--ttft-ms", type=finite, default=0.0, metavar="MS", help="objective for TTFT; 0: none")
+    add("--itl-ms", type=finite, default=0.0, metavar="MS", help="objective for the gaps between tokens; 0: none")
+    add("--num-requests", type=positive, default=300, metavar="N", help="requests of a run")
+    add("--seed", type=int, default=0)
+    add("--max-tokens", type=positive, default=100_000, metavar="N", help="longest conversation taken from a trace")
+    add_engine_options(parser, shape="llama-3.1-8b", dtype="auto", kv_memory="0")
+    parser.set_defaults(load_format="dummy")
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the command's parser."""
+    parser = CommandParser(prog="splitserve simulate", description=__doc__.partition("\n\n")[2])
+    add = parser.add_argument
+    add("--cluster", default="1P1D", metavar="ARM", help=FORMS)
+    add("--against", default="", metavar="URL", help="simulate this running cluster, by its own step times")
+    add("--api-key-file", default="", metavar="FILE", help="file with the endpoint's API key")
+    add("--policy", default="", choices=["", *PLACEMENT_POLICIES], help="instead of the cluster's")
+    add("--workload", default="1024/128", metavar="WORKLOAD", help=WORKLOADS)
+    add("--rate", type=positive_seconds, default=1.0, metavar="R", help="requests per second")
+    add("--runs", type=positive, default=5, metavar="N", help="runs with other arrivals, for the range of each figure")
+    add_cluster_options(parser)
+    add_result_options(parser)
+    return parser

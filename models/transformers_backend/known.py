@@ -1,0 +1,76 @@
+"""Architectures tried through transformers' code: lists for readers, since admission goes by proof. No torch here."""
+
+from collections.abc import Mapping
+
+TESTED = (
+    "AfmoeForCausalLM",
+    "ApertusForCausalLM",
+    "AriaTextForCausalLM",
+    "BioGptForCausalLM",
+    "BitNetForCausalLM",
+    "Cohere2MoeForCausalLM",
+    "CohereForCausalLM",
+    "CwmForCausalLM",
+    "Dots1ForCausalLM",
+    "Ernie4_5ForCausalLM",
+    "Ernie4_5_MoeForCausalLM",
+    "Exaone4ForCausalLM",
+    "ExaoneMoeForCausalLM",
+    "FlexOlmoForCausalLM",
+    "FlintForCausalLM",
+    "GPT2LMHeadModel",
+    "GPTBigCodeForCausalLM",
+    "GPTNeoXForCausalLM",
+    "GemmaForCausalLM",
+    "GlmForCausalLM",
+    "GraniteMoeForCausalLM",
+    "GraniteMoeSWAForCausalLM",
+    "GraniteMoeSharedForCausalLM",
+    "GraniteSWAForCausalLM",
+    "HYV3ForCausalLM",
+    "HeliumForCausalLM",
+    "HunYuanDenseV1ForCausalLM",
+    "HunYuanMoEV1ForCausalLM",
+    "HyperCLOVAXForCausalLM",
+    "Jais2ForCausalLM",
+    "Kolibri1ForCausalLM",
+    "LagunaForCausalLM",
+    "MellumForCausalLM",
+    "MiniCPM3ForCausalLM",
+    "MinistralForCausalLM",
+    "ModernBertDecoderForCausalLM",
+    "NanoChatForCausalLM",
+    "OPTForCausalLM",
+    "OlmoForCausalLM",
+    "OlmoeForCausalLM",
+    "PersimmonForCausalLM",
+    "PhiForCausalLM",
+    "PhimoeForCausalLM",
+    "Qwen2MoeForCausalLM",
+    "SolarOpenForCausalLM",
+    "StableLmForCausalLM",
+    "VaultGemmaForCausalLM",
+    "YoutuForCausalLM",
+)
+"""Architectures without a family whose tokens are those of transformers: `scripts/long-tests models` compares them."""
+
+_ALONE = "it computes attention by itself, not through transformers' attention interface"
+_RECURRENT = "recurrent state isn't supported yet"
+
+REFUSED: Mapping[str, str] = {
+    "BloomForCausalLM": _ALONE,
+    "CodeGenForCausalLM": _ALONE,
+    "DiffLlamaForCausalLM": "it calls attention twice for each layer",
+    "FalconForCausalLM": _ALONE,
+    "FalconMambaForCausalLM": _RECURRENT,
+    "JambaForCausalLM": _RECURRENT,
+    "Lfm2ForCausalLM": _RECURRENT,
+    "Llama4ForCausalLM": "its layers attend to chunks",
+    "MambaForCausalLM": _RECURRENT,
+    "MiMoV2FlashForCausalLM": "its layers differ in the number of key/value heads",
+    "MptForCausalLM": _ALONE,
+    "NemotronHForCausalLM": _RECURRENT,
+    "Qwen3NextForCausalLM": _RECURRENT,
+    "Qwen3_5ForCausalLM": _RECURRENT,
+}
+"""Architectures that are refused, and why."""

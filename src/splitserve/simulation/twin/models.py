@@ -1,0 +1,51 @@
+"""Models of what isn't computed in the twin: steps of devices, links between workers, the work of hosts."""
+
+from typing import Annotated
+
+import msgspec
+
+from splitserve.protocol.placement.step_model import StepModel
+from splitserve.protocol.request import Role
+
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=3600)]
+
+
+class LinkModel(msgspec.Struct, frozen=True, kw_only=True):
+    """Model of the reads of one worker: they take turns on its link."""
+
+    read_seconds: Seconds = 5e-4  # of a read beside its bytes
+    bytes_per_second: Annotated[float, msgspec.Meta(gt=0)] = 1e9
+
+    def seconds(self, num_bytes: int) -> float:
+        """Return the time of a read of ``num_bytes``."""
+        return self.read_seconds + num_bytes / self.bytes_per_second
+
+
+class HostModel(msgspec.Struct, frozen=True, kw_only=True):
+    """Model of the processors' work."""
+
+    prepare_seconds: Seconds = 1e-3  # in the router, from a request's arrival until its prompt is tokens
+    message_seconds: Seconds = 2e-4  # of a message between processes, with its handling
+    deliver_seconds: Seconds = 2e-4  # from the router's core to the client
+    connect_seconds: Seconds = 2e-2  # of a connection between two workers
+
+
+class Calibration(msgspec.Struct, frozen=True, kw_only=True):
+    """Step-time models by role, and all else that the twin needs to know of a machine.
+
+    ``errors``: the mean relative error of each step-time model on the steps that it was fitted on. ``source`` says in
+    words where the models come from; ``is_measured`` is False for a roofline.
+    """
+
+    steps: dict[Role, StepModel]
+    errors: dict[Role, float] = {}
+    link: LinkModel = LinkModel()
+    host: HostModel = HostModel()
+    source: str = ""
+    is_measured: bool = False
+
+    def step_model(self, role: Role) -> StepModel:
+        """Return the model of the role's steps; where it is lacking, that of another role: the device is the same."""
+        if role in self.steps:
+            return self.steps[role]
+        return max(self.steps.values(), key=lambda model: model.num_steps)

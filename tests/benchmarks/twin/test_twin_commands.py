@@ -1,0 +1,96 @@
+"""``splitserve simulate``, ``calibrate`` and ``plan``: on rooflines, saved models, and a running cluster."""
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+from openai import OpenAI
+
+from splitserve.benchmarks.twin import calibrate, plan, simulate
+from splitserve.common.errors import ConfigError, SplitserveError
+from splitserve.models.demo.checkpoint import write_demo_model
+from splitserve.orchestration.cluster.launcher import LocalCluster
+from splitserve.orchestration.spec.document import read_spec
+from splitserve.orchestration.spec.shorthand import simple_spec
+from splitserve.protocol.config import EngineConfig
+
+UNEVEN = ["--gpus", "3", "--tensor-parallel-size", "2"]
+SHORT = ["--shape", "tiny", "--num-requests", "20"]
+
+
+def result_of(folder: Path, name: str) -> dict:
+    [file] = folder.glob(f"{name}-*.json")
+    return json.loads(file.read_text())
+
+
+def test_a_roofline_is_marked_as_uncalibrated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert simulate.main([*SHORT, "--rate", "50", "--runs", "2", "--result-dir", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    assert "roofline of H200, uncalibrated" in shown and "TTFT p99" in shown
+    kept = result_of(tmp_path, "simulate")
+    assert [run["figures"]["completed"] for run in kept["runs"]] == [20, 20]
+    assert kept["runs"][0]["paths"] == {"disaggregated disaggregated ok": 20}
+
+
+def test_a_plan_ranks_both_kinds_and_writes_the_best_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    spec = tmp_path / "best.yaml"
+    objectives = ["--ttft-ms", "20", "--itl-ms", "3", "--chunk-budgets", "512"]
+    arguments = ["--gpus", "2", *SHORT, *objectives, "--first-rate", "400", "--output", str(spec)]
+    assert plan.main([*arguments, "--result-dir", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    assert "Best: " in shown and "2M@512:least-loaded" in shown and "1P1D:cost" in shown
+    written = read_spec(str(spec))
+    assert written.num_workers == 2 and written.objectives.ttft_ms == 20
+    best = max(result_of(tmp_path, "plan")["verdict"]["arms"], key=lambda arm: arm["goodput"]["rate"])["name"]
+    assert best.startswith("2M") == (written.pools[0].role == "mixed")
+
+
+def test_a_running_cluster_is_its_own_calibration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Before its workers have fitted their steps, that is said; then both commands take what they have fitted."""
+    model = str(write_demo_model(tmp_path / "tiny"))
+    spec = simple_spec(EngineConfig(model=model, kv_memory_bytes=64 << 20, threads=1), num_mixed=1, port=0)
+    saved = tmp_path / "models.json"
+    with LocalCluster(spec, log_level="warning") as cluster:
+        with pytest.raises(ConfigError, match="fitted no step times yet"):
+            calibrate.main(["--against", cluster.url, "--output", str(saved)])
+        client = OpenAI(base_url=f"{cluster.url}/v1", api_key="none")
+        body = {"ignore_eos": True}
+        client.completions.create(model="tiny", prompt=[5] * 40, max_tokens=300, temperature=0, extra_body=body)
+        client.completions.create(model="tiny", prompt=[6] * 40, max_tokens=60, temperature=0, extra_body=body)
+        _until_fitted(cluster.url, saved)
+        shown = capsys.readouterr().out
+        assert "mixed" in shown and "written to" in shown
+        options = ["--against", cluster.url, "--rate", "5", "--num-requests", "10", "--workload", "64/8", "--runs", "1"]
+        assert simulate.main([*options, "--result-dir", str(tmp_path)]) == 0
+    assert "fitted by the workers" in capsys.readouterr().out
+    from_file = ["--model", model, "--gpu", "cpu", "--cluster", "2M", "--calibration", str(saved)]
+    assert simulate.main([*from_file, *options[2:]]) == 0
+
+
+def _until_fitted(url: str, saved: Path) -> None:
+    """Wait until a heartbeat has brought the fitted model."""
+    deadline = time.monotonic() + 30
+    while True:
+        try:
+            calibrate.main(["--against", url, "--output", str(saved)])
+            return
+        except ConfigError:
+            assert time.monotonic() < deadline, "no heartbeat brought a fitted model"
+            time.sleep(0.2)
+
+
+@pytest.mark.parametrize(
+    ("command", "arguments", "words"),
+    [
+        (simulate.main, ["--cluster", "3X"], "must be xPyD or nM"),
+        (simulate.main, ["--workload", "nonsense"], "must be INPUT/OUTPUT"),
+        (simulate.main, ["--calibration", "/no/such/file"], "make one with"),
+        (simulate.main, ["--against", "http://127.0.0.1:9"], "127.0.0.1:9"),
+        (plan.main, ["--gpus", "2"], "needs both objectives"),
+        (plan.main, [*UNEVEN, "--ttft-ms", "9", "--itl-ms", "9"], "isn't a multiple"),
+    ],
+)
+def test_bad_options_are_refused_in_words(command, arguments: list[str], words: str) -> None:
+    with pytest.raises(SplitserveError, match=words):
+        command(arguments)

@@ -1,0 +1,84 @@
+"""The twin: production cores under virtual time, with times worked out by hand."""
+
+import pytest
+
+from splitserve.protocol.config import EngineConfig
+from splitserve.protocol.memory_records import LayoutRecord
+from splitserve.protocol.placement.step_model import StepModel
+from splitserve.protocol.request import Role
+from splitserve.simulation.twin.cluster import TwinCluster, TwinResult, TwinSpec
+from splitserve.simulation.twin.models import Calibration, HostModel, LinkModel
+from splitserve.simulation.twin.worker import WorkerSetup
+from splitserve.workloads.conversation import Conversation, Piece, Turn, Workload
+from splitserve.workloads.synthetic import Chats, Exact, make
+
+STEPS = StepModel(base=0.004, per_decode=0.0, per_context=0.0, per_token=0.0001, per_pair=0.0, num_steps=1000)
+HOST = HostModel(prepare_seconds=0.001, message_seconds=0.0002, deliver_seconds=0.0001, connect_seconds=0.01)
+LINK = LinkModel(read_seconds=0.0005, bytes_per_second=1e9)
+LAYOUT = LayoutRecord("twin", "w", "bfloat16", 64, 2, 2, 64)  # 65,536 bytes a block
+
+
+def setup(name: str, role: Role, num_blocks: int = 500, max_num_seqs: int = 64) -> WorkerSetup:
+    engine = EngineConfig(model="twin", max_num_batched_tokens=1024, max_num_seqs=max_num_seqs).on("cuda")
+    return WorkerSetup(name, role, engine, LAYOUT, (num_blocks,), 8192, 1000, STEPS)
+
+
+PAIR = (setup("prefill-0", Role.PREFILL), setup("decode-0", Role.DECODE))
+MIXED = (setup("mixed-0", Role.MIXED), setup("mixed-1", Role.MIXED))
+
+
+def run(workers, workload: Workload, seed: int = 0, **options) -> TwinResult:
+    spec = TwinSpec(workers, Calibration(steps={Role.MIXED: STEPS}, link=LINK, host=HOST), **options)
+    return TwinCluster(spec, seed).run(workload, seed)
+
+
+def single(num_input: int, num_output: int) -> Workload:
+    turn = Turn((Piece("prompt", num_input),), num_output)
+    return Workload("one", (Conversation("0", 0.0, (turn,)),))
+
+
+def test_a_request_on_a_mixed_worker_takes_the_time_of_its_steps_and_messages() -> None:
+    [turn] = run(MIXED, single(100, 3)).turns
+    first = 0.001 + 0.0002 + (0.004 + 100 * 0.0001) + 0.0002 + 0.0001  # prepare, message, step, message, deliver
+    assert turn.token_times == pytest.approx([first, first + 0.004, first + 0.008])
+    assert turn.ended_at == pytest.approx(turn.token_times[-1])
+
+
+def test_a_handover_takes_its_messages_and_its_bytes() -> None:
+    [first_one] = single(100, 3).conversations
+    result = run(PAIR, Workload("two", (first_one, Conversation("1", 1.0, first_one.turns))))
+    turn = result.turns[1]  # the workers are connected by now; the prompt's first block is cached
+    assert turn.num_cached_tokens == 64
+    first, second = turn.token_times[:2]
+    # Prepared; to decode; its grant to prefill; the step; to the router; to the client.
+    assert first - 1.0 == pytest.approx(0.001 + 0.0002 + 0.0002 + (0.004 + 36 * 0.0001) + 0.0002 + 0.0001)
+    # From prefill's step: the offer, a read of the one block that decode lacks, and a step of decode.
+    assert second - first == pytest.approx(0.0002 + (0.0005 + 65_536 / 1e9) + 0.004, abs=1e-6)
+    assert result.counts == {"disaggregated disaggregated ok": 2}
+
+
+@pytest.mark.parametrize("workers", [PAIR, MIXED], ids=["1P1D", "2M"])
+@pytest.mark.parametrize("policy", ["least-loaded", "cost", "prefix"])
+def test_every_request_gets_its_tokens_and_equal_seeds_give_equal_times(workers, policy: str) -> None:
+    workload = make(Chats(num_first_tokens=200, num_output_tokens=20, think_seconds=0.5), 20.0, 60, seed=3)
+    one, other = run(workers, workload, policy=policy), run(workers, workload, policy=policy)
+    assert one == other
+    assert [len(turn.token_times) for turn in one.turns] == [turn.num_output_tokens for turn in one.turns]
+    assert not [turn.error for turn in one.turns if turn.error]
+    assert all(share <= 1.0 for share in one.busy_shares.values())
+    later = [turn for turn in one.turns if turn.number]
+    assert later and all(turn.num_cached_tokens > 0 for turn in later)  # a conversation finds what it had
+
+
+def test_a_little_memory_makes_requests_wait_or_start_anew() -> None:
+    """Production's preemption and grants act in the twin: all tokens come, and later than with room."""
+    workload = make(Exact(500, 60), 200.0, 40, seed=1)
+    cramped = (setup("prefill-0", Role.PREFILL, 40), setup("decode-0", Role.DECODE, 40))
+    roomy, tight = run(PAIR, workload), run(cramped, workload)
+    assert [len(turn.token_times) for turn in tight.turns] == [60] * 40
+    assert tight.seconds > 1.2 * roomy.seconds
+
+
+def test_an_impossible_request_is_refused_in_words() -> None:
+    [turn] = run(PAIR, single(9000, 3)).turns
+    assert turn.error and not turn.token_times
