@@ -1,7 +1,6 @@
 """The HTTP interface: OpenAI's endpoints, health, readiness, metrics. Every error has OpenAI's shape."""
 
 import asyncio
-import time
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -22,7 +21,7 @@ from splitserve.router.http.access.content_type import check_json
 from splitserve.router.http.access.cross_origin import allow_origins
 from splitserve.router.http.access.local_origin import RequireLocal
 from splitserve.router.http.access.refusals import Refusals, internal_error
-from splitserve.router.http.access.request_id import GiveRequestIds, request_id_of
+from splitserve.router.http.access.request_id import GiveRequestIds, arrival_of, request_id_of
 from splitserve.router.http.api_error import ApiError
 from splitserve.router.http.formats import ChatFormat, ChoicesFormat, CompletionFormat
 from splitserve.router.http.openapi import openapi_document
@@ -50,7 +49,7 @@ class Api:
         self._bodies = serving.bodies
 
     async def completions(self, request: Request) -> Response:
-        arrived_at = time.monotonic()
+        arrived_at = arrival_of(request)
         body, num_bytes = await self._serving.read(request, CompletionRequest)
         check_not_empty(body)
         return await self._serving.generate(
@@ -64,7 +63,7 @@ class Api:
         )
 
     async def chat_completions(self, request: Request) -> Response:
-        arrived_at = time.monotonic()
+        arrived_at = arrival_of(request)
         body, num_bytes = await self._serving.read(request, ChatCompletionRequest)
         return await self._serving.generate(
             request,
