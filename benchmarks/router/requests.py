@@ -42,6 +42,13 @@ class Bodies:
             [language.text(random, share) for _ in range(_SEEN_TENTHS)] for _ in range(_NUM_CONVERSATIONS)
         ]
 
+    @staticmethod
+    def with_turn(body: Body, text: str) -> Body:
+        """Return the next turn of a conversation: the body of the last one, an answer, and a new text."""
+        fields = json.loads(body.content)
+        fields["messages"] += [{"role": "assistant", "content": "It does."}, {"role": "user", "content": text}]
+        return Body(body.path, json.dumps(fields).encode())
+
     def of(self, kind: Kind, output_tokens: int, *, salt: int = 0, stream: bool = True) -> Iterator[Body]:
         """Yield bodies; another ``salt`` gives others."""
         random = Random(f"{kind} {self._seed} {salt}")

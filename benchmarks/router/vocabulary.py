@@ -1,4 +1,4 @@
-"""A tokenizer with a vocabulary of usual size, and texts of exact length in tokens. Seeded."""
+"""A tokenizer with a vocabulary of usual size, and texts of given length in tokens. Seeded."""
 
 import itertools
 import json
@@ -38,6 +38,8 @@ _ONSETS = (
 _NUCLEI = ("a", "ai", "e", "ea", "i", "ie", "o", "oo", "ou", "u")
 _CODAS = ("", "", "ck", "l", "ll", "m", "n", "nd", "ng", "r", "rt", "s", "st", "t", "th")
 _WORDS_PER_LINE = 12
+_NEW_SHARE = 0.02  # numbers among the words: they never come again
+_NUMBER_TOKENS = 4  # about
 
 
 class Language:
@@ -57,11 +59,14 @@ class Language:
             yield from itertools.repeat(f" {line}", max(3, 60_000 // (start + 10)))
 
     def text(self, random: Random, num_tokens: int) -> str:
-        """Return words that are ``num_tokens`` tokens, or up to the length of a word fewer."""
+        """Return words that are about ``num_tokens`` tokens."""
         chosen: list[str] = []
         left = num_tokens
         while left > 0:
             for word in random.choices(self._words, cum_weights=self._cumulative, k=max(16, left // 2)):
+                if random.random() < _NEW_SHARE:
+                    chosen.append(str(random.randrange(10**8, 10**9)))
+                    left -= _NUMBER_TOKENS
                 left -= self._lengths[word]
                 if left < 0:
                     break
