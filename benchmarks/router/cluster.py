@@ -44,7 +44,10 @@ def running(
     num_prefill: int = 1,
     num_decode: int = 1,
     max_model_len: int = 4096,
+    num_mixed: int = 0,
     token_seconds: float = 0.0,
+    first_token_seconds: float = 0.0,
+    max_num_seqs: int = 1024,
     **settings: object,
 ) -> Iterator[Running]:
     """Start the processes; ``settings`` are further ones of the router. All end with the context."""
@@ -58,6 +61,8 @@ def running(
         url = json.loads(next_line(router))["url"]
         arguments = ["--membership", membership, "--vocab-size", str(VOCABULARY)]
         arguments += ["--prefill", str(num_prefill), "--decode", str(num_decode)]
+        arguments += ["--mixed", str(num_mixed), "--first-token-seconds", str(first_token_seconds)]
+        arguments += ["--max-num-seqs", str(max_num_seqs)]
         arguments += ["--max-model-len", str(max_model_len), "--token-seconds", str(token_seconds)]
         workers = stack.enter_context(child_process(f"{_MODULE}.instant_workers", *arguments))
         refs = msgspec.json.decode(next_line(workers), type=list[PeerRef])

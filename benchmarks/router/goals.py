@@ -13,6 +13,7 @@ LONG_CPU_MS = {"ids": 20.0, "first turn": 250.0, "later turn": 30.0}
 LATE_P99_MS = 10.0
 SUSTAINED_P99_MS = 1000.0
 FLAT = 1.10
+TENANT_RATIO = 1.2
 
 
 def verdicts(results: dict[str, Rows]) -> list[dict[str, Any]]:
@@ -58,6 +59,11 @@ def _long(results: dict[str, Rows]) -> Iterator[Goal]:
 
 
 def _flat(results: dict[str, Rows]) -> Iterator[Goal]:
+    tenants = {row["load"]: row for row in results.get("tenants", ())}
+    if tenants:
+        ratio = tenants["beside a flood"]["ttft_p99_ms"] / tenants["alone"]["ttft_p99_ms"]
+        yield "p99 TTFT of a tenant beside a flood over alone", round(ratio, 3), TENANT_RATIO, False
+        yield "429s of the tenant that floods", tenants["the flood itself"]["refused"], 1, True
     workers = results.get("workers", [])
     if len(workers) > 1:
         costs = [row["cpu_ms"] for row in workers]

@@ -26,6 +26,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     for role in Role:
         parser.add_argument(f"--{role}", type=int, default=0, help=f"number of {role} workers")
     parser.add_argument("--token-seconds", type=float, default=0.0, help="seconds between tokens; 0 sends all at once")
+    parser.add_argument("--first-token-seconds", type=float, default=0.0, help="seconds before the first token")
+    parser.add_argument("--max-num-seqs", type=int, default=MAX_NUM_SEQS)
     parser.add_argument("--vocab-size", type=int, required=True)
     parser.add_argument("--max-model-len", type=int, default=4096)
     parser.add_argument("--num-blocks", type=int, default=1 << 15)
@@ -34,14 +36,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     workers = []
     for role in Role:
         for number in range(getattr(options, role)):
-            script = default_script(tokens_per_message=1, token_seconds=options.token_seconds)
+            script = default_script(
+                tokens_per_message=1,
+                token_seconds=options.token_seconds,
+                first_token_seconds=options.first_token_seconds,
+            )
             settings = WorkerOptions(
                 engine_id=f"{role}-{number}",
                 role=role,
                 layout=msgspec.structs.replace(DEFAULT_LAYOUT, block_size=64),  # as on GPUs
                 vocab_size=options.vocab_size,
                 max_model_len=options.max_model_len,
-                max_num_seqs=MAX_NUM_SEQS,
+                max_num_seqs=options.max_num_seqs,
                 num_blocks=options.num_blocks,
                 heartbeat_seconds=1.0,
             )

@@ -16,7 +16,7 @@ from typing import Any
 
 from splitserve.benchmarks.common.arguments import positive, positive_seconds
 from splitserve.benchmarks.common.report import add_result_options, keep_result, table
-from splitserve.benchmarks.router import goals, scenarios
+from splitserve.benchmarks.router import goals, scenarios, tenants
 from splitserve.benchmarks.router.plot import latency_plot
 from splitserve.benchmarks.router.vocabulary import Language
 from splitserve.orchestration.cli.command_parser import CommandParser
@@ -27,6 +27,7 @@ PARTS: dict[str, Callable[[Language, argparse.Namespace], list[dict[str, Any]]]]
     "streams": scenarios.streams,
     "long": scenarios.long_prompts,
     "workers": scenarios.by_workers,
+    "tenants": tenants.flood,
     "memory": scenarios.memory,
 }
 

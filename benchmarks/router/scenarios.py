@@ -82,7 +82,7 @@ def streams(language: Language, options: argparse.Namespace) -> list[Row]:
     with running(language, token_seconds=token_seconds, max_model_len=num_tokens + 4096) as cluster:
         chosen = _some(prompt.of(Kind.IDS, num_tokens), _NUM_STREAMS)
         due = [number * token_seconds / _NUM_STREAMS for number in range(_NUM_STREAMS)]
-        _run(_until_ready(cluster))
+        _run(until_ready(cluster))
         answers, figures = _run(_measure(cluster, chosen, due, keeps_times=True))
     begin = max(answer.first_at for answer in answers)
     end = min(answer.last_at for answer in answers)
@@ -107,7 +107,7 @@ def long_prompts(language: Language, options: argparse.Namespace) -> list[Row]:
     """Measure prompts of 100,000 tokens, and how late the tokens of other streams come meanwhile."""
     rows: list[Row] = []
     with running(language, token_seconds=_CANARY_SECONDS, max_model_len=1 << 18) as cluster:
-        _run(_until_ready(cluster))
+        _run(until_ready(cluster))
         rows.append({"kind": "none", **_run(_beside_canaries(cluster, [], language, options))})
         for kind, bodies in _long_bodies(language, options).items():
             rows.append({"kind": kind, **_run(_beside_canaries(cluster, bodies, language, options))})
@@ -134,7 +134,7 @@ def _some(bodies: Iterator[Body], count: int) -> list[Body]:
     return list(itertools.islice(bodies, count))
 
 
-async def _until_ready(cluster: Running) -> None:
+async def until_ready(cluster: Running) -> None:
     host, port = cluster.url.removeprefix("http://").split(":")
     pool = HttpPool(host, int(port))
     await wait_ready(pool)
@@ -142,7 +142,7 @@ async def _until_ready(cluster: Running) -> None:
 
 
 async def _warm_up(cluster: Running, bodies: Bodies) -> None:
-    await _until_ready(cluster)
+    await until_ready(cluster)
     client = StreamClient(cluster.url)
     for kind in Kind:
         for body in itertools.islice(bodies.of(kind, _SHORT_OUTPUT_TOKENS, salt=-1), _WARM_UP):

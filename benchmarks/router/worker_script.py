@@ -46,12 +46,17 @@ def repeat_prompt(token_ids: Sequence[int]) -> Iterator[int]:
 
 
 def default_script(
-    output: Output = repeat_prompt, *, tokens_per_message: int = 0, token_seconds: float = 0.0
+    output: Output = repeat_prompt,
+    *,
+    tokens_per_message: int = 0,
+    token_seconds: float = 0.0,
+    first_token_seconds: float = 0.0,
 ) -> Script:
     """Return the script of a correct worker: prefill sends the first token, decode all of them with a report, mixed all
     of them.
 
-    ``tokens_per_message`` 0 packs all into one message; ``token_seconds`` paces them.
+    ``tokens_per_message`` 0 packs all into one message; ``token_seconds`` paces them, after
+    ``first_token_seconds``.
     """
 
     def script(body: Request) -> list[Reply]:
@@ -75,7 +80,7 @@ def default_script(
                     finish_reason=reason if last else None,
                     handover=report if begin == 0 else None,
                 )
-                replies.append(Reply(StepTokens([delta]), begin * token_seconds))
+                replies.append(Reply(StepTokens([delta]), first_token_seconds + begin * token_seconds))
         return replies
 
     return script

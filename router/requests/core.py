@@ -104,6 +104,7 @@ class RouterCore:
             membership,
             self._outbox,
             self._begin,
+            self.requests.num_of_tenant,
             deadline_seconds=self.deadline_seconds,
             tenants=NO_TENANTS,
             is_open=not (config.classes or config.tenants_file or config.ttft_objective_ms),

@@ -1,6 +1,6 @@
 """The requests that have begun and haven't ended, and the handling of their states' updates. Pure."""
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 
 from splitserve.protocol.messages.requests import Abort
@@ -32,6 +32,7 @@ class RequestTable:
         self._outbox = outbox
         self._deadline_seconds = deadline_seconds
         self._requests: dict[str, ActiveRequest] = {}
+        self.num_of_tenant: Counter[str] = Counter()
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -48,6 +49,7 @@ class RequestTable:
         self._outbox.put(Count("prompt_tokens", amount=len(request.token_ids)))
         for each in (request, *request.siblings):
             self._requests[each.request_id] = each
+            self.num_of_tenant[each.context.tenant] += 1
             each.timeline.gap_seconds = self._settlement.gap_seconds
             self._outbox.put(Begun(each.request_id))
             deadline = each.arrived_at + self._deadline_seconds
@@ -90,6 +92,10 @@ class RequestTable:
 
     def _retire(self, request: ActiveRequest, now: float) -> None:
         del self._requests[request.request_id]
+        tenant = request.context.tenant
+        self.num_of_tenant[tenant] -= 1
+        if not self.num_of_tenant[tenant]:
+            del self.num_of_tenant[tenant]
         self._outbox.put(CancelTimer(Timer(TimerKind.DEADLINE, request.request_id)))
         if request.stranded_at is not None:
             self._outbox.put(CancelTimer(Timer(TimerKind.RETRY, request.request_id)))
@@ -98,6 +104,8 @@ class RequestTable:
     def check_invariants(self) -> None:
         for request in self._requests.values():
             request.check_invariants()
+        tenants = Counter(request.context.tenant for request in self._requests.values())
+        assert tenants == self.num_of_tenant, f"{self.num_of_tenant} are counted where {tenants} are active"
         self._check_charges()
 
     def _check_charges(self) -> None:

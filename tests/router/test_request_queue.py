@@ -1,5 +1,7 @@
 """Classes, tenants, the order of the queue and its refusals: the core by itself, then over HTTP."""
 
+import heapq
+import itertools
 import random
 import signal
 import threading
@@ -265,3 +267,79 @@ def classed(tmp_path_factory: pytest.TempPathFactory) -> Any:
         workers.start("m0", Role.MIXED)
         ready(router)
         yield router
+
+
+class VirtualWorker(FullWorker):
+    """A core and a worker of 64 slots on virtual time: the first token after half a second, the others 20 ms apart."""
+
+    FIRST_TOKEN_SECONDS, TOKEN_SECONDS = 0.5, 0.02
+
+    def __init__(self) -> None:
+        super().__init__(Tenant(name="a"), Tenant(name="b"), slots=64)
+        self.events: list[tuple[float, int, Callable[[], None]]] = []
+        self.order = itertools.count()
+        self.ttft: dict[str, float] = {}
+
+    def at(self, when: float, event: Callable[[], None]) -> None:
+        heapq.heappush(self.events, (when, next(self.order), event))
+
+    def handle(self, event: Event) -> list[Effect]:
+        effects = self.core.handle(event, self.now)
+        self.refused |= {effect.request_id: effect for effect in effects if isinstance(effect, Refuse)}
+        for effect in effects:
+            if isinstance(effect, Begun):
+                self.start(self.requests[effect.request_id])
+        return effects
+
+    def start(self, request: ActiveRequest) -> None:
+        first_at = self.now + self.FIRST_TOKEN_SECONDS
+        self.ttft[request.request_id] = first_at - request.arrived_at
+        last = request.sampling.max_tokens - 1
+
+        def deliver(position: int) -> None:
+            reason = FinishReason.LENGTH if position == last else None
+            delta = TokenDelta(request.state.key, position, [7], finish_reason=reason)
+            self.handle(FromWorker(WORKER, StepTokens([delta])))
+
+        for position in range(last + 1):
+            self.at(first_at + position * self.TOKEN_SECONDS, lambda position=position: deliver(position))  # type: ignore[misc]
+
+    def load(self, tenant: str, rate: float, seconds: float) -> None:
+        """Let requests of a tenant arrive at random, with outputs of 4 to 64 tokens."""
+        chosen = random.Random(tenant)
+        context = RequestContext(request_class=CLASSES[0], tenant=tenant)
+        when, number = self.now + chosen.expovariate(rate), 0
+        while when < 100.0 + seconds:
+            sampling = SamplingParams(max_tokens=chosen.choice((4, 8, 16, 32, 64)))
+
+            def submit(name: str = f"{tenant}{number}", sampling: SamplingParams = sampling) -> None:
+                request = self.requests[name] = ActiveRequest.new(name, [1] * 64, sampling, self.now, context)
+                self.handle(Submit(request))
+
+            self.at(when, submit)
+            when, number = when + chosen.expovariate(rate), number + 1
+
+    def run(self) -> None:
+        while self.events:
+            self.now, _, event = heapq.heappop(self.events)
+            event()
+        self.core.check_invariants()
+
+    def p99(self, tenant: str) -> float:
+        times = sorted(seconds for name, seconds in self.ttft.items() if name.startswith(tenant))
+        return times[int(0.99 * len(times))]
+
+
+def test_a_steady_tenant_is_as_fast_beside_a_flood_as_alone() -> None:
+    alone, beside = VirtualWorker(), VirtualWorker()
+    for worker in (alone, beside):
+        worker.load("b", rate=10.0, seconds=20.0)
+    beside.load("a", rate=190.0, seconds=20.0)
+    alone.run()
+    beside.run()
+    assert not alone.refused
+    refused = [name[0] for name in beside.refused]
+    assert refused.count("a") > 500 and not refused.count("b")
+    assert beside.p99("b") <= 1.2 * alone.p99("b")
+    # The flood's own wait is bounded: twice the objective as predicted, more before the worker's rate is known.
+    assert beside.p99("a") <= 2 * 2 * CLASSES[0].ttft_ms / 1e3

@@ -11,6 +11,7 @@ it: what its tenant has queued with earlier deadlines, at the tenant's share of 
 import heapq
 import itertools
 import math
+from collections.abc import Container
 from dataclasses import dataclass, field
 
 from splitserve.router.requests.active_request import ActiveRequest
@@ -105,11 +106,11 @@ class FairQueue:
         lane.cost += cost
         self._by_id[request.request_id] = waiting, lane
 
-    def first(self) -> ActiveRequest | None:
-        """Return the request that is next; None if none waits."""
+    def first(self, skipped: Container[str] = ()) -> ActiveRequest | None:
+        """Return the request that is next, of tenants that aren't ``skipped``; None if none waits."""
         for priority in sorted(self._lanes):
             lanes = self._lanes[priority]
-            names = [name for name, lane in lanes.items() if lane.first() is not None]
+            names = [name for name, lane in lanes.items() if name not in skipped and lane.first() is not None]
             if names:
                 # Among equals the one whose request is due first.
                 name = min(names, key=lambda name: (self._start(name), lanes[name].heap[0][:2]))
@@ -124,6 +125,7 @@ class FairQueue:
         waiting, _ = self._by_id[request.request_id]
         self.remove(request.request_id)
         self.note_begun(request, waiting.cost)
+        self._rate.note_begun(waiting.cost)
 
     def note_begun(self, request: ActiveRequest, cost: float) -> None:
         """Charge the tenant of a request that has begun."""
@@ -131,7 +133,6 @@ class FairQueue:
         start = self._start(name)
         self._virtual_time = max(self._virtual_time, start)
         self._finish[name] = start + cost / self.tenants.named(name).weight
-        self._rate.note_begun(cost)
         if len(self._finish) > 2 * len(self.tenants.by_name) + 16:  # tenants that are gone
             self._finish = {each: at for each, at in self._finish.items() if at > self._virtual_time}
 

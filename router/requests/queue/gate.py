@@ -6,6 +6,7 @@ the rest, where deadlines and shares decide.
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable
 
 from splitserve.router.links.membership import Membership, decode_party, prefill_party
@@ -19,12 +20,17 @@ from splitserve.router.requests.queue.tenants import Tenants
 
 AHEAD_SECONDS = 0.05
 """Predicted seconds of prompts that a worker still has when it is given the next one: enough to never be idle."""
+RESERVED_SHARE = 1 / 8
+"""Share of a worker's slots that tenants with more than their share of the running requests leave to the others."""
+MAX_TRIES = 4  # tenants whose next requests are tried before the rest waits for a place
 MISSED_OBJECTIVES = 2.0
 """A request is refused if its predicted TTFT exceeds its objective so many times."""
 
 
 class Gate:
-    """``begin`` starts a placed request. ``is_open``: nothing waits here whatever the load (no classes, no tenants)."""
+    """``begin`` starts a placed request; ``num_of_tenant`` counts those that run.
+
+    ``is_open``: nothing waits here whatever the load (no classes, no tenants)."""
 
     def __init__(
         self,
@@ -32,6 +38,7 @@ class Gate:
         membership: Membership,
         outbox: Outbox,
         begin: Callable[[ActiveRequest, Placed, float], None],
+        num_of_tenant: Counter[str],
         *,
         deadline_seconds: float,
         tenants: Tenants,
@@ -41,6 +48,7 @@ class Gate:
         self._membership = membership
         self._outbox = outbox
         self._begin = begin
+        self._num_of_tenant = num_of_tenant
         self._deadline_seconds = deadline_seconds
         self.is_open = is_open
         self.queue = FairQueue(tenants)
@@ -51,7 +59,7 @@ class Gate:
         placement = self._placer.first(request, now)
         if isinstance(placement, NoWorker):
             return placement
-        if self.is_open or (not len(self.queue) and self._has_room(placement, now)):
+        if self.is_open or (not len(self.queue) and self._has_room(request, placement, now)):
             self._start(request, placement, now)
             return None
         wait = self.queue.predicted_wait(request, now)
@@ -66,10 +74,12 @@ class Gate:
 
     def pump(self, now: float) -> None:
         """Begin requests of the queue while workers have room."""
-        while (request := self.queue.first()) is not None:
+        full: set[str] = set()  # tenants for which there is no room
+        while len(full) < MAX_TRIES and (request := self.queue.first(full)) is not None:
             placement = self._placer.first(request, now)
-            if isinstance(placement, NoWorker) or not self._has_room(placement, now):
-                return
+            if isinstance(placement, NoWorker) or not self._has_room(request, placement, now):
+                full.add(request.context.tenant)
+                continue
             self.queue.begin(request, now)
             self._outbox.put(CancelTimer(_timer(request.request_id)))
             self._start(request, placement, now, is_charged=True)
@@ -117,14 +127,21 @@ class Gate:
         outputs = min(request.sampling.max_tokens, self._placer.output_tokens) * (1 + len(request.siblings))
         return len(request.token_ids) + outputs
 
-    def _has_room(self, placement: Placed, now: float) -> bool:
+    def _has_room(self, request: ActiveRequest, placement: Placed, now: float) -> bool:
         """Return whether the placement's workers would take up the request about now."""
         prefill = self._membership.get(prefill_party(placement))
         decode = self._membership.get(decode_party(placement))
         if prefill is None or decode is None:
             return True
-        has_slot = decode.num_requests < max(1, decode.info.max_num_seqs)
-        return has_slot and prefill.prompts.seconds(now) <= AHEAD_SECONDS
+        num_slots = max(1, decode.info.max_num_seqs)
+        if self._exceeds_share(request.context.tenant):
+            num_slots -= int(RESERVED_SHARE * num_slots)
+        return decode.num_requests < num_slots and prefill.prompts.seconds(now) <= AHEAD_SECONDS
+
+    def _exceeds_share(self, tenant: str) -> bool:
+        """Return whether a tenant has more than its share of the requests that run."""
+        running = self._num_of_tenant
+        return running[tenant] > self.queue.tenants.share_of(tenant) * sum(running.values())
 
     def _queue_seconds(self, placement: Placed, now: float) -> float:
         record = self._membership.get(prefill_party(placement))

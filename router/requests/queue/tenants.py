@@ -55,6 +55,12 @@ class Tenants:
         """Return the tenant with a key; None for a key of nobody."""
         return self._by_digest.get(digest_of(key))
 
+    def share_of(self, name: str) -> float:
+        """Return a tenant's share of a cluster that all of the file's tenants use."""
+        weights = {each: tenant.weight for each, tenant in self.by_name.items() if each != OWN}
+        own = self.named(name).weight
+        return own / sum((weights | {name: own}).values())
+
     def named(self, name: str) -> Tenant:
         """Return a tenant by its name; one that is gone from the file has no limits for the requests it still has."""
         return self.by_name.get(name) or Tenant(name=OWN)
