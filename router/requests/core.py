@@ -135,8 +135,8 @@ class RouterCore:
         placement = self.placer.first(newcomer, now)
         if isinstance(placement, NoWorker):
             return placement
-        newcomer.num_known_tokens = self._seen_prefixes.note(newcomer.hashes)
         self.requests.begin(newcomer, placement, now)
+        newcomer.num_known_tokens = self._seen_prefixes.note(newcomer.hashes)  # placement has hashed its blocks
         return None
 
     def _on_cancel(self, event: Cancel, now: float) -> None:

@@ -38,6 +38,7 @@ from splitserve.orchestration.spec.cluster_spec import ClusterSpec, MemorySpec, 
 from splitserve.orchestration.spec.shorthand import simple_spec
 from splitserve.protocol.config import EngineConfig
 from splitserve.protocol.reports.overview import Overview
+from waiting import wait_until
 
 LOAD_SECONDS = float(os.environ.get("SPLITSERVE_LOAD_SECONDS", "40"))
 HEALTHY_RUNS = 20
@@ -152,7 +153,7 @@ def unread(url: str) -> Iterator[None]:
     opened = []
     for number in range(6):
         chosen = random.Random(number)
-        prompts = [[chosen.randrange(1, 250) for _ in range(1500)] for _ in range(6)]
+        prompts = [[chosen.randrange(1, 250) for _ in range(3500)] for _ in range(4)]
         body = json.dumps({"model": model, "prompt": prompts, "max_tokens": 1, "echo": True, "logprobs": 5}).encode()
         made = socket.socket()
         made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -161,6 +162,8 @@ def unread(url: str) -> Iterator[None]:
         made.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
         opened.append(made)
     try:
+        wait_until(lambda: overview(url).router.num_unread >= 4, "answers that are not read fill no buffer")
+        time.sleep(31.0)  # the window no longer has the prompts of these clients
         yield
     finally:
         for each in opened:
@@ -225,11 +228,25 @@ def planted(name: str, folder: Path) -> bool:
     case = CASES[name]
     with cluster(case, folder) as url, case.beside(url):
         asyncio.run(run_load(url, case.load, LOAD_SECONDS, 1))
-        found = overview(url).diagnosis
+        view = overview(url)
+    found = view.diagnosis
     shown = ", ".join(f"{each.name} {each.severity:.2f}" for each in found.findings)
     is_first = bool(found.findings) and found.findings[0].name == name
     print(f"{'named' if is_first else 'MISSED'} {name}: {shown or found.state}; {found.sentence}", flush=True)
+    if not is_first:
+        print(f"  {figures_of(view)}", flush=True)
     return is_first
+
+
+def figures_of(view: Overview) -> str:
+    """Return what a diagnosis rests on, in a line."""
+    stages = ", ".join(f"{stage.name} {1e3 * stage.times.mean:.0f} ms" for stage in view.stages)
+    workers = ", ".join(
+        f"{each.engine_id} busy {each.busy_share:.2f} used {each.blocks_used} reserved {each.blocks_reserved} of "
+        f"{each.blocks}, slowness {each.slowness:.1f}"
+        for each in view.workers
+    )
+    return f"{view.ttft.num} first tokens: {stages}; {workers}; {view.router}"
 
 
 def healthy(folder: Path) -> int:
@@ -245,6 +262,8 @@ def healthy(folder: Path) -> int:
             asyncio.run(run_load(url, load, LOAD_SECONDS / 2, number))
             found = overview(url).diagnosis
             num_alarms += found.state == "limited"
+            if found.state == "limited":
+                print(f"  {figures_of(overview(url))}", flush=True)
             print(f"healthy run {number}: {found.state}; {found.sentence}", flush=True)
     return num_alarms
 
