@@ -131,6 +131,7 @@ async def _serve(
                 progress("sampling", {"defaults": defaults.describe(), "source": defaults.source})
 
         connections = Connections(config.http, config.max_requests_in_flight, metrics)
+        dispatcher.overviews.clients = connections
         server = _HttpServer(_http_config(app, connections), on_started=announce)
 
         def stop() -> None:

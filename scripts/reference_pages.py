@@ -25,6 +25,7 @@ from splitserve.orchestration.spec.document import json_schema, schema_text
 from splitserve.orchestration.spec.settings_page import settings_page
 from splitserve.orchestration.spec.sizes import format_bytes
 from splitserve.router.admin.metrics_page import metrics_page
+from splitserve.router.admin.overview.reference import overview_page
 from splitserve.router.http.openapi import openapi_document
 from splitserve.router.requests.timeline.spans_page import spans_page
 
@@ -252,7 +253,7 @@ def api_page() -> str:
         "[below](#parameters-that-take-neutral-values-only) are those that are accepted when they change nothing.",
         "## Endpoints",
         table(("endpoint", "purpose", "API key", "statuses"), rows),
-        "Two more are for operators: `GET /admin/workers` and `POST /admin/profile` "
+        "Further ones are for operators: `/dashboard` and those under `/admin` "
         "([operations](../guides/operations.md#the-administrators-endpoints)). "
         "The API key is required only where the cluster has one.",
         "## Errors",
@@ -349,6 +350,7 @@ def pages() -> dict[Path, str]:
         "settings.md": settings_page(),
         "http-api.md": api_page(),
         "metrics.md": metrics_page(),
+        "overview.md": overview_page(),
         "spans.md": spans_page(),
         "logs.md": logs_page(NOTE),
         "models.md": models_page(),

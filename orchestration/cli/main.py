@@ -25,6 +25,7 @@ from splitserve.orchestration.cli.options import (
     cluster_spec,
     errors_in_options,
 )
+from splitserve.orchestration.cli.top import add_top_command
 from splitserve.orchestration.cli.trace import add_trace_command
 from splitserve.orchestration.lmcache.command import add_lmcache_command
 from splitserve.orchestration.spec.sizes import format_bytes
@@ -33,7 +34,9 @@ BENCHES = {
     "serve": ("splitserve.benchmarks.serving.serve", "load on any OpenAI completions endpoint"),
     "handover": ("splitserve.benchmarks.kv.handover", "KV hand-over against a plain memory copy"),
     "goodput": ("splitserve.benchmarks.goodput.bench", "does disaggregation pay here? goodput at equal devices"),
+    "compare": ("splitserve.benchmarks.goodput.compare", "two runs of bench goodput: ratios, intervals, regressions"),
     "latency": ("splitserve.benchmarks.serving.latency", "TTFT and second token of 1P1D against a mixed worker"),
+    "client": ("splitserve.benchmarks.serving.client_limits", "what the load generator can offer on this machine"),
     "isolation": (
         "splitserve.benchmarks.serving.isolation",
         "gaps between tokens while other requests' prompts arrive, P/D or mixed",
@@ -126,6 +129,7 @@ def build_parser() -> CommandParser:
     add_lmcache_command(commands)
     _add_doctor(commands)
     add_trace_command(commands)
+    add_top_command(commands)
     _add_spec_commands(commands)
     _add_demo(commands)
     _add_demo_model(commands)

@@ -39,6 +39,7 @@ from splitserve.orchestration.doctor.http import Endpoint, UnreachableError
 from splitserve.orchestration.doctor.machine import look_at_machine, port_user, versions_of, with_torch
 from splitserve.orchestration.doctor.machine_checks import check_port, machine_checks, quick_checks, torch_checks
 from splitserve.orchestration.doctor.model import look_at_model
+from splitserve.orchestration.doctor.overview import check_bottleneck, read_overview
 from splitserve.orchestration.doctor.plan import spec_checks
 from splitserve.orchestration.doctor.probe import look_by_probe
 from splitserve.orchestration.doctor.report import Check, Diagnosis, Problem, check, skipped
@@ -101,6 +102,7 @@ def _running_cluster(options: argparse.Namespace, diagnosis: Diagnosis) -> Itera
     yield check("endpoint", f"{endpoint.url} serves {report.served_model_name}", problems)
     secret = read_secret(options.secret_file, SECRET_VARIABLE)
     fits = shows_right_secret(report.membership, secret) if secret else None
+    yield check_bottleneck(read_overview(endpoint))
     yield from cluster_checks(report, options.transport, fits)
     here = socket.gethostname()
     if report.machine == here:

@@ -3,11 +3,8 @@
 from splitserve.orchestration.doctor.report import Check, Problem, check, few, skipped
 from splitserve.orchestration.doctor.workers import name_of, pairs
 from splitserve.protocol.cluster_report import ClusterReport, WorkerReport
-from splitserve.protocol.messages.membership import PeerLink, WorkerSetup
-
-UNKNOWN_TRANSPORT = "unknown"
-_WITHIN_A_MACHINE = frozenset({"cma", "xpmem", "knem", "sysv", "posix"})
-_RDMA_PREFIXES = ("rc", "dc", "ud", "gga", "srd")
+from splitserve.protocol.messages.membership import PeerLink
+from splitserve.protocol.transports import UNKNOWN_TRANSPORT, expected_transport, is_by
 
 
 def check_transports(report: ClusterReport, wanted: str) -> Check:
@@ -44,24 +41,3 @@ def _transport_problem(sink: WorkerReport, source: WorkerReport, link: PeerLink,
     return Problem(
         "wrong_transport", f"{name_of(sink)} reads KV from {name_of(source)} by {link.transport}; {because}", advice
     )
-
-
-def expected_transport(one: WorkerSetup, other: WorkerSetup) -> str:
-    """Return the transport that two workers should use: a name of UCX's, ``shared memory`` or ``rdma`` for a group of
-    them, "" for any."""
-    if not one.machine or not other.machine:
-        return ""
-    on_gpus = one.device.startswith("cuda") and other.device.startswith("cuda")
-    if one.machine == other.machine:
-        return "cuda_ipc" if on_gpus else "" if "cuda" in one.device + other.device else "shared memory"
-    return "rdma" if one.rdma_devices and other.rdma_devices else ""
-
-
-def is_by(transport: str, expected: str) -> bool:
-    """Return whether UCX's transports, like ``rc_mlx5+cuda_ipc``, are of the expected kind."""
-    names = transport.partition(" ")[0].split("+")
-    if expected == "shared memory":
-        return bool(_WITHIN_A_MACHINE & set(names))
-    if expected == "rdma":
-        return any(name.startswith(_RDMA_PREFIXES) for name in names)
-    return expected in names

@@ -5,6 +5,7 @@ import logging
 import time
 from collections import OrderedDict
 from functools import partial
+from itertools import takewhile
 
 from splitserve.protocol.cluster_report import RequestRates, RequestSummary, RequestTrace, RequestTraces
 from splitserve.router.admin.activity import WINDOW_SECONDS, Activity, line_of
@@ -65,6 +66,11 @@ class RequestReports:
         """Return the rates of the last seconds."""
         admitted, waiting = self._core.admission.num_admitted, len(self._core.waiting_room)
         return self.activity.rates(admitted, waiting, self._loop.time())
+
+    def ended_since(self, since: float) -> list[tuple[RequestSummary, Timeline]]:
+        """Return those of the kept ended requests that ended after ``since``, the latest first."""
+        latest = reversed(self._kept.values())
+        return list(takewhile(lambda kept: kept[1].ended_at > since, latest))
 
     def traces(self, id_begin: str) -> RequestTraces:
         """Return those of the kept ended requests whose ids begin so."""

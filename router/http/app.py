@@ -1,7 +1,6 @@
 """The HTTP interface: OpenAI's endpoints, health, readiness, metrics. Every error has OpenAI's shape."""
 
 import asyncio
-import time
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -15,13 +14,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from splitserve import __version__
 from splitserve.router.admin.cluster_report import cluster_report
 from splitserve.router.admin.metrics import RouterMetrics
+from splitserve.router.admin.overview.dashboard import dashboard
 from splitserve.router.admin.profiles import MAX_PROFILE_BODY_BYTES, parse_profile_request
 from splitserve.router.http.access.api_key import RequireKey
 from splitserve.router.http.access.content_type import check_json
 from splitserve.router.http.access.cross_origin import allow_origins
 from splitserve.router.http.access.local_origin import RequireLocal
 from splitserve.router.http.access.refusals import Refusals, internal_error
-from splitserve.router.http.access.request_id import GiveRequestIds, request_id_of
+from splitserve.router.http.access.request_id import GiveRequestIds, arrival_of, request_id_of
 from splitserve.router.http.api_error import ApiError
 from splitserve.router.http.formats import ChatFormat, ChoicesFormat, CompletionFormat
 from splitserve.router.http.openapi import openapi_document
@@ -48,7 +48,7 @@ class Api:
         self._bodies = serving.bodies
 
     async def completions(self, request: Request) -> Response:
-        arrived_at = time.monotonic()
+        arrived_at = arrival_of(request)
         body, num_bytes = await self._serving.read(request, CompletionRequest)
         check_not_empty(body)
         return await self._serving.generate(
@@ -62,7 +62,7 @@ class Api:
         )
 
     async def chat_completions(self, request: Request) -> Response:
-        arrived_at = time.monotonic()
+        arrived_at = arrival_of(request)
         body, num_bytes = await self._serving.read(request, ChatCompletionRequest)
         return await self._serving.generate(
             request,
@@ -111,6 +111,10 @@ class Api:
         fleet, rates = self._dispatcher.fleet, self._dispatcher.reports.rates()
         report = cluster_report(self._dispatcher.config, fleet, rates, asyncio.get_running_loop().time())
         return Response(msgspec.json.encode(report), media_type="application/json")
+
+    async def overview(self, _request: Request) -> Response:
+        """Answer with figures of the last half minute and the bottleneck that they show (the dashboard)."""
+        return Response(msgspec.json.encode(self._dispatcher.overviews.overview()), media_type="application/json")
 
     async def request_traces(self, request: Request) -> Response:
         """Answer with the timelines of ended requests whose ids begin with the given one (``splitserve trace``)."""
@@ -164,6 +168,8 @@ def create_app(
         ("/version", api.version),
         ("/metrics", api.metrics),
         ("/admin/workers", api.workers),
+        ("/admin/overview", api.overview),
+        ("/dashboard", dashboard),
         ("/admin/requests/{request_id}", api.request_traces),
         ("/openapi.json", openapi),
     ]

@@ -16,6 +16,7 @@ import asyncio
 import enum
 import logging
 import resource
+import time
 from typing import Any
 
 import httptools
@@ -26,6 +27,7 @@ from uvicorn.server import ServerState
 
 from splitserve.protocol.config import HttpLimits
 from splitserve.router.admin.metrics import RouterMetrics
+from splitserve.router.http.access.request_id import note_arrival
 from splitserve.router.http.api_error import ApiError
 from splitserve.router.http.bodies.reader import BODY_SECONDS
 
@@ -44,6 +46,7 @@ class Connections:
         self.limits = limits
         self.incomplete: dict[BoundedHttp, None] = {}
         """Connections on which no complete request is being answered, the longest waiting first."""
+        self._unread: dict[BoundedHttp, float] = {}  # by connection: since when its client has not read, oldest first
         self._metrics = metrics
         num_descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         wanted = limits.max_connections or max(_MIN_CONNECTIONS, 2 * max_requests_in_flight)
@@ -60,6 +63,18 @@ class Connections:
         del self.incomplete[oldest]
         oldest.evict()
         return True
+
+    def note_unread(self, connection: "BoundedHttp", now: float) -> None:
+        """Note that an answer fills the buffers: the client does not read it."""
+        self._unread[connection] = now
+
+    def note_read(self, connection: "BoundedHttp") -> None:
+        """Note that the client reads on, or that the connection has ended."""
+        self._unread.pop(connection, None)
+
+    def unread(self, now: float) -> tuple[int, float]:
+        """Return the number of connections whose client does not read its answer, and the longest such time."""
+        return len(self._unread), now - next(iter(self._unread.values()), now)
 
     def count(self, reason: str, now: float) -> None:
         """Count a refusal, and log the first one of each second."""
@@ -128,6 +143,7 @@ class BoundedHttp(HttpToolsProtocol):
         self._unset_keepalive_if_required()
         self._unset_unread_timer()
         self._shared.incomplete.pop(self, None)
+        self._shared.note_read(self)
         super().connection_lost(exc)
 
     def evict(self) -> None:
@@ -193,6 +209,8 @@ class BoundedHttp(HttpToolsProtocol):
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
+        if self.cycle is None or self.cycle.response_complete:  # else the request waits for the answer before it
+            note_arrival(self.scope, time.monotonic())
         super().on_headers_complete()
         self._stop_timer()
         self._input = _Input.BODY
@@ -228,10 +246,12 @@ class BoundedHttp(HttpToolsProtocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
+        self._shared.note_unread(self, self.loop.time())
         self._unread_timer = self.loop.call_later(self._limits.keep_alive_seconds, self.transport.abort)
 
     def resume_writing(self) -> None:
         super().resume_writing()
+        self._shared.note_read(self)
         self._unset_unread_timer()
 
     def _unset_unread_timer(self) -> None:

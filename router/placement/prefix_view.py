@@ -80,6 +80,11 @@ class PromptHashes:
         longer._chains = {key: list(chain) for key, chain in self._chains.items()}
         return longer
 
+    def longest_computed(self) -> tuple[Sequence[bytes], int] | None:
+        """Return the longest chain that was computed, with its block size; None if there is none."""
+        chains = ((chain, block_size) for (_, block_size), chain in self._chains.items())
+        return max(chains, key=lambda found: len(found[0]), default=None)
+
     def chain(self, root_hash: bytes, block_size: int) -> Sequence[bytes]:
         chain = self._chains.setdefault((root_hash, block_size), [])
         if len(chain) < (len(self._token_ids) - 1) // block_size:

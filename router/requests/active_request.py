@@ -50,6 +50,7 @@ class ActiveRequest:
     stranded_at: float | None = None  # when that wait began
     siblings: tuple["ActiveRequest", ...] = ()  # of the prompt's other choices, which begin with this one
     is_fallback: bool = False  # the first attempt is local only because there was no pair
+    num_known_tokens: int | None = None  # tokens with which an earlier prompt began; None: not counted
 
     @classmethod
     def new(

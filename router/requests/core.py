@@ -33,6 +33,7 @@ from splitserve.router.links.membership import Membership
 from splitserve.router.placement.placer import SHUTTING_DOWN, Placer
 from splitserve.router.placement.policies import NoWorker, policy_by_name
 from splitserve.router.placement.prefix_view import PrefixView
+from splitserve.router.placement.seen_prefixes import SeenPrefixes
 from splitserve.router.requests.active_request import ActiveRequest
 from splitserve.router.requests.admission import Admission
 from splitserve.router.requests.attempts import Attempts
@@ -90,6 +91,7 @@ class RouterCore:
             protocol.max_requests_waiting, protocol.max_waiting_mib << 20, wait_seconds, self._outbox, self._serve
         )
         self._clocks = WorkerClocks()
+        self._seen_prefixes = SeenPrefixes()
         self._orphans = Orphans(protocol.tombstone_seconds)
         attempts = Attempts(self.placer, membership, self._outbox, chosen, self.deadline_seconds)
         self._settlement = Settlement(membership, objectives, self._outbox, self.placer.note_output)
@@ -133,6 +135,7 @@ class RouterCore:
         placement = self.placer.first(newcomer, now)
         if isinstance(placement, NoWorker):
             return placement
+        newcomer.num_known_tokens = self._seen_prefixes.note(newcomer.hashes)
         self.requests.begin(newcomer, placement, now)
         return None
 

@@ -21,6 +21,7 @@ from splitserve.protocol.messages.requests import Profiled
 from splitserve.protocol.request import Party, SamplingParams
 from splitserve.protocol.token_ids import TokenIds
 from splitserve.router.admin.metrics import RouterMetrics
+from splitserve.router.admin.overview.overviews import Overviews
 from splitserve.router.admin.profiles import Profiles
 from splitserve.router.admin.request_reports import RequestReports
 from splitserve.router.http.inbox import Inbox
@@ -92,6 +93,7 @@ class Dispatcher:
         self.deadline_seconds = self.core.deadline_seconds
         self.profiles = Profiles(self.fleet)
         self.reports = RequestReports(self.core, metrics, tracing_of(config), writes_lines=config.request_log)
+        self.overviews = Overviews(config, self.core, self.fleet.membership, self.reports)
         self._performers: dict[type, Callable[[Any], None]] = {
             Send: self._send,
             Deliver: self._deliver,
@@ -202,6 +204,7 @@ class Dispatcher:
         self._handle(Close())
         self.profiles.close()
         self.reports.close()
+        self.overviews.close()
         self.fleet.close()
 
     # ---- events of the workers ----

@@ -34,7 +34,6 @@ from splitserve.orchestration.doctor.machine_checks import (
 from splitserve.orchestration.doctor.model import look_at_model
 from splitserve.orchestration.doctor.probe import Probe, Shape, predicted_prefix, probe_checks, probe_shape
 from splitserve.orchestration.doctor.report import Check, Diagnosis
-from splitserve.orchestration.doctor.transport_checks import expected_transport, is_by
 from splitserve.orchestration.doctor.worker_checks import cores_together
 from splitserve.orchestration.hosts.core_plan import Wanted
 from splitserve.orchestration.hosts.gpus import Gpu
@@ -44,6 +43,7 @@ from splitserve.protocol.counters import WorkerLoad
 from splitserve.protocol.memory_records import LayoutRecord
 from splitserve.protocol.messages.membership import PeerLink, WorkerInfo, WorkerSetup
 from splitserve.protocol.request import Party, Role
+from splitserve.protocol.transports import expected_transport, is_by
 from splitserve.router.links.links import FailedHandshakes
 from splitserve.router.links.rejected_attempts import REFUSED_SECONDS, STRANGER_SECONDS, RejectedAttempts
 

@@ -26,6 +26,7 @@ GENERATED = {
     "metrics.md",
     "spans.md",
     "models.md",
+    "overview.md",
 }
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 

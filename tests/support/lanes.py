@@ -15,6 +15,7 @@ IN_TURN = {
 BESIDE_OTHERS = {
     "benchmarks/goodput/test_goodput_arithmetic",
     "workloads/test_workloads",
+    "benchmarks/test_client_limits",
     "benchmarks/test_arguments",
     "benchmarks/test_arithmetic",
     "benchmarks/test_http_attacks",
@@ -133,6 +134,8 @@ SECONDS = {
     "models/test_precision": 4,
     "project/test_ci_run": 4,
     "models/test_families": 30,
+    "models/test_transformers_backend": 30,
+    "models/test_transformers_model": 8,
     "kernels/test_sampling": 4,
 }
 """Seconds that modules beside the lanes take, as ``.ci/run`` measured them: the longest ones begin first, so that no

@@ -26,6 +26,7 @@ def summarize(request: ActiveRequest, now: float) -> RequestSummary:
         num_attempts=state.num_attempts,
         num_prompt_tokens=len(request.token_ids),
         num_cached_tokens=state.num_cached_tokens,
+        num_known_tokens=request.num_known_tokens,
         num_output_tokens=timeline.num_tokens,
         seconds=now - timeline.arrived_at,
         ttft_seconds=timeline.ttft_seconds,
@@ -35,6 +36,7 @@ def summarize(request: ActiveRequest, now: float) -> RequestSummary:
         handover_seconds=last.handover_seconds,
         transport="" if handover is None else handover.transport,
         handover_bytes=0 if handover is None else handover.bytes,
+        handover_read_seconds=0.0 if handover is None else handover.read_seconds,
         ttft_stages=ttft_stages(timeline),
         handover_stages=handover_stages(last) if handover is not None else {},
     )

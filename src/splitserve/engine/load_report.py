@@ -6,8 +6,10 @@ import msgspec
 
 from splitserve.engine.parts import Part
 from splitserve.engine.scheduling import StepScheduler
+from splitserve.engine.sequence import Sequence
 from splitserve.engine.state import EngineState
 from splitserve.kvconnector.blocks.pool import BlockState
+from splitserve.kvconnector.layout.shape import num_blocks_for
 from splitserve.protocol.counters import WorkerLoad
 
 
@@ -29,6 +31,7 @@ def load_of(state: EngineState, scheduler: StepScheduler, parts: ListLike[Part])
         blocks_free=pool.count(BlockState.FREE),
         blocks_cached=pool.count(BlockState.CACHED),
         blocks_referenced=pool.count(BlockState.REFERENCED),
+        blocks_reserved=sum(_num_reserved(sequence, state.blocks.block_size) for sequence in state.sequences.values()),
         blocks_quarantined=pool.count(BlockState.QUARANTINED),
         tier_blocks=tiers.num_blocks,
         tiers=tiers.report(state.block_bytes),
@@ -37,3 +40,8 @@ def load_of(state: EngineState, scheduler: StepScheduler, parts: ListLike[Part])
     for part in parts:
         load = part.report(load)
     return load
+
+
+def _num_reserved(sequence: Sequence, block_size: int) -> int:
+    """Return the blocks that a sequence holds for tokens without KV so far."""
+    return max(0, len(sequence.block_ids) - num_blocks_for(sequence.num_computed, block_size))

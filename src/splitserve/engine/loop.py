@@ -208,6 +208,7 @@ class WorkerLoop:
     def _take_results(self, now: float) -> None:
         while (result := self._io.executor.result()) is not None:
             warning = self._step_times.note(result.plan, result.seconds)
+            self._core.state.counters.step_seconds += result.seconds
             if warning is not None:
                 logger.warning("%s", warning)
             if isinstance(result.outcome, StepFailure):

@@ -106,6 +106,7 @@ class RequestSummary(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     num_attempts: int  # 1, unless attempts failed
     num_prompt_tokens: int  # tokens of the prompt
     num_cached_tokens: int  # those of them that were cached
+    num_known_tokens: int | None  # those with which an earlier prompt began; None: not counted (one worker)
     num_output_tokens: int  # tokens that were delivered
     seconds: float  # from its arrival to its end
     ttft_seconds: float | None  # from its arrival to its first token
@@ -115,6 +116,7 @@ class RequestSummary(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     handover_seconds: float | None  # from the first token to decode's report, as received by the router
     transport: str  # of the hand-over; "" without one
     handover_bytes: int  # that decode read
+    handover_read_seconds: float  # sum of its reads' durations
     ttft_stages: dict[str, float]  # seconds by stage, in order; their sum is ``ttft_seconds``
     handover_stages: dict[str, float]  # from prefill's token to decode's first one
 

@@ -77,6 +77,7 @@ class WorkerCounters(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """Counters of a worker's engine, which adds to them in place."""
 
     steps: Annotated[Count, Counter("Steps that the model ran")] = 0
+    step_seconds: Annotated[NonNegative, Counter("Seconds in which a step ran")] = 0.0
     step_tokens: Annotated[Distribution, Histogram("Tokens of a step, of prompts and outputs", STEP_TOKEN_BUCKETS)] = (
         msgspec.field(default_factory=Distribution)
     )
@@ -158,6 +159,7 @@ class WorkerLoad(WorkerCounters, frozen=True, kw_only=True):  # type: ignore[mis
     blocks_free: Annotated[Count, Gauge("KV blocks without content")] = 0
     blocks_cached: Annotated[Count, Gauge("KV blocks of the prefix cache without references")] = 0
     blocks_referenced: Annotated[Count, Gauge("KV blocks in use")] = 0
+    blocks_reserved: Annotated[Count, Gauge("KV blocks in use that have no content so far: room for what comes")] = 0
     blocks_quarantined: Annotated[Count, Gauge("KV blocks withheld until what may write to them has ended")] = 0
     reads_in_flight: Annotated[Count, Gauge("Reads of a peer's KV in flight")] = 0
     undeliverable_messages: Annotated[Count, Counter("Messages dropped: their receiver did not take them")] = 0

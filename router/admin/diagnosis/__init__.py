@@ -1,0 +1,1 @@
+"""The diagnosis: which bottleneck an overview shows, with reasons and remedy. Pure."""

@@ -1,0 +1,1 @@
+"""Reports of the router to operators, as typed data."""
