@@ -325,7 +325,10 @@ def _architecture(raw: Mapping[str, Any]) -> tuple[str, str]:
         if isinstance(name, str) and (name in FAMILIES or name in TEXT_OF):
             return FAMILIES[TEXT_OF.get(name, name)], name
     supported = ", ".join((*FAMILIES, *TEXT_OF))
-    raise CheckpointError(f"config.json: architectures is {shown(names)}; supported are {supported}")
+    raise CheckpointError(
+        f"config.json: architectures is {shown(names)}; supported are {supported}; others may run through transformers "
+        "(--model-backend auto)"
+    )
 
 
 def _text_config(whole: Mapping[str, Any]) -> Mapping[str, Any]:

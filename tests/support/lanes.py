@@ -19,6 +19,7 @@ BESIDE_OTHERS = {
     "orchestration/test_top",
     "benchmarks/goodput/test_goodput_arithmetic",
     "workloads/test_workloads",
+    "benchmarks/test_client_limits",
     "benchmarks/test_arguments",
     "benchmarks/test_arithmetic",
     "benchmarks/test_http_attacks",
@@ -137,6 +138,8 @@ SECONDS = {
     "models/test_precision": 4,
     "project/test_ci_run": 4,
     "models/test_families": 30,
+    "models/test_transformers_backend": 30,
+    "models/test_transformers_model": 8,
     "kernels/test_sampling": 4,
 }
 """Seconds that modules beside the lanes take, as ``.ci/run`` measured them: the longest ones begin first, so that no

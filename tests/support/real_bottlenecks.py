@@ -15,6 +15,7 @@ import os
 import random
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import threading
@@ -170,28 +171,29 @@ def unread(url: str) -> Iterator[None]:
             each.close()
 
 
+_FLOOD = """
+import http.client, sys, threading
+def send():
+    connection = http.client.HTTPConnection(sys.argv[1])
+    while True:
+        connection.request("GET", "/v1/models")
+        connection.getresponse().read()
+for _ in range(8):
+    threading.Thread(target=send).start()
+"""
+
+
 @contextlib.contextmanager
 def flood(url: str) -> Iterator[None]:
     """Send small requests that only the router answers, faster than it can."""
-    at = urlsplit(url)
-    ending = threading.Event()
-    request = f"GET /v1/models HTTP/1.1\r\nHost: {at.netloc}\r\n\r\n".encode()
-
-    def send() -> None:
-        with socket.create_connection((at.hostname or "", at.port or 0)) as made:
-            while not ending.is_set():
-                made.sendall(request * 8)
-                made.recv(1 << 16)
-
-    threads = [threading.Thread(target=send) for _ in range(8)]
-    for thread in threads:
-        thread.start()
+    command = [sys.executable, "-c", _FLOOD, urlsplit(url).netloc]
+    senders = [subprocess.Popen(command, stderr=subprocess.DEVNULL) for _ in range(3)]
     try:
         yield
     finally:
-        ending.set()
-        for thread in threads:
-            thread.join()
+        for sender in senders:
+            sender.kill()
+            sender.wait()
 
 
 CASES: dict[str, Case] = {
