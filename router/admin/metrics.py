@@ -61,11 +61,23 @@ class RouterMetrics:
             ("intended", "actual", "reason"),
             registry=registry,
         )
+        self.class_requests = Counter(
+            "splitserve_class_requests",
+            "Requests by class and tenant, as they ended: finished, failed, cancelled, or refused for their predicted "
+            "time to first token",
+            ("class", "tenant", "outcome"),
+            registry=registry,
+        )
         self.requests_in_flight = Gauge(
             "splitserve_requests_in_flight", "Requests that were admitted and haven't ended", registry=registry
         )
         self.requests_waiting = Gauge(
             "splitserve_requests_waiting", "New requests that wait because no worker can take them", registry=registry
+        )
+        self.requests_queued = Gauge(
+            "splitserve_requests_queued",
+            "Requests that wait for their turn, since the workers are full",
+            registry=registry,
         )
         self._add_histograms(registry)
         self.prompt_tokens = _counter(registry, "prompt_tokens", "Prompt tokens of placed requests")
@@ -76,6 +88,9 @@ class RouterMetrics:
             ("objective", "met"),
             registry=registry,
         )
+        self._add_failures(registry)
+
+    def _add_failures(self, registry: CollectorRegistry) -> None:
         self.ladder_steps = Counter(
             "splitserve_ladder_steps",
             "Attempts that failed, by what came next (handover, local, gave_up) and why",
@@ -97,6 +112,9 @@ class RouterMetrics:
     def _add_histograms(self, registry: CollectorRegistry) -> None:
         self.ttft_seconds = _histogram(registry, "ttft", "Arrival of an HTTP request to its first token", _TTFT_BUCKETS)
         self.itl_seconds = _histogram(registry, "itl", "Time between deliveries of tokens of a request", _ITL_BUCKETS)
+        self.predicted_ttft_seconds = _histogram(
+            registry, "predicted_ttft", "Time to first token as predicted at the request's arrival", _TTFT_BUCKETS
+        )
         self.e2e_seconds = _histogram(
             registry, "e2e", "Arrival of an HTTP request to its end, whatever that was", _E2E_BUCKETS
         )
@@ -129,9 +147,12 @@ class RouterMetrics:
     def watch_workers(self, records: Callable[[], list[WorkerRecord]]) -> None:
         self.registry.register(WorkerCollector(records))
 
-    def watch_requests(self, num_admitted: Callable[[], int], num_waiting: Callable[[], int]) -> None:
+    def watch_requests(
+        self, num_admitted: Callable[[], int], num_waiting: Callable[[], int], num_queued: Callable[[], int]
+    ) -> None:
         self.requests_in_flight.set_function(num_admitted)
         self.requests_waiting.set_function(num_waiting)
+        self.requests_queued.set_function(num_queued)
 
     def count_http(self, path: str, status: int) -> None:
         """Count an HTTP request by endpoint and status."""
@@ -162,6 +183,8 @@ class RouterMetrics:
         """Observe the stages and lengths of a request that has ended."""
         self.request_prompt_tokens.observe(summary.num_prompt_tokens)
         self.request_output_tokens.observe(summary.num_output_tokens)
+        if summary.predicted_ttft_seconds is not None:
+            self.predicted_ttft_seconds.observe(summary.predicted_ttft_seconds)
         for stage, seconds in summary.ttft_stages.items():
             self.stage_seconds.labels(stage).observe(seconds)
         for stage, seconds in summary.handover_stages.items():
