@@ -36,6 +36,7 @@ BENCHES = {
     "goodput": ("splitserve.benchmarks.goodput.bench", "does disaggregation pay here? goodput at equal devices"),
     "compare": ("splitserve.benchmarks.goodput.compare", "two runs of bench goodput: ratios, intervals, regressions"),
     "latency": ("splitserve.benchmarks.serving.latency", "TTFT and second token of 1P1D against a mixed worker"),
+    "client": ("splitserve.benchmarks.serving.client_limits", "what the load generator can offer on this machine"),
     "isolation": (
         "splitserve.benchmarks.serving.isolation",
         "gaps between tokens while other requests' prompts arrive, P/D or mixed",
@@ -45,6 +46,10 @@ BENCHES = {
         "hostile HTTP clients beside a stream: its gaps, the router's memory",
     ),
     "router": ("splitserve.benchmarks.router.overhead", "overhead of the router over a worker that answers at once"),
+    "observability": (
+        "splitserve.benchmarks.router.observability",
+        "CPU time that timeline, log, metrics and traces add to the router",
+    ),
     "chaos": (
         "splitserve.benchmarks.chaos.chaos",
         "kills, freezes and drains under load: correct tokens, nothing left over",

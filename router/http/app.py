@@ -1,7 +1,6 @@
 """The HTTP interface: OpenAI's endpoints, health, readiness, metrics. Every error has OpenAI's shape."""
 
 import asyncio
-import time
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -22,13 +21,14 @@ from splitserve.router.http.access.content_type import check_json
 from splitserve.router.http.access.cross_origin import allow_origins
 from splitserve.router.http.access.local_origin import RequireLocal
 from splitserve.router.http.access.refusals import Refusals, internal_error
-from splitserve.router.http.access.request_id import GiveRequestIds, request_id_of
+from splitserve.router.http.access.request_id import GiveRequestIds, arrival_of, request_id_of
 from splitserve.router.http.api_error import ApiError
 from splitserve.router.http.formats import ChatFormat, ChoicesFormat, CompletionFormat
 from splitserve.router.http.openapi import openapi_document
 from splitserve.router.http.schema import ChatCompletionRequest, CompletionRequest, GenerationRequest
 from splitserve.router.http.serving import Serving
 from splitserve.router.placement.policies import Disaggregated, NoWorker, RequestShape
+from splitserve.router.requests.queue.tenants import Tenants
 from splitserve.router.text.preparation import check_not_empty
 
 _CLOSED_TRANSPORT = "the handler is closed"  # uvloop's message between a connection's reset and its report of the reset
@@ -49,7 +49,7 @@ class Api:
         self._bodies = serving.bodies
 
     async def completions(self, request: Request) -> Response:
-        arrived_at = time.monotonic()
+        arrived_at = arrival_of(request)
         body, num_bytes = await self._serving.read(request, CompletionRequest)
         check_not_empty(body)
         return await self._serving.generate(
@@ -63,7 +63,7 @@ class Api:
         )
 
     async def chat_completions(self, request: Request) -> Response:
-        arrived_at = time.monotonic()
+        arrived_at = arrival_of(request)
         body, num_bytes = await self._serving.read(request, ChatCompletionRequest)
         return await self._serving.generate(
             request,
@@ -73,6 +73,10 @@ class Api:
             lambda limits: self._serving.preparation.chat(body, limits),
             arrived_at=arrived_at,
         )
+
+    def tenants(self) -> Tenants:
+        """Return the tenants as they are now."""
+        return self._dispatcher.tenants
 
     def _format(self, kind: type[ChoicesFormat], body: GenerationRequest, request: Request) -> ChoicesFormat:
         return kind(
@@ -185,7 +189,7 @@ def create_app(
     by_path = {("POST", path): handler for path, handler in posts}
     by_path |= {("GET", path): handler for path, handler in gets if "{" not in path}
     exact = ExactPaths(app, by_path, refusals)
-    guarded: ASGIApp = RequireKey(exact, api_key) if api_key else exact
+    guarded: ASGIApp = RequireKey(exact, api_key, api.tenants)
     shared = allow_origins(guarded, allowed_origins)
     local = RequireLocal(shared, allowed_origins) if local_only else shared
     return GiveRequestIds(CountRequests(local, metrics, paths), api.tracing)

@@ -16,6 +16,7 @@ import asyncio
 import enum
 import logging
 import resource
+import time
 from typing import Any
 
 import httptools
@@ -26,6 +27,7 @@ from uvicorn.server import ServerState
 
 from splitserve.protocol.config import HttpLimits
 from splitserve.router.admin.metrics import RouterMetrics
+from splitserve.router.http.access.request_id import note_arrival
 from splitserve.router.http.api_error import ApiError
 from splitserve.router.http.bodies.reader import BODY_SECONDS
 
@@ -207,6 +209,8 @@ class BoundedHttp(HttpToolsProtocol):
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
+        if self.cycle is None or self.cycle.response_complete:  # else the request waits for the answer before it
+            note_arrival(self.scope, time.monotonic())
         super().on_headers_complete()
         self._stop_timer()
         self._input = _Input.BODY

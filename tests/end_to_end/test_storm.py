@@ -15,6 +15,6 @@ NUM_REQUESTS = 24
 def test_answers_in_a_storm_are_those_of_an_undisturbed_worker(shape: str, first: int, tmp_path: Path) -> None:
     model = write_storm_model(tmp_path / "model")
     storm = run_storm(model, first, NUM_REQUESTS, [FaultKind.KILL], shape=shape, pause=1.0)
-    assert not storm.problems
+    assert not storm.problems and not storm.num_given_up
     assert len(storm.answers) == NUM_REQUESTS
     assert storm.faults, "no worker was lost"

@@ -3,7 +3,6 @@
 import http.client
 import json
 import math
-import os
 import re
 import time
 import urllib.request
@@ -22,9 +21,9 @@ from splitserve.orchestration.cluster.launcher import LocalCluster
 from splitserve.orchestration.spec.shorthand import simple_spec
 from splitserve.protocol.cluster_report import ClusterReport, RequestTrace, RequestTraces
 from splitserve.protocol.config import EngineConfig
+from timeline_runs import ARRANGEMENTS, run
 
-IS_LONG = "SPLITSERVE_TIMELINE_REQUESTS" in os.environ  # of `scripts/long-tests timeline`, which also compares times
-NUM_REQUESTS = int(os.environ.get("SPLITSERVE_TIMELINE_REQUESTS", "40"))
+NUM_REQUESTS = 40
 MAX_TOKENS = 6
 
 
@@ -82,7 +81,6 @@ def trace_of(cluster: LocalCluster, number: int) -> RequestTrace:
 
 def test_stages_add_up_to_the_routers_ttft_and_that_to_the_clients(cluster: LocalCluster) -> None:
     stream(cluster, 90_000)  # the first one connects
-    late = []
     for number in range(NUM_REQUESTS):
         client_ttft, route = stream(cluster, number)
         trace = trace_of(cluster, number)
@@ -102,9 +100,6 @@ def test_stages_add_up_to_the_routers_ttft_and_that_to_the_clients(cluster: Loca
             assert stages and all(seconds >= 0 for seconds in stages.values()), stages
         assert {span.process for span in trace.spans} == {"router", "prefill-0", "decode-0"}
         assert summary.num_output_tokens == MAX_TOKENS and client_ttft >= summary.ttft_seconds - 1e-3
-        late.append(client_ttft - summary.ttft_seconds > max(0.01 * client_ttft, 1e-3))
-    print(f"{sum(late)} of {len(late)} clients saw their first token more than 1% or 1 ms later")
-    assert not IS_LONG or sum(late) <= 0.05 * len(late)
 
 
 def test_a_trace_is_shown_as_text_and_for_perfetto(cluster: LocalCluster) -> None:
@@ -147,3 +142,9 @@ def test_metrics_show_stages_steps_and_the_model(cluster: LocalCluster) -> None:
     assert re.search(r'splitserve_worker_step_tokens_count{[^}]*worker="decode-0"} [1-9]', text)
     report = msgspec.json.decode(read(f"{cluster.url}/admin/workers"), type=ClusterReport)
     assert report.rates is not None and report.rates.requests_per_second > 0
+
+
+def test_clocks_that_differ_change_nothing(tiny_qwen3: Path) -> None:
+    """The prefill worker's clock is 50 ms ahead, the decode worker's 50 ms behind: effects follow their causes."""
+    outcome = run(ARRANGEMENTS["shifted"], tiny_qwen3, 24)
+    assert outcome.problems == [] and outcome.figures["disaggregated"] == 24

@@ -13,8 +13,13 @@ IN_TURN = {
 }
 """Modules of those folders that run in the lane of all others nevertheless: they measure what cores do."""
 BESIDE_OTHERS = {
+    "router/admin/test_dashboard",
+    "router/admin/test_grafana",
+    "router/admin/test_diagnosis",
+    "orchestration/test_top",
     "benchmarks/goodput/test_goodput_arithmetic",
     "workloads/test_workloads",
+    "benchmarks/test_client_limits",
     "benchmarks/test_arguments",
     "benchmarks/test_arithmetic",
     "benchmarks/test_http_attacks",

@@ -4,8 +4,9 @@
 
 One mixed worker answers all requests undisturbed; then prefill and decode workers answer them in a storm: each token,
 text, call and log-probability must be equal. Between other faults prefill workers are killed while their blocks wait to
-be read. Exit status 1: some answer differs, more than by near-ties of sampled tokens in 3 of 1,000 requests. With
-SPLITSERVE_FIGURES set, figures of the run go to that file.
+be read. A request may use up its attempts, since faults are many; what came before its error must be right. Exit
+status 1: some answer differs, more than by near-ties of sampled tokens in 3 of 1,000 requests, or a tenth of the
+requests gave up. With SPLITSERVE_FIGURES set, figures of the run go to that file.
 """
 
 import argparse
@@ -28,6 +29,7 @@ from splitserve.benchmarks.chaos.checks import Leftovers
 from splitserve.benchmarks.chaos.faults import Fault, FaultInjector, FaultKind
 from splitserve.benchmarks.chaos.load import new_session
 from splitserve.orchestration.cluster.launcher import LocalCluster
+from splitserve.orchestration.hosts.forking import close_fork_servers
 from storm_ambush import ambush
 from storm_answers import ChoiceAnswer, StormAnswer, ask
 from storm_documents import DocumentJudge
@@ -35,8 +37,9 @@ from storm_referee import StormReferee
 from storm_requests import FEATURES, StormCase, storm_cases, write_storm_model
 
 STREAMS = 24
-PATIENCE = ("--lease-seconds", "3", "--read-deadline-seconds", "3", "--dead-after-seconds", "3", "--drain-seconds", "5")
+PATIENCE = ("--lease-seconds", "3", "--read-deadline-seconds", "3", "--dead-after-seconds", "6", "--drain-seconds", "5")
 MAX_NEAR_TIES = 0.003  # as a share of the requests; one is accepted in any number of them
+MAX_GIVEN_UP = 0.1  # likewise
 LOST, HANDOVER = "worker_lost", "handover"
 
 
@@ -49,6 +52,7 @@ class RealStorm:
         self.faults: list[Fault] = []
         self.problems: list[str] = []
         self.near_ties: list[str] = []
+        self.num_given_up = 0  # requests that failed as often as the router tries
         self.num_documents = 0
 
     @property
@@ -66,6 +70,7 @@ class RealStorm:
             found["answers with calls"] += any(choice.calls for choice in answer.choices)
             found["answers with reasoning"] += any(choice.reasoning for choice in answer.choices)
         found["documents checked"] = self.num_documents
+        found["gave up after many losses"] = self.num_given_up
         found["near-ties"] = len(self.near_ties)
         found["wrong answers"] = len(self.problems)
         return found
@@ -90,6 +95,10 @@ class RealStorm:
         """Compare all answers with those of the undisturbed worker, and check their documents."""
         for answer in self.answers:
             case, quiet = self.cases[answer.case], expected[answer.case]
+            if _has_given_up(answer):
+                self.num_given_up += 1
+                self._check_beginnings(answer, quiet)
+                continue
             if answer.error or answer.usage["prompt_tokens"] != quiet.usage["prompt_tokens"]:
                 self._note(answer, 0, answer.error or f"its usage is {answer.usage} instead of {quiet.usage}")
                 continue
@@ -97,6 +106,12 @@ class RealStorm:
                 if difference := choice.difference(other):
                     self._judge(answer, number, difference, choice.first_difference(other), referee)
                 self._check_document(case, answer, number, judge)
+
+    def _check_beginnings(self, answer: StormAnswer, quiet: StormAnswer) -> None:
+        """Check what came before an answer's error."""
+        for number, (choice, other) in enumerate(zip(answer.choices, quiet.choices, strict=True)):
+            if choice.token_ids != other.token_ids[: len(choice.token_ids)] or not other.text.startswith(choice.text):
+                self._note(answer, number, f"before its error it has {choice} instead of {other}")
 
     def _judge(
         self, answer: StormAnswer, number: int, difference: str, first: int | None, referee: StormReferee
@@ -118,6 +133,10 @@ class RealStorm:
         attempts = [f"{each.worker} {each.reason}" for each in answer.choices[number].failed_attempts]
         body = {name: value for name, value in self.cases[answer.case].body.items() if name != "prompt"}
         self.problems.append(f"{answer.case}, choice {number}: {problem} (failed attempts: {attempts}): {body}")
+
+
+def _has_given_up(answer: StormAnswer) -> bool:
+    return "attempts failed" in answer.error and LOST in answer.error
 
 
 def undisturbed_answers(model: Path, cases: Sequence[StormCase], judge: DocumentJudge) -> dict[str, StormAnswer]:
@@ -153,6 +172,7 @@ def answers_in_a_storm(
     with cluster, cluster.supervised():
         leftovers.note_pids(cluster.pids)
         asyncio.run(_storm(cluster, storm, kinds, options, leftovers, SHAPES[shape]["num_prefill"]))
+    close_fork_servers()  # which live on for the next cluster of this process
     storm.problems += leftovers.found()
     return storm
 
@@ -229,7 +249,8 @@ def main() -> None:
         Path(path).write_text(json.dumps(figures | {"near-ties, each": storm.near_ties}))
     is_short = len(storm.answers) < options.requests
     has_many_ties = len(storm.near_ties) > max(1, MAX_NEAR_TIES * options.requests)
-    sys.exit(1 if storm.problems or is_short or has_many_ties else 0)
+    has_many_failures = storm.num_given_up > MAX_GIVEN_UP * options.requests
+    sys.exit(1 if storm.problems or is_short or has_many_ties or has_many_failures else 0)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,14 @@
 """The id of an HTTP request: the client's own (X-Request-Id), or a new one; answers carry it, too. With tracing, its
-place in a trace likewise (traceparent).
+place in a trace likewise (traceparent); and the time of its arrival.
 
 Ids of the requests inside the cluster begin with it, so that one name finds a request in all logs.
 """
 
 import re
 import secrets
+import time
 from collections.abc import Iterable
+from typing import Any
 
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -17,6 +19,7 @@ from splitserve.router.tracing.tracing import NoTracing
 _HEADER = b"x-request-id"
 _KEY = "splitserve.request_id"
 _TRACE_KEY = "splitserve.trace"
+_ARRIVAL_KEY = "splitserve.arrived_at"
 _ID = re.compile(rb"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
 _NUM_RANDOM_BYTES = 12
 
@@ -56,6 +59,17 @@ def trace_of(request: Request) -> TraceContext | None:
     """Return the place in a trace that :class:`GiveRequestIds` gave; None without tracing."""
     trace: TraceContext | None = request.scope[_TRACE_KEY]
     return trace
+
+
+def note_arrival(scope: Any, now: float) -> None:
+    """Note the time at which the head of a request was complete."""
+    scope[_ARRIVAL_KEY] = now
+
+
+def arrival_of(request: Request) -> float:
+    """Return the time at which the request arrived, on the monotonic clock."""
+    arrived_at: float | None = request.scope.get(_ARRIVAL_KEY)
+    return time.monotonic() if arrived_at is None else arrived_at
 
 
 def _given(headers: Iterable[tuple[bytes, bytes]]) -> bytes:

@@ -5,7 +5,6 @@ don't exist here.
 """
 
 import secrets
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated, Any
@@ -15,7 +14,7 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from splitserve.router.http.access.request_id import request_id_of
+from splitserve.router.http.access.request_id import arrival_of, request_id_of
 from splitserve.router.http.api_error import ApiError
 from splitserve.router.http.formats import ChunksFormat, Usage, scores_of, sse_event
 from splitserve.router.http.schema import CompletionRequest, GenerationRequest, NumTop, TokenId
@@ -87,7 +86,7 @@ class Generate:
         self._serving = serving
 
     async def generate(self, request: Request) -> Response:
-        arrived_at = time.monotonic()
+        arrived_at = arrival_of(request)
         body, num_bytes = await self._serving.read(request, GenerateRequest)
         for name in _TEXT_FIELDS:
             if getattr(body, name) is not None:

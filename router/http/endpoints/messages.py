@@ -1,6 +1,5 @@
 """``/v1/messages`` and ``/v1/messages/count_tokens``: Anthropic's Messages API, whole and as its events."""
 
-import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
@@ -9,7 +8,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from splitserve.protocol.request import FinishReason
-from splitserve.router.http.access.request_id import request_id_of
+from splitserve.router.http.access.request_id import arrival_of, request_id_of
 from splitserve.router.http.api_error import ApiError
 from splitserve.router.http.endpoints.items import Run, RunClosed, RunGrew, RunOpened, Runs, Step, runs_of
 from splitserve.router.http.endpoints.messages_body import CountRequest, MessagesRequest
@@ -44,7 +43,7 @@ class Messages:
         return await _with_errors(self._count, request)
 
     async def _create(self, request: Request) -> Response:
-        arrived_at = time.monotonic()
+        arrived_at = arrival_of(request)
         body, num_bytes = await self._serving.read(request, MessagesRequest)
         chat = body.chat()
         return await self._serving.generate(

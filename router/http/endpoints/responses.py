@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from splitserve.protocol.request import FinishReason
-from splitserve.router.http.access.request_id import request_id_of
+from splitserve.router.http.access.request_id import arrival_of, request_id_of
 from splitserve.router.http.api_error import ApiError
 from splitserve.router.http.endpoints.items import Run, RunClosed, RunGrew, RunOpened, Runs, Step
 from splitserve.router.http.endpoints.responses_body import FlatChoice, ResponsesRequest
@@ -42,7 +42,7 @@ class Responses:
         self._serving = serving
 
     async def create(self, request: Request) -> Response:
-        arrived_at = time.monotonic()
+        arrived_at = arrival_of(request)
         body, num_bytes = await self._serving.read(request, ResponsesRequest)
         chat = body.chat()
         model = self._serving.model.name(body.model)

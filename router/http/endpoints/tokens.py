@@ -1,12 +1,12 @@
 """``/tokenize`` and ``/detokenize``, as vLLM has them: text or messages to token ids, and back."""
 
-import time
 from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from splitserve.router.http.access.request_id import arrival_of
 from splitserve.router.http.api_error import ApiError
 from splitserve.router.http.chat_fields import MAX_TOOLS, ChatMessage, Tool
 from splitserve.router.http.schema import MAX_MESSAGES, ChatCompletionRequest, ModelBody, TokenId
@@ -48,7 +48,7 @@ class Tokens:
         self._serving = serving
 
     async def tokenize(self, request: Request) -> Response:
-        arrived_at = time.monotonic()
+        arrived_at = arrival_of(request)
         body, num_bytes = await self._serving.read(request, TokenizeRequest)
         if (body.prompt is None) == (body.messages is None):
             raise ApiError(400, "give either prompt or messages", param="prompt", code="invalid_value")
@@ -73,7 +73,7 @@ class Tokens:
         )
 
     async def detokenize(self, request: Request) -> Response:
-        arrived_at = time.monotonic()
+        arrived_at = arrival_of(request)
         body, num_bytes = await self._serving.read(request, DetokenizeRequest)
         limits = await self._serving.limits(request, arrived_at, num_bytes)
         check_vocabulary(body.tokens, limits.vocab_size, "tokens")

@@ -106,6 +106,11 @@ class EngineCore:
         self._steps.append(step)
         return StepPlan([chunk for _, chunk in step], self._released_features() if self._with_features else ())
 
+    @property
+    def newest_step(self) -> ListLike[Planned]:
+        """The step planned last that isn't committed yet: its sequences with their chunks."""
+        return self._steps[-1]
+
     def _released_features(self) -> tuple[int, ...]:
         """Return the states of sampling features that no later step uses, once."""
         released = [sequence for sequence in self._with_features if sequence.draws_no_more]

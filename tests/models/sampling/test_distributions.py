@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 import torch
 
+from feature_examples import vocabulary
 from splitserve.kernels.reference.sampling import sample
 from splitserve.models.sampling.sampler import Sampler
 from splitserve.protocol.request import SamplingParams
+from splitserve.protocol.sampling_features import Constraint
 from splitserve.protocol.step import FeatureStart, FeatureUse, SampleSpec, ScheduledChunk, StepPlan
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -31,6 +33,7 @@ PARAMETERS: dict[str, dict[str, Any]] = {
     "allowed_token_ids": {"allowed_token_ids": (0, 2, 3, 5, 7)},
     "bad_words": {"bad_words": ((0, 2, 1), (2, 5), (3, 2, 3), (6,))},
     "min_tokens": {"min_tokens": 5, "stop_token_ids": (2, 4)},
+    "constraint": {"constraint": Constraint('start: "adac" /[acdf]{9}/', (6, 7))},  # the output's letters, then others
 }
 PAIRS = list(itertools.combinations(PARAMETERS, 2))
 
@@ -46,6 +49,8 @@ def exact(params: SamplingParams) -> list[float]:
     banned = {word[-1] for word in params.bad_words if (PROMPT + OUTPUT)[1 - len(word) or 99 :] == list(word[:-1])}
     if len(OUTPUT) < params.min_tokens:
         banned |= set(params.stop_token_ids)
+    if params.constraint:
+        banned |= set(range(VOCAB)) - {0, 2, 3, 5}
     if params.allowed_token_ids:
         banned |= set(range(VOCAB)) - set(params.allowed_token_ids)
     kept = {token: math.exp(logits[token] / params.temperature) for token in range(VOCAB) if token not in banned}
@@ -65,14 +70,16 @@ def test_draws_follow_the_exact_distribution(names: tuple[str, ...]) -> None:
     values = {key: value for name in names for key, value in PARAMETERS[name].items()}
     params = SamplingParams(**({"max_tokens": 99, "stop_token_ids": (2, 4), "seed": 5} | values))
     position = len(PROMPT) + len(OUTPUT)
-    sampler = Sampler(sample, VOCAB, torch.device("cpu"))
+    num_states = NUM_DRAWS if params.constraint else 1  # a grammar's state makes one mask at a time
+    sampler = Sampler(sample, VOCAB, torch.device("cpu"), vocabulary(VOCAB))
 
     def chunk(choice: int, start: FeatureStart | None) -> ScheduledChunk:
-        use = FeatureUse(1, start)
+        use = FeatureUse(choice % num_states, start)
         spec = SampleSpec(params.temperature, params.top_k, params.top_p, params.seed, choice, position, use)
         return ScheduledChunk([0], position - 1, [0], spec)
 
-    sampler.prepare(StepPlan([chunk(0, FeatureStart(params, PROMPT, OUTPUT))]))
+    start = FeatureStart(params, PROMPT, OUTPUT)
+    sampler.prepare(StepPlan([chunk(choice, start) for choice in range(num_states)]))
     drawn = sampler.draw(torch.tensor([LOGITS] * NUM_DRAWS), [chunk(choice, None) for choice in range(NUM_DRAWS)])
     counts = torch.bincount(drawn, minlength=VOCAB).tolist()
     chi_square = 0.0
