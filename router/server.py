@@ -101,7 +101,7 @@ async def _serve(
     defaults: SamplingDefaults,
     response_format: ResponseFormat | None,
 ) -> None:
-    local_only = is_loopback(config.host) and not config.api_key
+    local_only = is_loopback(config.host) and not (config.api_key or config.tenants_file)
     _check_origins(config, local_only=local_only)
     names = tuple(dict.fromkeys((config.served_model_name, *config.aliases)))
     metrics = RouterMetrics(config.served_model_name)
@@ -113,6 +113,7 @@ async def _serve(
     )
     bodies = BodyReader(config.max_body_mib << 20)
     try:
+        _follow_tenants(dispatcher)
         await renderer.start()
         progress("membership", {"endpoint": dispatcher.fleet.endpoint})
         serving = Serving(ServedModel(names, defaults), dispatcher, preparation, bodies)
@@ -151,6 +152,22 @@ async def _serve(
         preparation.close()
         renderer.close()
         checker.close()
+
+
+def _follow_tenants(dispatcher: Dispatcher) -> None:
+    """Read the file of tenants now, and again at each SIGHUP. Raises :class:`ConfigError` for a faulty one now."""
+    dispatcher.load_tenants()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, _reload_tenants, dispatcher)
+
+
+def _reload_tenants(dispatcher: Dispatcher) -> None:
+    """Read the file of tenants again; a faulty one leaves the tenants as they are."""
+    try:
+        dispatcher.load_tenants()
+    except ConfigError as error:
+        log.error("the tenants stay as they were: %s", error)
+    else:
+        log.info("%d tenants are known", len(dispatcher.tenants.by_name) - 1)
 
 
 def _settle_collector() -> None:

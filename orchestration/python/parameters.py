@@ -37,6 +37,8 @@ class Parameters(TypedDict, total=False):
     skip_special_tokens: bool | None
     cache_salt: str | None
     priority: int | None
+    request_class: str | None
+    session_id: str | None
     return_route: bool | None
     response_format: Mapping[str, Any] | None
     structured_outputs: Mapping[str, Any] | None

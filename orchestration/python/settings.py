@@ -47,6 +47,8 @@ class Settings(TypedDict, total=False):
     chat_template: str | os.PathLike[str]
     # origins of web pages that may call the endpoint (CORS), like https://app.example.com; or *
     allowed_origins: str | Sequence[str]
+    # YAML file with the tenants' keys, shares and limits, read again on SIGHUP; empty: none
+    tenants: str | os.PathLike[str]
     # write a line to the log when a request ends; off: only if it failed
     request_log: bool
     # openTelemetry collector that takes traces by OTLP over HTTP, like http://127.0.0.1:4318; empty: none

@@ -14,7 +14,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 from splitserve.common.errors import ConfigError
 from splitserve.orchestration.spec.model_source import is_model_id
 from splitserve.orchestration.spec.sizes import parse_bytes
-from splitserve.protocol.config import HttpLimits, LMCacheConfig, ProtocolConfig, RouterConfig
+from splitserve.protocol.config import HttpLimits, LMCacheConfig, ProtocolConfig, RequestClass, RouterConfig
 from splitserve.protocol.engine_config import ENDPOINT, WORKERS, Device, Dtype, EngineConfig, LoadFormat, ModelBackend
 from splitserve.protocol.request import Role
 from splitserve.protocol.settings import Setting, description_of, hints_of, meta_of, setting_of
@@ -169,6 +169,7 @@ class RouterSpec(Part, frozen=True, kw_only=True):
     generation_config: Annotated[str, _router("generation_config")] = _ROUTER["generation_config"]
     chat_template: Annotated[str, _router("chat_template")] = _ROUTER["chat_template"]
     allowed_origins: Annotated[list[str], _router("allowed_origins")] = []
+    tenants: Annotated[str, _router("tenants_file")] = _ROUTER["tenants_file"]
     request_log: Annotated[bool, _router("request_log")] = _ROUTER["request_log"]
     otlp_endpoint: Annotated[str, _router("otlp_endpoint")] = _ROUTER["otlp_endpoint"]
     trace_ratio: Annotated[float, _router("trace_ratio")] = _ROUTER["trace_ratio"]
@@ -212,6 +213,7 @@ class ObjectivesSpec(Part, frozen=True, kw_only=True):
 
     ttft_ms: Annotated[float, _router("ttft_objective_ms")] = _ROUTER["ttft_objective_ms"]
     tpot_ms: Annotated[float, _router("tpot_objective_ms")] = _ROUTER["tpot_objective_ms"]
+    classes: Annotated[list[RequestClass], _router("classes")] = []
 
 
 class SecretRef(Part, frozen=True, kw_only=True):

@@ -104,7 +104,7 @@ class GenerationResponse(Response):
             watcher.cancel()
             for request in self._requests:
                 self._dispatcher.cancel(request)
-            self._dispatcher.release(len(self._prompts))
+            self._dispatcher.release(len(self._prompts), self._context.tenant)
 
     async def _watch_client(self, receive: Receive) -> None:
         while (await receive())["type"] != "http.disconnect":

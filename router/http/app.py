@@ -28,6 +28,7 @@ from splitserve.router.http.openapi import openapi_document
 from splitserve.router.http.schema import ChatCompletionRequest, CompletionRequest, GenerationRequest
 from splitserve.router.http.serving import Serving
 from splitserve.router.placement.policies import Disaggregated, NoWorker, RequestShape
+from splitserve.router.requests.queue.tenants import Tenants
 from splitserve.router.text.preparation import check_not_empty
 
 _CLOSED_TRANSPORT = "the handler is closed"  # uvloop's message between a connection's reset and its report of the reset
@@ -72,6 +73,10 @@ class Api:
             lambda limits: self._serving.preparation.chat(body, limits),
             arrived_at=arrived_at,
         )
+
+    def tenants(self) -> Tenants:
+        """Return the tenants as they are now."""
+        return self._dispatcher.tenants
 
     def _format(self, kind: type[ChoicesFormat], body: GenerationRequest, request: Request) -> ChoicesFormat:
         return kind(
@@ -184,7 +189,7 @@ def create_app(
     by_path = {("POST", path): handler for path, handler in posts}
     by_path |= {("GET", path): handler for path, handler in gets if "{" not in path}
     exact = ExactPaths(app, by_path, refusals)
-    guarded: ASGIApp = RequireKey(exact, api_key) if api_key else exact
+    guarded: ASGIApp = RequireKey(exact, api_key, api.tenants)
     shared = allow_origins(guarded, allowed_origins)
     local = RequireLocal(shared, allowed_origins) if local_only else shared
     return GiveRequestIds(CountRequests(local, metrics, paths), api.tracing)

@@ -36,7 +36,10 @@ MEANINGS = {
     "top_logprobs": "number of alternatives for each token, with logprobs",
     "echo": "begin the answer with the prompt",
     "cache_salt": "share the prefix cache with requests of the same salt only",
-    "priority": "lower is sooner; carried along, but no policy reads it yet",
+    "priority": "lower is sooner, where requests queue; without it: the header X-Priority, else that of the class",
+    "request_class": "class of the request, whose objectives and priority it gets; without it: the header "
+    "X-Request-Class, else default",
+    "session_id": "name of the conversation; without it: the header X-Session-Id",
     "return_token_ids": "answer token ids as well",
     "return_route": "answer which workers computed it",
     "response_format": "form of the answer, as OpenAI has it",

@@ -26,6 +26,9 @@ MAX_PROMPTS = 1024
 MAX_MESSAGES = 2048
 MAX_TEMPLATE_VARIABLES = 64
 MAX_HINT_CHARS = 4096
+MAX_PRIORITY = 2**31
+MAX_CLASS_CHARS = 64
+MAX_SESSION_CHARS = 256
 
 # Unsupported parameters of OpenAI's API, or of other servers with that API, with their neutral values besides null.
 NEUTRAL_ONLY: dict[str, tuple[Any, ...]] = {
@@ -128,7 +131,9 @@ class GenerationRequest(Hints, ModelBody, _SamplingFields):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     cache_salt: Annotated[str, Field(max_length=MAX_CACHE_SALT_CHARS)] | None = None
-    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
+    priority: Annotated[int, Field(ge=-MAX_PRIORITY, lt=MAX_PRIORITY)] | None = None
+    request_class: Annotated[str, Field(max_length=MAX_CLASS_CHARS)] | None = None
+    session_id: Annotated[str, Field(max_length=MAX_SESSION_CHARS)] | None = None
     return_token_ids: bool | None = None
     return_route: bool | None = None
     response_format: ResponseFormat | None = None

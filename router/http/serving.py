@@ -1,25 +1,29 @@
 """Parts of a request's way through the server that all generating endpoints share."""
 
 import asyncio
+import re
 from collections.abc import Awaitable, Callable
 
 from starlette.requests import ClientDisconnect, Request
 
+from splitserve.router.http.access.api_key import tenant_of
 from splitserve.router.http.access.content_type import check_json
 from splitserve.router.http.access.request_id import request_id_of, trace_of
 from splitserve.router.http.answers import GenerationResponse, Prompt
+from splitserve.router.http.api_error import ApiError, clipped
 from splitserve.router.http.bodies.reader import BodyReader
 from splitserve.router.http.formats import Format
 from splitserve.router.http.parsing import RequestModel
-from splitserve.router.http.schema import GenerationRequest
+from splitserve.router.http.schema import MAX_PRIORITY, MAX_SESSION_CHARS, GenerationRequest
 from splitserve.router.http.served_model import ServedModel
 from splitserve.router.placement.placer import Limits
 from splitserve.router.requests.active_request import RequestContext
 from splitserve.router.requests.dispatcher import ClientGoneError, Dispatcher
 from splitserve.router.text.preparation import Preparation
 
+CLASS_HEADER = "x-request-class"
+PRIORITY_HEADER = "x-priority"
 SESSION_HEADER = "x-session-id"
-_MAX_SESSION_CHARS = 256
 
 
 class Serving:
@@ -70,7 +74,8 @@ class Serving:
         """Return the answer to ``body``, whose ``count`` prompts come from ``prepare``. Raises :class:`ApiError`."""
         limits = await self.limits(request, arrived_at, num_bytes)
         count *= body.num_choices
-        self.dispatcher.admit(count, "n" if body.num_choices > 1 else "prompt")
+        context = self.context_of(request, body)
+        self.dispatcher.admit(count, "n" if body.num_choices > 1 else "prompt", context.tenant)
         try:
             return GenerationResponse(
                 self.dispatcher,
@@ -80,11 +85,29 @@ class Serving:
                 stream=bool(body.stream),
                 return_route=bool(body.return_route),
                 continuous_usage=body.continuous_usage,
-                context=context_of(request, body),
+                context=context,
             )
         except BaseException:
-            self.dispatcher.release(count)
+            self.dispatcher.release(count, context.tenant)
             raise
+
+    def context_of(self, request: Request, body: GenerationRequest) -> RequestContext:
+        """Return the properties that a request has beside its prompt and its sampling. Raises :class:`ApiError` 400."""
+        headers = request.headers
+        name = headers.get(CLASS_HEADER, "") if body.request_class is None else body.request_class
+        session = headers.get(SESSION_HEADER, "") if body.session_id is None else body.session_id
+        if len(session) > MAX_SESSION_CHARS:
+            message = f"{SESSION_HEADER} has {len(session)} characters; at most {MAX_SESSION_CHARS} are allowed"
+            raise ApiError(400, message, param="session_id", code="invalid_value")
+        return RequestContext(
+            client_id=request_id_of(request),
+            cache_salt=body.cache_salt or "",
+            priority=_priority(headers.get(PRIORITY_HEADER)) if body.priority is None else body.priority,
+            session=session,
+            request_class=self.dispatcher.classes.of(name),
+            tenant=tenant_of(request),
+            trace=trace_of(request),
+        )
 
     def weights_version(self) -> str:
         """Return the identity of the workers' weights; "" while none is registered, or during an upgrade that changes
@@ -93,15 +116,17 @@ class Serving:
         return versions.pop() if len(versions) == 1 else ""
 
 
-def context_of(request: Request, body: GenerationRequest) -> RequestContext:
-    """Return the properties that a request has beside its prompt and its sampling."""
-    return RequestContext(
-        client_id=request_id_of(request),
-        cache_salt=body.cache_salt or "",
-        priority=body.priority or 0,
-        session=request.headers.get(SESSION_HEADER, "")[:_MAX_SESSION_CHARS],
-        trace=trace_of(request),
+def _priority(given: str | None) -> int | None:
+    """Return the priority in a header. Raises :class:`ApiError` 400 for anything but a whole number in its range."""
+    if given is None:
+        return None
+    if re.fullmatch("[+-]?[0-9]{1,10}", given, re.ASCII) and -MAX_PRIORITY <= int(given) < MAX_PRIORITY:
+        return int(given)
+    message = (
+        f"{PRIORITY_HEADER} is {clipped(given, 100)!r}; it must be a whole number from {-MAX_PRIORITY} to "
+        f"{MAX_PRIORITY - 1}"
     )
+    raise ApiError(400, message, param="priority", code="invalid_value")
 
 
 async def _until_disconnected(request: Request) -> None:

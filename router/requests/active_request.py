@@ -4,15 +4,19 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
+from splitserve.protocol.config import RequestClass
 from splitserve.protocol.request import SamplingParams
 from splitserve.protocol.token_ids import TokenIds
 from splitserve.router.links.worker_record import Charge
 from splitserve.router.placement.policies import RequestShape
 from splitserve.router.placement.prefix_view import PromptHashes
+from splitserve.router.requests.queue.tenants import OWN
 from splitserve.router.requests.state import RequestState
 from splitserve.router.requests.timeline.timeline import Timeline
 from splitserve.router.requests.token_sequence import PromptScores
 from splitserve.router.tracing.context import TraceContext
+
+DEFAULT = RequestClass(name="default")
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,8 +25,10 @@ class RequestContext:
 
     client_id: str = ""  # the client's own name for it, which the request's id begins with
     cache_salt: str = ""  # its KV is shared with requests of the same salt only
-    priority: int = 0  # lower is sooner; carried for policies, none of which reads it yet
-    session: str = ""  # the conversation that it belongs to, likewise
+    priority: int | None = None  # lower is sooner; None: that of its class
+    session: str = ""  # the conversation that it belongs to
+    request_class: RequestClass = DEFAULT
+    tenant: str = OWN
     trace: TraceContext | None = None  # its place in a trace; None: tracing is off
 
     def of_prompt(self, index: int) -> "RequestContext":
@@ -49,6 +55,7 @@ class ActiveRequest:
     num_waits: int = 0  # of the current wait for a worker that can continue the request
     stranded_at: float | None = None  # when that wait began
     siblings: tuple["ActiveRequest", ...] = ()  # of the prompt's other choices, which begin with this one
+    predicted_ttft_seconds: float | None = None  # from its arrival, as predicted when it came; None: not known
     is_fallback: bool = False  # the first attempt is local only because there was no pair
     num_known_tokens: int | None = None  # tokens with which an earlier prompt began; None: not counted
 
@@ -86,6 +93,12 @@ class ActiveRequest:
     @property
     def request_id(self) -> str:
         return self.state.request_id
+
+    @property
+    def priority(self) -> int:
+        """The request's own priority, else its class's; lower is sooner."""
+        own = self.context.priority
+        return self.context.request_class.priority if own is None else own
 
     @property
     def shape(self) -> RequestShape:

@@ -98,7 +98,7 @@ class Attempts:
         """Return an attempt's messages. Decode comes first: it reserves room while prefill's message travels."""
         key, prompt, sampling = request.state.key, request.token_ids, request.attempt_sampling()
         delivered = request.state.delivered_ids
-        carried = request.context.cache_salt, request.context.priority, siblings
+        carried = request.context.cache_salt, request.priority, siblings
         left_seconds = max(MIN_DEADLINE_SECONDS, self._deadline_seconds - (now - request.arrived_at))
         if not isinstance(placement, Disaggregated):
             prefix = self._placer.prefix_helper(request.hashes, placement.worker, now)

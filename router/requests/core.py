@@ -31,7 +31,7 @@ from splitserve.protocol.request import Party, RequestKey
 from splitserve.protocol.token_ids import TOKEN_ID_BYTES
 from splitserve.router.links.membership import Membership
 from splitserve.router.placement.placer import SHUTTING_DOWN, Placer
-from splitserve.router.placement.policies import NoWorker, policy_by_name
+from splitserve.router.placement.policies import NoWorker, Placed, policy_by_name
 from splitserve.router.placement.prefix_view import PrefixView
 from splitserve.router.placement.seen_prefixes import SeenPrefixes
 from splitserve.router.requests.active_request import ActiveRequest
@@ -47,6 +47,7 @@ from splitserve.router.requests.events import (
     NotSent,
     StopStringReached,
     Submit,
+    TenantsChanged,
     Timer,
     TimerFired,
     TimerKind,
@@ -55,6 +56,8 @@ from splitserve.router.requests.events import (
 )
 from splitserve.router.requests.objectives import Objectives
 from splitserve.router.requests.orphans import Orphans
+from splitserve.router.requests.queue.gate import Gate
+from splitserve.router.requests.queue.tenants import NO_TENANTS
 from splitserve.router.requests.settlement import Settlement
 from splitserve.router.requests.state import NOTHING, Failure, FailureReason
 from splitserve.router.requests.table import RequestTable
@@ -96,6 +99,15 @@ class RouterCore:
         attempts = Attempts(self.placer, membership, self._outbox, chosen, self.deadline_seconds)
         self._settlement = Settlement(membership, objectives, self._outbox, self.placer.note_output)
         self.requests = RequestTable(attempts, self._settlement, membership, self._outbox, self.deadline_seconds)
+        self.gate = Gate(
+            self.placer,
+            membership,
+            self._outbox,
+            self._begin,
+            deadline_seconds=self.deadline_seconds,
+            tenants=NO_TENANTS,
+            is_open=not (config.classes or config.tenants_file or config.ttft_objective_ms),
+        )
         self._handlers: dict[type, Callable[[Any, float], None]] = {
             AskLimits: self._on_ask_limits,
             Submit: self._on_submit,
@@ -106,12 +118,16 @@ class RouterCore:
             WorkerReady: self._on_worker_ready,
             WorkerLost: self._on_worker_lost,
             TimerFired: self._on_timer,
+            TenantsChanged: self._on_tenants_changed,
             Close: self._on_close,
         }
 
     def handle(self, event: Event, now: float) -> list[Effect]:
         """Return the effects of the event, for the driver to perform in order."""
+        num_freed = self._settlement.num_freed
         self._handlers[type(event)](event, now)
+        if self._settlement.num_freed != num_freed and len(self.gate.queue):
+            self.gate.pump(now)
         return self._outbox.take()
 
     # ---- clients ----
@@ -132,17 +148,17 @@ class RouterCore:
                 return limits
             self._outbox.put(TellLimits(newcomer_id, limits))
             return None
-        placement = self.placer.first(newcomer, now)
-        if isinstance(placement, NoWorker):
-            return placement
-        newcomer.num_known_tokens = self._seen_prefixes.note(newcomer.hashes)
-        self.requests.begin(newcomer, placement, now)
-        return None
+        return self.gate.arrive(newcomer, now)
+
+    def _begin(self, request: ActiveRequest, placement: Placed, now: float) -> None:
+        self.requests.begin(request, placement, now)
+        request.num_known_tokens = self._seen_prefixes.note(request.hashes)  # placement has hashed its blocks
 
     def _on_cancel(self, event: Cancel, now: float) -> None:
         request = self.requests.get(event.request_id)
         if request is None:
-            self.waiting_room.leave(event.request_id)
+            if not self.gate.leave(event.request_id):
+                self.waiting_room.leave(event.request_id)
         else:
             self.requests.apply(request, request.state.cancel(), now)
 
@@ -218,6 +234,7 @@ class RouterCore:
             if request.is_stranded:
                 self.requests.go_on(request, now)
         self.waiting_room.serve_all(now)
+        self.gate.pump(now)
 
     # ---- time ----
 
@@ -225,6 +242,9 @@ class RouterCore:
         kind, request_id = event.timer.kind, event.timer.request_id
         if kind is TimerKind.WAIT:
             self.waiting_room.on_timer(request_id, now)
+            return
+        if kind is TimerKind.QUEUE:
+            self.gate.on_timer(request_id)
             return
         request = self.requests.get(request_id)
         if request is None:
@@ -234,9 +254,13 @@ class RouterCore:
         elif request.is_stranded:
             self.requests.go_on(request, now)
 
+    def _on_tenants_changed(self, event: TenantsChanged, _now: float) -> None:
+        self.gate.queue.tenants = event.tenants
+
     def _on_close(self, _event: Close, now: float) -> None:
         self.placer.is_closing = True
         self.waiting_room.close(SHUTTING_DOWN)
+        self.gate.close(SHUTTING_DOWN)
         for request in self.requests:
             self.requests.apply(request, request.state.fail(Failure(FailureReason.SHUTDOWN, SHUTTING_DOWN)), now)
 
@@ -246,11 +270,13 @@ class RouterCore:
         """Raise AssertionError if counts, timers and attempts contradict each other."""
         self.requests.check_invariants()
         self.waiting_room.check_invariants()
+        self.gate.queue.check_invariants()
         self._membership.check_invariants()
 
     def timers(self) -> set[Timer]:
         """Return the timers that must be pending."""
         found = {Timer(TimerKind.WAIT, newcomer_id) for newcomer_id, _ in self.waiting_room.in_line()}
+        found |= {Timer(TimerKind.QUEUE, request.request_id) for request in self.gate.queue.requests()}
         for request in self.requests:
             found.add(Timer(TimerKind.DEADLINE, request.request_id))
             if request.is_stranded:

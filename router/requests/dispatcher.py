@@ -13,6 +13,7 @@ import random
 import secrets
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeAlias
 
 from splitserve.protocol.config import RouterConfig
@@ -24,6 +25,7 @@ from splitserve.router.admin.metrics import RouterMetrics
 from splitserve.router.admin.overview.overviews import Overviews
 from splitserve.router.admin.profiles import Profiles
 from splitserve.router.admin.request_reports import RequestReports
+from splitserve.router.http.api_error import ApiError
 from splitserve.router.http.inbox import Inbox
 from splitserve.router.links.fleet import Fleet
 from splitserve.router.placement.placer import Limits
@@ -55,11 +57,15 @@ from splitserve.router.requests.events import (
     NotSent,
     StopStringReached,
     Submit,
+    TenantsChanged,
     Timer,
     TimerFired,
     WorkerLost,
     WorkerReady,
 )
+from splitserve.router.requests.queue.classes import Classes
+from splitserve.router.requests.queue.tenants import NO_TENANTS, OWN, read_tenants
+from splitserve.router.requests.queue.usage import TenantUsage
 from splitserve.router.requests.waiting_room import no_worker
 from splitserve.router.tracing.tracing import tracing_of
 
@@ -79,6 +85,9 @@ class Dispatcher:
     def __init__(self, config: RouterConfig, metrics: RouterMetrics) -> None:
         self.config = config
         self._loop = asyncio.get_running_loop()
+        self.classes = Classes.declared(config.classes, config.ttft_objective_ms, config.tpot_objective_ms)
+        self.tenants = NO_TENANTS
+        self._usage = TenantUsage()
         self._is_closed = False
         self._is_performing = False
         self._later: list[Effect] = []  # effects of events that came while effects were performed
@@ -104,23 +113,40 @@ class Dispatcher:
             CancelTimer: self._cancel_timer,
             Count: metrics.count,
             CountTokens: self.reports.count_tokens,
-            Ended: self.reports.on_end,
+            Ended: self._on_ended,
             Observe: metrics.observe,
             Stale: lambda effect: self.fleet.drop_stale(effect.kind, effect.detail, effect.sender),
             Log: lambda effect: log.warning("%s", effect.text),
         }
         metrics.watch_workers(self.fleet.membership.records)
-        metrics.watch_requests(lambda: self.core.admission.num_admitted, lambda: len(self.core.waiting_room))
+        metrics.watch_requests(
+            lambda: self.core.admission.num_admitted,
+            lambda: len(self.core.waiting_room),
+            lambda: len(self.core.gate.queue),
+        )
 
     # ---- for the HTTP layer; times of arrival are the event loop's ----
 
-    def admit(self, count: int, param: str | None = None) -> None:
-        """Take ``count`` places among the requests in flight. Raises :class:`ApiError` 429, or 400 if it never fits."""
+    def admit(self, count: int, param: str | None = None, tenant: str = OWN) -> None:
+        """Take ``count`` places among the requests in flight, all and the tenant's. Raises :class:`ApiError` 429, or
+        400 if it never fits."""
         self.core.admission.admit(count, param)
+        try:
+            self._usage.admit(self.tenants.named(tenant), count, time.monotonic())
+        except ApiError:
+            self.core.admission.release(count)
+            raise
 
-    def release(self, count: int) -> None:
+    def release(self, count: int, tenant: str = OWN) -> None:
         """Release places that ``admit`` took."""
         self.core.admission.release(count)
+        self._usage.release(tenant, count)
+
+    def load_tenants(self) -> None:
+        """Read the file of tenants, if there is one. Raises :class:`ConfigError`; the tenants then stay as they are."""
+        if self.config.tenants_file:
+            self.tenants = read_tenants(Path(self.config.tenants_file))
+            self._handle(TenantsChanged(self.tenants))
 
     def place(self, shape: RequestShape) -> Placement:
         """Return the placement that a request of this shape would get now."""
@@ -186,7 +212,7 @@ class Dispatcher:
             del self._answers[newcomer_id]
         found = answer.result()
         if isinstance(found, Refuse):
-            raise no_worker(found.reason)
+            raise _refusal(found)
         return found
 
     def finish_at_stop_string(self, request: ActiveRequest) -> None:
@@ -251,6 +277,12 @@ class Dispatcher:
             del self._inboxes[effect.request_id]
         inbox.put(index, effect.update)
 
+    def _on_ended(self, effect: Ended) -> None:
+        request = effect.request
+        num_tokens = request.timeline.num_tokens + (0 if request.sampling.choice else len(request.token_ids))
+        self._usage.note_tokens(self.tenants.named(request.context.tenant), num_tokens, time.monotonic())
+        self.reports.on_end(effect)
+
     def _answer(self, newcomer_id: str, answer: Limits | Refuse | None) -> None:
         future = self._answers.get(newcomer_id)
         if future is not None and not future.done():
@@ -268,3 +300,11 @@ class Dispatcher:
     def _on_timer(self, timer: Timer) -> None:
         del self._timers[timer]
         self._handle(TimerFired(timer))
+
+
+def _refusal(refuse: Refuse) -> ApiError:
+    if refuse.retry_after_seconds:
+        return ApiError(
+            429, f"{refuse.reason}: try again", code="overloaded", retry_after_seconds=refuse.retry_after_seconds
+        )
+    return no_worker(refuse.reason)

@@ -41,10 +41,14 @@ class TellLimits(msgspec.Struct, frozen=True, gc=False):
 
 
 class Refuse(msgspec.Struct, frozen=True, gc=False):
-    """Refusal of a submitted request, or of a question, that no worker can serve; ``reason`` is for the client."""
+    """Refusal of a submitted request, or of a question, that no worker can serve; ``reason`` is for the client.
+
+    ``retry_after_seconds``: the time after which the workers are predicted to be less busy; 0: they are not the reason.
+    """
 
     request_id: str
     reason: str
+    retry_after_seconds: int = 0
 
 
 class SetTimer(msgspec.Struct, frozen=True, gc=False):

@@ -12,11 +12,13 @@ import msgspec
 from splitserve.protocol.messages.envelope import Body
 from splitserve.protocol.request import Party
 from splitserve.router.requests.active_request import ActiveRequest
+from splitserve.router.requests.queue.tenants import Tenants
 
 
 class TimerKind(StrEnum):
     DEADLINE = "deadline"  # of a request that has begun
     RETRY = "retry"  # searches again for a worker that can continue after a failed attempt
+    QUEUE = "queue"  # ends the wait of a request for its turn
     WAIT = "wait"  # ends the wait of a new request, or of a question, for a worker
 
 
@@ -84,6 +86,12 @@ class TimerFired(msgspec.Struct, frozen=True, gc=False):
     timer: Timer
 
 
+class TenantsChanged(msgspec.Struct, frozen=True, gc=False):
+    """The tenants from now on."""
+
+    tenants: Tenants
+
+
 class Close(msgspec.Struct, frozen=True, gc=False):
     """Shutdown of the router, which ends every request now."""
 
@@ -98,5 +106,6 @@ Event: TypeAlias = (
     | WorkerReady
     | WorkerLost
     | TimerFired
+    | TenantsChanged
     | Close
 )

@@ -3,6 +3,8 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from splitserve.protocol.config import RequestClass
+
 
 @dataclass(frozen=True, slots=True)
 class Objectives:
@@ -28,3 +30,9 @@ class Objectives:
 
 
 NO_OBJECTIVES = Objectives(0.0, 0.0)
+
+
+def objectives_of(request_class: RequestClass) -> Objectives | None:
+    """Return the objectives of a class; None if it has none of its own."""
+    found = Objectives(request_class.ttft_ms / 1e3, request_class.itl_ms / 1e3)
+    return None if found == NO_OBJECTIVES else found

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from splitserve.router.links.membership import Membership
 from splitserve.router.requests.active_request import ActiveRequest
 from splitserve.router.requests.effects import Count, CountTokens, Observe, Outbox
-from splitserve.router.requests.objectives import Objectives
+from splitserve.router.requests.objectives import Objectives, objectives_of
 from splitserve.router.requests.outcome import outcome
 from splitserve.router.requests.state import FailureReason, RequestPhase, Update
 
@@ -21,6 +21,7 @@ class Settlement:
     ) -> None:
         """``note_output`` is called with each finished request."""
         self._note_output = note_output
+        self.num_freed = 0  # times that a worker was relieved of a prompt or of a request
         self._membership = membership
         self._objectives = objectives
         self._outbox = outbox
@@ -35,6 +36,7 @@ class Settlement:
         if request.charge is not None:
             request.charge.first_token_out(now)  # of each attempt: a retry computes the prompt again
         are_first = not request.timeline.num_tokens
+        self.num_freed += are_first
         self._outbox.put(CountTokens(count, request.timeline.on_tokens(count, now), are_first))
 
     def on_handover(self, request: ActiveRequest, update: Update, now: float) -> None:
@@ -67,23 +69,26 @@ class Settlement:
                     record.breaker.on_success()
         self._outbox.put(Observe("e2e_seconds", now - request.arrived_at))
         self._outbox.put(Count("requests_finished", outcome(state)))
+        context = request.context
+        self._outbox.put(Count("class_requests", (context.request_class.name, context.tenant, state.phase.value)))
         self._judge(request)
         request.timeline.ended_at = now
 
-    @staticmethod
-    def _release(request: ActiveRequest, now: float) -> None:
+    def _release(self, request: ActiveRequest, now: float) -> None:
         if request.charge is not None:
             request.charge.release(now)
+            self.num_freed += 1
             request.charge = None
 
     def _judge(self, request: ActiveRequest) -> None:
         """Count the objectives that the request met or missed; none if the client ended it."""
         state = request.state
+        objectives = objectives_of(request.context.request_class) or self._objectives
         if state.phase is RequestPhase.FINISHED:
             times = (request.arrived_at, request.timeline.first_token_at, request.timeline.last_token_at)
-            verdicts = self._objectives.judge(*times, len(state.delivered_ids))
+            verdicts = objectives.judge(*times, len(state.delivered_ids))
         elif state.failure is not None and state.failure.reason is not FailureReason.INVALID:
-            verdicts = self._objectives.missed()
+            verdicts = objectives.missed()
         else:
             return
         for name, met in verdicts:

@@ -288,4 +288,5 @@ def test_planted_bugs_are_found(plant: Plant, monkeypatch: pytest.MonkeyPatch) -
     faults, words = PLANTS[plant]
     shapes, num_requests = SLOTS_TAKEN_AGAIN.get(plant, (SHAPES, 20))
     pairs = zip(range(150), itertools.cycle(shapes), strict=False)
-    find((Schedule(seed=seed, faults=faults, shape=shape, num_requests=num_requests) for seed, shape in pairs), words)
+    schedules = (Schedule(seed=seed, faults=faults, shape=shape, num_requests=num_requests) for seed, shape in pairs)
+    find(schedules, words, plant=plant.__name__)

@@ -17,15 +17,19 @@ MIN_UNREAD_SECONDS = 1.0
 def router_cpu(evidence: Evidence) -> Iterator[Finding]:
     """The router's event loop has no processor time left."""
     router = evidence.view.router
-    is_late = router.lag_seconds >= LATE_SECONDS and router.busy_share >= HALF_BUSY
-    if router.busy_share < BUSY_ROUTER and not is_late:
+    wanted = router.busy_share + router.starved_share
+    is_late = router.lag_seconds >= LATE_SECONDS and wanted >= HALF_BUSY
+    if wanted < BUSY_ROUTER and not is_late:
         return
     own = evidence.stage(*ROUTER_STAGES)
     yield finding(
         "router_cpu",
-        max(evidence.share(own), 0.5 * router.busy_share),
+        max(evidence.share(own), 0.5 * wanted),
         f"The router has no processor time left: its event loop is busy {percent(router.busy_share)} of the time.",
         [
+            f"other processes take its core {percent(router.starved_share)} of the time"
+            if router.starved_share >= 0.1
+            else "",
             f"its timers are up to {milliseconds(router.lag_seconds)} late",
             f"{milliseconds(own)} of the time to first token pass in the router" if own else "",
         ],

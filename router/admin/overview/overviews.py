@@ -4,6 +4,7 @@ import asyncio
 import socket
 import time
 from itertools import islice
+from pathlib import Path
 from typing import Protocol
 
 import msgspec
@@ -47,6 +48,7 @@ MAX_ACTIVE = 256
 """Requests in flight that an overview looks at in detail."""
 MIN_TOKENS_OF_ITL = 8
 NUM_SLOWEST = 12
+_SCHEDSTAT = Path("/proc/thread-self/schedstat")
 
 
 class Clients(Protocol):
@@ -89,7 +91,7 @@ class Overviews:
         lag = 0.0 if self._due_at is None else max(0.0, now - self._due_at)
         self._due_at = now + SAMPLE_SECONDS
         self._timer = self._loop.call_later(SAMPLE_SECONDS, self._sample)
-        self._samples.add(RouterSample(now, time.thread_time(), lag))
+        self._samples.add(RouterSample(now, time.thread_time(), _wait_seconds(), lag))
         records = self._membership.records()
         if self._samples.wants_loads(len(records), now):
             loads = {record.info.party: HeardLoad(record.last_heard, record.load) for record in records}
@@ -142,8 +144,10 @@ class Overviews:
         placement = self._core.placer.place(RequestShape(num_prompt_tokens=1, max_tokens=1), now)
         reason = placement.reason if isinstance(placement, NoWorker) else ""
         num_unread, unread_seconds = self.clients.unread(now)
+        busy_share, starved_share = self._samples.shares()
         return RouterFigures(
-            busy_share=self._samples.busy_share(),
+            busy_share=busy_share,
+            starved_share=starved_share,
             lag_seconds=self._samples.lag_seconds(),
             num_in_flight=self._core.admission.num_admitted,
             max_in_flight=self._config.max_requests_in_flight,
@@ -154,6 +158,14 @@ class Overviews:
             is_ready=not reason,
             not_ready_reason=reason,
         )
+
+
+def _wait_seconds() -> float:
+    """Return the time in which this thread was runnable and had no core; 0.0 where the system does not count it."""
+    try:
+        return int(_SCHEDSTAT.read_text(encoding="ascii").split()[1]) / 1e9
+    except (OSError, ValueError, IndexError):
+        return 0.0
 
 
 def _itl(ended: list[EndedRequest], active: list[ActiveRequest]) -> Times:

@@ -39,6 +39,9 @@ def summarize(request: ActiveRequest, now: float) -> RequestSummary:
         handover_read_seconds=0.0 if handover is None else handover.read_seconds,
         ttft_stages=ttft_stages(timeline),
         handover_stages=handover_stages(last) if handover is not None else {},
+        request_class=request.context.request_class.name,
+        tenant=request.context.tenant,
+        predicted_ttft_seconds=request.predicted_ttft_seconds,
     )
 
 
@@ -61,6 +64,8 @@ def line_of(summary: RequestSummary) -> str:
         parts.append(f"attempts={summary.num_attempts}")
     if summary.ttft_seconds is not None:
         parts.append(f"ttft_ms={1e3 * summary.ttft_seconds:.1f}")
+    if summary.predicted_ttft_seconds is not None:
+        parts.append(f"predicted_ttft_ms={1e3 * summary.predicted_ttft_seconds:.1f}")
     if summary.itl_seconds is not None:
         parts.append(f"itl_ms={1e3 * summary.itl_seconds:.2f}")
     if summary.handover_seconds is not None:

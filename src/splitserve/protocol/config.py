@@ -204,6 +204,17 @@ class HttpLimits(msgspec.Struct, frozen=True, kw_only=True):
     ] = 0
 
 
+class RequestClass(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A class of requests, which clients name: its objectives and its priority."""
+
+    name: Annotated[str, Meta(pattern="^[a-z0-9][a-z0-9_-]{0,38}$", description="Name that clients give.")]
+    ttft_ms: Annotated[float, Meta(ge=0, description="Time to first token; 0: none.")] = 0.0
+    itl_ms: Annotated[float, Meta(ge=0, description="Mean time per output token after the first; 0: none.")] = 0.0
+    priority: Annotated[
+        int, Meta(ge=-(2**31), lt=2**31, description="Lower begins sooner; a request's own priority wins.")
+    ] = 0
+
+
 class RouterConfig(Confidential, frozen=True, kw_only=True):
     """The router process.
 
@@ -252,6 +263,16 @@ class RouterConfig(Confidential, frozen=True, kw_only=True):
         Meta(ge=0, description="Mean time per output token after the first; 0: none."),
         Setting(location="objectives.tpot_ms"),
     ] = 0.0
+    classes: Annotated[
+        tuple[RequestClass, ...],
+        Meta(max_length=64, description="Classes of requests; one named default replaces that of these objectives."),
+        Setting(location="objectives.classes"),
+    ] = ()
+    tenants_file: Annotated[
+        str,
+        Meta(description="YAML file with the tenants' keys, shares and limits, read again on SIGHUP; empty: none."),
+        Setting(flags=("--tenants",), metavar="FILE", form="path", group=ENDPOINT, location="router.tenants"),
+    ] = ""
     request_log: Annotated[
         bool,
         Meta(description="Write a line to the log when a request ends; off: only if it failed."),

@@ -99,6 +99,7 @@ class RouterFigures(msgspec.Struct, frozen=True, kw_only=True):
     """The router's own process, and its clients."""
 
     busy_share: Annotated[Share, _text("Processor time of the event loop's thread over elapsed time.")] = 0.0
+    starved_share: Annotated[Share, _text("Time in which that thread was runnable and had no core, likewise.")] = 0.0
     lag_seconds: Annotated[float, _text("Longest delay of a timer of the event loop.")] = 0.0
     num_in_flight: Annotated[int, _text("Requests admitted and not completely answered, now.")] = 0
     max_in_flight: Annotated[int, _text("Bound of these; further requests get 429.")] = 0

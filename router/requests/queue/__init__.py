@@ -1,0 +1,1 @@
+"""The queue of requests before their placement: classes, tenants, fair order, predicted waits. Pure."""

@@ -1,0 +1,191 @@
+"""The order in which requests begin while the workers are full. Pure; time is an argument.
+
+Higher priorities (lower numbers) begin first. Among equal ones, the tenant that has had the least, by its weight, is
+next: start-time fair queueing, where a request costs the tokens that it takes. A tenant's own requests begin by their
+deadlines: arrival plus the objective of their class.
+
+The rate at which requests begin is measured while some wait. It predicts the wait of a newcomer from what begins before
+it: what its tenant has queued with earlier deadlines, at the tenant's share of the rate, after higher priorities.
+"""
+
+import heapq
+import itertools
+import math
+from dataclasses import dataclass, field
+
+from splitserve.router.requests.active_request import ActiveRequest
+from splitserve.router.requests.queue.classes import USUAL_TTFT_SECONDS
+from splitserve.router.requests.queue.tenants import Tenants
+
+RATE_SECONDS = 5.0
+"""Time constant of the measured rate."""
+
+
+@dataclass(slots=True, eq=False)
+class Waiting:
+    """A request in the queue."""
+
+    request: ActiveRequest
+    cost: float  # tokens
+    due_at: float
+    is_gone: bool = False
+
+
+@dataclass(slots=True)
+class _Lane:
+    """The requests of one tenant with one priority."""
+
+    heap: list[tuple[float, int, Waiting]] = field(default_factory=list)  # by deadline, then by arrival
+    cost: float = 0.0
+
+    def first(self) -> Waiting | None:
+        while self.heap and self.heap[0][2].is_gone:
+            heapq.heappop(self.heap)
+        return self.heap[0][2] if self.heap else None
+
+    def cost_before(self, due_at: float) -> float:
+        return sum(each.cost for due, _, each in self.heap if due <= due_at and not each.is_gone)
+
+
+class BeginRate:
+    """Tokens per second of the requests that begin, while some wait."""
+
+    def __init__(self) -> None:
+        self._tokens = 0.0
+        self._seconds = 0.0
+        self._at: float | None = None
+
+    def advance(self, now: float, *, is_busy: bool) -> None:
+        """Count the time since the last call, if requests waited in it."""
+        if self._at is not None and is_busy:
+            elapsed = max(0.0, now - self._at)
+            kept = math.exp(-elapsed / RATE_SECONDS)
+            self._tokens *= kept
+            self._seconds = self._seconds * kept + elapsed
+        self._at = now
+
+    def note_begun(self, cost: float) -> None:
+        self._tokens += cost
+
+    @property
+    def tokens_per_second(self) -> float:
+        """The rate; 0.0 until requests have waited for a while."""
+        return self._tokens / self._seconds if self._seconds > 0.1 else 0.0
+
+
+class FairQueue:
+    """The waiting requests."""
+
+    def __init__(self, tenants: Tenants) -> None:
+        self.tenants = tenants
+        self._lanes: dict[int, dict[str, _Lane]] = {}  # by priority, then by tenant
+        self._by_id: dict[str, tuple[Waiting, _Lane]] = {}
+        self._virtual_time = 0.0
+        self._finish: dict[str, float] = {}  # by tenant: the virtual time up to which it has been served
+        self._order = itertools.count()
+        self._rate = BeginRate()
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    def requests(self) -> list[ActiveRequest]:
+        """Return the waiting requests, in order of arrival."""
+        return [waiting.request for waiting, _ in self._by_id.values()]
+
+    def get(self, request_id: str) -> ActiveRequest | None:
+        found = self._by_id.get(request_id)
+        return None if found is None else found[0].request
+
+    def put(self, request: ActiveRequest, cost: float, now: float) -> None:
+        """Add a request that takes ``cost`` tokens."""
+        self._rate.advance(now, is_busy=bool(self._by_id))
+        lane = self._lane(request)
+        waiting = Waiting(request, cost, due_at(request))
+        heapq.heappush(lane.heap, (waiting.due_at, next(self._order), waiting))
+        lane.cost += cost
+        self._by_id[request.request_id] = waiting, lane
+
+    def first(self) -> ActiveRequest | None:
+        """Return the request that is next; None if none waits."""
+        for priority in sorted(self._lanes):
+            lanes = self._lanes[priority]
+            names = [name for name, lane in lanes.items() if lane.first() is not None]
+            if names:
+                # Among equals the one whose request is due first.
+                name = min(names, key=lambda name: (self._start(name), lanes[name].heap[0][:2]))
+                waiting = lanes[name].first()
+                assert waiting is not None
+                return waiting.request
+        return None
+
+    def begin(self, request: ActiveRequest, now: float) -> None:
+        """Take out a request that begins now, and charge its tenant."""
+        self._rate.advance(now, is_busy=True)
+        waiting, _ = self._by_id[request.request_id]
+        self.remove(request.request_id)
+        self.note_begun(request, waiting.cost)
+
+    def note_begun(self, request: ActiveRequest, cost: float) -> None:
+        """Charge the tenant of a request that has begun."""
+        name = request.context.tenant
+        start = self._start(name)
+        self._virtual_time = max(self._virtual_time, start)
+        self._finish[name] = start + cost / self.tenants.named(name).weight
+        self._rate.note_begun(cost)
+        if len(self._finish) > 2 * len(self.tenants.by_name) + 16:  # tenants that are gone
+            self._finish = {each: at for each, at in self._finish.items() if at > self._virtual_time}
+
+    def remove(self, request_id: str) -> bool:
+        """Take out a request that doesn't begin; return False if it wasn't waiting."""
+        found = self._by_id.pop(request_id, None)
+        if found is None:
+            return False
+        waiting, lane = found
+        waiting.is_gone = True
+        lane.cost -= waiting.cost
+        if lane.first() is None:
+            self._drop_empty()
+        return True
+
+    def predicted_wait(self, request: ActiveRequest, now: float) -> float:
+        """Return the seconds until a request that comes now would begin; 0.0 while that isn't known."""
+        self._rate.advance(now, is_busy=bool(self._by_id))
+        rate = self._rate.tokens_per_second
+        if not rate:
+            return 0.0
+        priority, name = request.priority, request.context.tenant
+        same = self._lanes.get(priority, {})
+        before = sum(lane.cost for level, lanes in self._lanes.items() if level < priority for lane in lanes.values())
+        own = same[name].cost_before(due_at(request)) if name in same else 0.0
+        names = {name, *(each for each, lane in same.items() if lane.cost)}
+        share = self.tenants.named(name).weight / sum(self.tenants.named(each).weight for each in names)
+        others = sum(lane.cost for each, lane in same.items() if each != name)
+        return (before + min(own / share, own + others)) / rate
+
+    def _start(self, name: str) -> float:
+        return max(self._virtual_time, self._finish.get(name, 0.0))
+
+    def _lane(self, request: ActiveRequest) -> _Lane:
+        return self._lanes.setdefault(request.priority, {}).setdefault(request.context.tenant, _Lane())
+
+    def _drop_empty(self) -> None:
+        self._lanes = {
+            priority: kept
+            for priority, lanes in self._lanes.items()
+            if (kept := {name: lane for name, lane in lanes.items() if lane.first() is not None})
+        }
+
+    def check_invariants(self) -> None:
+        live = [each for lanes in self._lanes.values() for lane in lanes.values() for _, _, each in lane.heap]
+        num_live = sum(not each.is_gone for each in live)
+        assert num_live == len(self._by_id), f"{num_live} requests are in lanes where {len(self._by_id)} wait"
+        for lanes in self._lanes.values():
+            for name, lane in lanes.items():
+                cost = lane.cost_before(math.inf)
+                assert math.isclose(lane.cost, cost, abs_tol=1e-6), f"{name} has {lane.cost} queued where {cost} are"
+
+
+def due_at(request: ActiveRequest) -> float:
+    """Return the time at which a request's first token is due."""
+    seconds = request.context.request_class.ttft_ms / 1e3 or USUAL_TTFT_SECONDS
+    return request.arrived_at + seconds

@@ -1,0 +1,144 @@
+"""The gate before the workers: a request begins at once while they have room, and waits in the router while they are
+full. Pure; time is an argument.
+
+Workers serve what they are given in order of arrival. So the router gives them no more than keeps them busy, and keeps
+the rest, where deadlines and shares decide.
+"""
+
+import math
+from collections.abc import Callable
+
+from splitserve.router.links.membership import Membership, decode_party, prefill_party
+from splitserve.router.placement.placer import Placer
+from splitserve.router.placement.policies import NoWorker, Placed
+from splitserve.router.requests.active_request import ActiveRequest
+from splitserve.router.requests.effects import CancelTimer, Count, Outbox, Refuse, SetTimer
+from splitserve.router.requests.events import Timer, TimerKind
+from splitserve.router.requests.queue.fair_queue import FairQueue
+from splitserve.router.requests.queue.tenants import Tenants
+
+AHEAD_SECONDS = 0.05
+"""Predicted seconds of prompts that a worker still has when it is given the next one: enough to never be idle."""
+MISSED_OBJECTIVES = 2.0
+"""A request is refused if its predicted TTFT exceeds its objective so many times."""
+
+
+class Gate:
+    """``begin`` starts a placed request. ``is_open``: nothing waits here whatever the load (no classes, no tenants)."""
+
+    def __init__(
+        self,
+        placer: Placer,
+        membership: Membership,
+        outbox: Outbox,
+        begin: Callable[[ActiveRequest, Placed, float], None],
+        *,
+        deadline_seconds: float,
+        tenants: Tenants,
+        is_open: bool,
+    ) -> None:
+        self._placer = placer
+        self._membership = membership
+        self._outbox = outbox
+        self._begin = begin
+        self._deadline_seconds = deadline_seconds
+        self.is_open = is_open
+        self.queue = FairQueue(tenants)
+
+    def arrive(self, request: ActiveRequest, now: float) -> NoWorker | None:
+        """Begin a request, queue it, or refuse it because its prediction is hopeless. Return why no worker could ever
+        take it, for the waiting room."""
+        placement = self._placer.first(request, now)
+        if isinstance(placement, NoWorker):
+            return placement
+        if self.is_open or (not len(self.queue) and self._has_room(placement, now)):
+            self._start(request, placement, now)
+            return None
+        wait = self.queue.predicted_wait(request, now)
+        request.predicted_ttft_seconds = now - request.arrived_at + wait + self._compute_seconds(request, placement)
+        objective = request.context.request_class.ttft_ms / 1e3
+        if objective and request.predicted_ttft_seconds > MISSED_OBJECTIVES * objective:
+            self._refuse(request, objective)
+            return None
+        self.queue.put(request, self._cost(request), now)
+        self._outbox.put(SetTimer(_timer(request.request_id), request.arrived_at + self._deadline_seconds))
+        return None
+
+    def pump(self, now: float) -> None:
+        """Begin requests of the queue while workers have room."""
+        while (request := self.queue.first()) is not None:
+            placement = self._placer.first(request, now)
+            if isinstance(placement, NoWorker) or not self._has_room(placement, now):
+                return
+            self.queue.begin(request, now)
+            self._outbox.put(CancelTimer(_timer(request.request_id)))
+            self._start(request, placement, now, is_charged=True)
+
+    def leave(self, request_id: str) -> bool:
+        """Take out a request whose client is gone; return False if it wasn't waiting."""
+        if not self.queue.remove(request_id):
+            return False
+        self._outbox.put(CancelTimer(_timer(request_id)))
+        return True
+
+    def on_timer(self, request_id: str) -> None:
+        """Refuse a request whose deadline has come in the queue."""
+        if self.queue.remove(request_id):
+            reason = f"the request waited {self._deadline_seconds:g} s for a place at the workers"
+            self._outbox.put(Refuse(request_id, reason))
+
+    def close(self, reason: str) -> None:
+        """Refuse all that wait."""
+        for request in self.queue.requests():
+            self.leave(request.request_id)
+            self._outbox.put(Refuse(request.request_id, reason))
+
+    def _start(self, request: ActiveRequest, placement: Placed, now: float, *, is_charged: bool = False) -> None:
+        if not is_charged and not self.is_open:
+            self.queue.note_begun(request, self._cost(request))
+        if request.predicted_ttft_seconds is None:
+            seconds = self._compute_seconds(request, placement)
+            waited = now - request.arrived_at
+            request.predicted_ttft_seconds = waited + self._queue_seconds(placement, now) + seconds if seconds else None
+        self._begin(request, placement, now)
+
+    def _refuse(self, request: ActiveRequest, objective: float) -> None:
+        predicted = request.predicted_ttft_seconds or 0.0
+        name = request.context.request_class.name
+        reason = (
+            f"the first token is predicted after {predicted:.1f} s, more than {MISSED_OBJECTIVES:g} times the "
+            f"{objective:g} s that are the objective of class {name}"
+        )
+        retry_after = max(1, math.ceil(predicted - objective))
+        self._outbox.put(Refuse(request.request_id, reason, retry_after))
+        self._outbox.put(Count("class_requests", (name, request.context.tenant, "refused")))
+
+    def _cost(self, request: ActiveRequest) -> float:
+        outputs = min(request.sampling.max_tokens, self._placer.output_tokens) * (1 + len(request.siblings))
+        return len(request.token_ids) + outputs
+
+    def _has_room(self, placement: Placed, now: float) -> bool:
+        """Return whether the placement's workers would take up the request about now."""
+        prefill = self._membership.get(prefill_party(placement))
+        decode = self._membership.get(decode_party(placement))
+        if prefill is None or decode is None:
+            return True
+        has_slot = decode.num_requests < max(1, decode.info.max_num_seqs)
+        return has_slot and prefill.prompts.seconds(now) <= AHEAD_SECONDS
+
+    def _queue_seconds(self, placement: Placed, now: float) -> float:
+        record = self._membership.get(prefill_party(placement))
+        return 0.0 if record is None else record.prompts.seconds(now)
+
+    def _compute_seconds(self, request: ActiveRequest, placement: Placed) -> float:
+        record = self._membership.get(prefill_party(placement))
+        if record is None:
+            return 0.0
+        num_tokens = len(request.token_ids)
+        matched = min(placement.matched_tokens, num_tokens)
+        chunk_tokens = record.info.max_num_batched_tokens or num_tokens
+        return record.step_model.prefill_seconds(matched, num_tokens - matched, chunk_tokens)
+
+
+def _timer(request_id: str) -> Timer:
+    return Timer(TimerKind.QUEUE, request_id)

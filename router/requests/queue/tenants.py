@@ -1,0 +1,102 @@
+"""Tenants of the endpoint: their keys, their shares of a busy cluster, and their limits. Pure, but for the file.
+
+tenants:
+  - name: search
+    keys: [sk-search-1, sk-search-2]
+    weight: 2
+    max_requests_in_flight: 200
+  - name: batch
+    keys: [sk-batch]
+    tokens_per_minute: 500000
+"""
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import yaml
+from msgspec import Meta
+
+from splitserve.common.errors import ConfigError
+
+MAX_FILE_BYTES = 1 << 20
+MAX_TENANTS = 1024
+MAX_KEYS = 16
+_MAX_DEPTH = 8
+OWN = "operator"
+"""The tenant of requests with the cluster's own key, or without any where none is needed."""
+
+Key = Annotated[str, Meta(min_length=8, max_length=256, pattern=r"^[!-~]+$")]
+
+
+class Tenant(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")]
+    keys: Annotated[tuple[Key, ...], Meta(max_length=MAX_KEYS)] = ()
+    weight: Annotated[float, Meta(gt=0, le=1000)] = 1.0  # of its share while requests queue
+    max_requests_in_flight: Annotated[int, Meta(ge=0)] = 0  # 0: no limit of its own
+    tokens_per_minute: Annotated[float, Meta(ge=0)] = 0.0  # of prompts and outputs; 0: no limit
+
+
+class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    tenants: Annotated[tuple[Tenant, ...], Meta(max_length=MAX_TENANTS)]
+
+
+class Tenants:
+    """The tenants of a file, by key and by name."""
+
+    def __init__(self, tenants: tuple[Tenant, ...] = ()) -> None:
+        self.by_name: Mapping[str, Tenant] = {OWN: Tenant(name=OWN)} | {each.name: each for each in tenants}
+        self._by_digest = {digest_of(key.encode()): each for each in tenants for key in each.keys}
+        self.is_empty = not tenants
+
+    def of_key(self, key: bytes) -> Tenant | None:
+        """Return the tenant with a key; None for a key of nobody."""
+        return self._by_digest.get(digest_of(key))
+
+    def named(self, name: str) -> Tenant:
+        """Return a tenant by its name; one that is gone from the file has no limits for the requests it still has."""
+        return self.by_name.get(name) or Tenant(name=OWN)
+
+
+NO_TENANTS = Tenants()
+
+
+def digest_of(key: bytes) -> bytes:
+    """Return what keys are found by: the time of a look-up then says nothing about the key."""
+    return hashlib.sha256(key).digest()
+
+
+def read_tenants(path: Path) -> Tenants:
+    """Return the tenants of a YAML file. Raises :class:`ConfigError` that names the file and the fault."""
+    try:
+        with path.open("rb") as file:
+            content = file.read(MAX_FILE_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(f"--tenants: can't read {path}: {error.strerror or error}") from None
+    if len(content) > MAX_FILE_BYTES:
+        raise ConfigError(f"--tenants: {path} has more than {MAX_FILE_BYTES} bytes")
+    try:
+        _check_form(content, path)
+        document = msgspec.convert(yaml.safe_load(content), _File)
+    except (yaml.YAMLError, ValueError) as error:  # msgspec's errors are ValueErrors
+        raise ConfigError(f"--tenants: {path}: {' '.join(str(error).split())}") from None
+    names = [each.name for each in document.tenants]
+    keys = [key for each in document.tenants for key in each.keys]
+    if len(set(names)) < len(names) or OWN in names:
+        raise ConfigError(f"--tenants: {path}: names must differ, and none may be {OWN!r}")
+    if len(set(keys)) < len(keys):
+        raise ConfigError(f"--tenants: {path}: a key may stand in one place only")
+    return Tenants(document.tenants)
+
+
+def _check_form(content: bytes, path: Path) -> None:
+    """Raise :class:`ConfigError` for aliases, which may stand for billions of values, and for deep nesting."""
+    depth = 0
+    for event in yaml.parse(content, yaml.SafeLoader):
+        if isinstance(event, yaml.AliasEvent):
+            raise ConfigError(f"--tenants: {path} has a YAML alias; write the value out")
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > _MAX_DEPTH:
+            raise ConfigError(f"--tenants: {path} has more than {_MAX_DEPTH} levels")

@@ -1,0 +1,59 @@
+"""Usage of tenants against their own limits. Pure; time is an argument."""
+
+import math
+from dataclasses import dataclass
+
+from splitserve.router.http.api_error import ApiError
+from splitserve.router.requests.queue.tenants import OWN, Tenant
+
+_BURST_SECONDS = 60.0
+
+
+@dataclass(slots=True)
+class _Usage:
+    num_in_flight: int = 0
+    tokens: float = 0.0  # used, less those that the limit has given back since
+    at: float = 0.0
+
+
+class TenantUsage:
+    """Requests in flight and tokens of each tenant."""
+
+    def __init__(self) -> None:
+        self._by_name: dict[str, _Usage] = {}
+
+    def admit(self, tenant: Tenant, count: int, now: float) -> None:
+        """Count ``count`` more requests. Raises :class:`ApiError` 429 with the time to wait beyond a limit."""
+        usage = self._of(tenant, now)
+        most = tenant.max_requests_in_flight
+        if most and usage.num_in_flight + count > most:
+            message = f"{usage.num_in_flight} requests of {tenant.name} are in flight and {most} are allowed: try again"
+            raise ApiError(429, message, code="too_many_requests")
+        if tenant.tokens_per_minute and usage.tokens >= tenant.tokens_per_minute:
+            excess = usage.tokens - tenant.tokens_per_minute
+            seconds = max(1, math.ceil(_BURST_SECONDS * excess / tenant.tokens_per_minute))
+            message = f"{tenant.name} has used its {tenant.tokens_per_minute:g} tokens per minute: try again"
+            raise ApiError(429, message, code="too_many_tokens", retry_after_seconds=seconds)
+        usage.num_in_flight += count
+
+    def release(self, name: str, count: int) -> None:
+        """Take requests that have ended off the count."""
+        usage = self._by_name[name]
+        usage.num_in_flight -= count
+        if not (usage.num_in_flight or usage.tokens):
+            del self._by_name[name]
+
+    def note_tokens(self, tenant: Tenant, count: int, now: float) -> None:
+        """Count tokens of a prompt or an output."""
+        if tenant.tokens_per_minute:
+            self._of(tenant, now).tokens += count
+
+    def in_flight(self) -> dict[str, int]:
+        """Return the requests in flight of each tenant that has any."""
+        return {name: usage.num_in_flight for name, usage in self._by_name.items() if usage.num_in_flight}
+
+    def _of(self, tenant: Tenant, now: float) -> _Usage:
+        usage = self._by_name.setdefault(tenant.name or OWN, _Usage(at=now))
+        regained = tenant.tokens_per_minute * (now - usage.at) / _BURST_SECONDS
+        usage.tokens, usage.at = max(0.0, usage.tokens - regained), now
+        return usage

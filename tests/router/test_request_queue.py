@@ -1,0 +1,267 @@
+"""Classes, tenants, the order of the queue and its refusals: the core by itself, then over HTTP."""
+
+import random
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from router_harness import RouterProcess, Workers, ready
+from splitserve.benchmarks.router.instant_worker import DEFAULT_LAYOUT
+from splitserve.benchmarks.router.worker_script import default_script
+from splitserve.common.errors import ConfigError
+from splitserve.protocol.config import RequestClass, RouterConfig
+from splitserve.protocol.messages.membership import WorkerInfo
+from splitserve.protocol.messages.requests import StepTokens, TokenDelta
+from splitserve.protocol.request import FinishReason, Party, Role, SamplingParams
+from splitserve.router.links.membership import Membership
+from splitserve.router.placement.prefix_view import PrefixView
+from splitserve.router.requests.active_request import ActiveRequest, RequestContext
+from splitserve.router.requests.core import RouterCore
+from splitserve.router.requests.effects import Begun, Effect, Refuse
+from splitserve.router.requests.events import (
+    Cancel,
+    Close,
+    Event,
+    FromWorker,
+    Submit,
+    TenantsChanged,
+    Timer,
+    TimerFired,
+    TimerKind,
+    WorkerReady,
+)
+from splitserve.router.requests.queue.tenants import Tenant, Tenants, read_tenants
+from waiting import wait_until
+
+Serve = Callable[..., tuple[RouterProcess, Workers]]
+
+WORKER = Party("m0", 1)
+CLASSES = (RequestClass(name="chat", ttft_ms=1000), RequestClass(name="batch", ttft_ms=60_000, priority=10))
+
+
+class FullWorker:
+    """A core whose one worker runs one request at a time."""
+
+    def __init__(self, *tenants: Tenant, slots: int = 1) -> None:
+        config = RouterConfig(model="m", served_model_name="m", classes=CLASSES)
+        membership = Membership(1e9, 60.0)
+        self.core = RouterCore(config, membership, PrefixView(), random.Random(0))
+        self.now = 100.0
+        self.begun: list[str] = []
+        self.refused: dict[str, Refuse] = {}
+        self.requests: dict[str, ActiveRequest] = {}
+        info = WorkerInfo(WORKER, Role.MIXED, "tcp://m0", 1, DEFAULT_LAYOUT, 1 << 16, slots, 10_000, 100)
+        assert membership.register(WORKER, info, self.now).refusal is None
+        membership.link_up(WORKER)
+        self.handle(WorkerReady(WORKER))
+        self.handle(TenantsChanged(Tenants(tenants)))
+
+    def handle(self, event: Event) -> list[Effect]:
+        effects = self.core.handle(event, self.now)
+        self.core.check_invariants()
+        self.begun += [effect.request_id for effect in effects if isinstance(effect, Begun)]
+        self.refused |= {effect.request_id: effect for effect in effects if isinstance(effect, Refuse)}
+        return effects
+
+    def submit(self, request_id: str, name: str = "chat", tenant: str = "a", **context: Any) -> None:
+        chosen = {each.name: each for each in CLASSES}[name]
+        full = RequestContext(request_class=chosen, tenant=tenant, **context)
+        request = ActiveRequest.new(request_id, [1] * 90, SamplingParams(max_tokens=10), self.now, full)
+        self.requests[request_id] = request
+        self.handle(Submit(request))
+
+    def finish(self, request_id: str) -> None:
+        delta = TokenDelta(self.requests[request_id].state.key, 0, [7], finish_reason=FinishReason.STOP)
+        self.handle(FromWorker(WORKER, StepTokens([delta])))
+
+    def finish_all(self, seconds: float = 0.0) -> list[str]:
+        """Finish what runs, one after the other, until nothing waits; return the order."""
+        number = 0
+        while number < len(self.begun):
+            self.now += seconds
+            self.finish(self.begun[number])
+            number += 1
+        return self.begun
+
+
+def test_requests_begin_by_priority_then_by_deadline() -> None:
+    full = FullWorker()
+    full.submit("first", "batch")
+    full.submit("batch", "batch")
+    full.now += 0.5
+    full.submit("chat")
+    full.submit("urgent", "batch", priority=-1)
+    full.now -= 0.2
+    full.submit("earlier")
+    assert full.begun == ["first"]
+    assert full.finish_all() == ["first", "urgent", "earlier", "chat", "batch"]
+
+
+def test_a_flood_of_one_tenant_does_not_delay_another() -> None:
+    full = FullWorker()
+    for number in range(20):
+        full.submit(f"a{number}", tenant="a")
+    full.submit("b0", tenant="b")
+    full.submit("b1", tenant="b")
+    order = full.finish_all()
+    assert order.index("b0") == 1, "at once after the one that runs"
+    assert order.index("b1") <= 3
+    assert len(order) == 22
+
+
+def test_shares_are_by_weight() -> None:
+    full = FullWorker(Tenant(name="a", weight=3.0), Tenant(name="b"))
+    for number in range(40):
+        full.submit(f"a{number}", tenant="a")
+        full.submit(f"b{number}", tenant="b")
+    first = full.finish_all()[:40]
+    assert 29 <= sum(name.startswith("a") for name in first) <= 31
+
+
+def test_hopeless_requests_are_refused_with_the_time_to_wait() -> None:
+    full = FullWorker()
+    for number in range(2):
+        full.submit(f"w{number}")
+    full.finish_all(seconds=1.0)  # the worker needs a second for each, so a deadline of two is missed after two
+    for number in range(10):
+        full.now += 0.01
+        full.submit(f"r{number}")
+    refused = [name for name in full.refused if name.startswith("r")]
+    assert refused and "r0" not in refused and "r1" not in refused
+    refuse = full.refused["r9"]
+    assert 1 <= refuse.retry_after_seconds <= 60 and "class chat" in refuse.reason
+    full.submit("patient", "batch")
+    full.submit("other", tenant="b")
+    assert not {"patient", "other"} & full.refused.keys(), "a later deadline, and a tenant with a share of its own"
+
+
+def test_the_queue_lets_go_of_cancelled_late_and_last_requests() -> None:
+    full = FullWorker()
+    for name in ("runs", "cancelled", "late", "last"):
+        full.submit(name)
+    full.handle(Cancel("cancelled"))
+    full.handle(TimerFired(Timer(TimerKind.QUEUE, "late")))
+    assert full.refused.keys() == {"late"}
+    full.handle(Close())
+    assert full.refused.keys() == {"late", "last"} and full.begun == ["runs"]
+    assert not full.core.timers()
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ("tenants: [{name: a, keys: [short]}]", "length >= 8"),
+        ("tenants: [{name: a, key: xxxxxxxxx}]", "key"),
+        ("tenants: [{name: a, keys: [same-key-1]}, {name: b, keys: [same-key-1]}]", "one place"),
+        ("tenants: [{name: a}, {name: a}]", "names must differ"),
+        ("tenants: [{name: operator}]", "operator"),
+        ("tenants: [{name: a, weight: 0}]", "> 0"),
+        ("tenants: [&a {name: a}, *a]", "alias"),
+        ("tenants: [", "tenants.yaml"),
+        ("[" * 100_000, "levels"),
+        ("x" * (1 << 21), "bytes"),
+    ],
+)
+def test_faulty_files_of_tenants(tmp_path: Path, text: str, fault: str) -> None:
+    path = tmp_path / "tenants.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=fault):
+        read_tenants(path)
+
+
+def _bearer(key: str) -> dict[str, str | None]:
+    return {"Authorization": f"Bearer {key}"}
+
+
+def _ask(router: RouterProcess, key: str, max_tokens: int = 1, **headers: str | None) -> tuple[int, Any]:
+    body = {"model": "tiny", "prompt": [50, 51, 52], "max_tokens": max_tokens, "ignore_eos": True}
+    status, _, answer = router.request("POST", "/v1/completions", body, **(_bearer(key) | headers))
+    return status, answer
+
+
+def test_tenants_over_http_and_their_file_read_again(serve: Serve, tmp_path: Path) -> None:
+    file = tmp_path / "tenants.yaml"
+    file.write_text("tenants: [{name: a, keys: [key-of-tenant-a], max_requests_in_flight: 1}]")
+    router, workers = serve(api_key="key-of-operators", tenants_file=str(file), classes=CLASSES)
+    workers.start("m0", Role.MIXED, default_script(tokens_per_message=1, token_seconds=0.02))
+    ready(router)
+    assert _ask(router, "key-of-tenant-a")[0] == _ask(router, "key-of-operators")[0] == 200
+    assert _ask(router, "key-of-nobody")[0] == 401
+    assert router.request("GET", "/admin/workers", **_bearer("key-of-tenant-a"))[0] == 403
+    assert router.request("GET", "/admin/workers", **_bearer("key-of-operators"))[0] == 200
+
+    long = threading.Thread(target=_ask, args=(router, "key-of-tenant-a", 100))
+    long.start()
+    wait_until(lambda: router.metric("splitserve_requests_in_flight") == 1)
+    status, answer = _ask(router, "key-of-tenant-a")
+    assert status == 429 and "1 are allowed" in answer["error"]["message"]
+    long.join()
+
+    file.write_text("tenants: [{name: a, keys: [key-of-tenant-a]}, {name: b, keys: [key-of-tenant-b]}]")
+    router.process.send_signal(signal.SIGHUP)
+    wait_until(lambda: _ask(router, "key-of-tenant-b")[0] == 200)
+    file.write_text("tenants: {")
+    router.process.send_signal(signal.SIGHUP)
+    assert _ask(router, "key-of-tenant-b")[0] == 200, "a faulty file changes nothing"
+    counted = 'splitserve_class_requests_total{class="default",outcome="finished",tenant="b"}'
+    wait_until(lambda: router.metric(counted) >= 2)
+    assert "the tenants stay as they were" in router.stop()[2]
+
+
+def test_tokens_per_minute_are_bounded(serve: Serve, tmp_path: Path) -> None:
+    file = tmp_path / "tenants.yaml"
+    file.write_text("tenants: [{name: a, keys: [key-of-tenant-a], tokens_per_minute: 10}]")
+    router, workers = serve(tenants_file=str(file))
+    workers.start("m0", Role.MIXED)
+    ready(router)
+    assert _ask(router, "key-of-tenant-a", 30)[0] == 200
+    body = {"model": "tiny", "prompt": [50], "max_tokens": 1}
+    status, headers, answer = router.request("POST", "/v1/completions", body, **_bearer("key-of-tenant-a"))
+    assert status == 429 and answer["error"]["code"] == "too_many_tokens"
+    assert 60 <= int(headers["retry-after"]) <= 180
+
+
+@pytest.mark.parametrize(
+    ("headers", "fields", "param", "said"),
+    [
+        ({"X-Request-Class": "nosuch"}, {}, "request_class", "'nosuch'; it must be one of: default, chat, batch"),
+        ({}, {"request_class": "nosuch"}, "request_class", "default, chat, batch"),
+        ({"X-Priority": "high"}, {}, "priority", "'high'; it must be a whole number from -2147483648 to 2147483647"),
+        ({"X-Priority": "9999999999"}, {}, "priority", "9999999999"),
+        ({}, {"priority": 2**31}, "priority", "2147483648"),
+        ({"X-Session-Id": "s" * 257}, {}, "session_id", "257 characters; at most 256"),
+        ({}, {"session_id": 7}, "session_id", "7"),
+    ],
+)
+def test_malformed_hints_are_refused(
+    classed: RouterProcess, headers: dict[str, str], fields: dict[str, Any], param: str, said: str
+) -> None:
+    body = {"model": "tiny", "prompt": [50], "max_tokens": 1} | fields
+    status, _, answer = classed.request("POST", "/v1/completions", body, **headers)
+    assert status == 400 and answer["error"]["param"] == param
+    assert said in answer["error"]["message"]
+
+
+def test_class_and_predictions_are_reported(classed: RouterProcess) -> None:
+    body = {"model": "tiny", "prompt": [50], "max_tokens": 1}
+    headers = {"X-Request-Class": "chat", "X-Priority": "-3", "X-Session-Id": "s", "X-Request-Id": "reported"}
+    assert classed.request("POST", "/v1/completions", body, **headers)[0] == 200
+    [trace] = classed.request("GET", "/admin/requests/reported")[2]["traces"]
+    assert trace["summary"]["request_class"] == "chat" and trace["summary"]["tenant"] == "operator"
+    assert classed.metric('splitserve_objectives_total{met="true",objective="ttft"}') >= 1
+
+
+@pytest.fixture(scope="module")
+def classed(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    from router_harness import served_router, write_model_dir
+
+    path = tmp_path_factory.mktemp("classed") / "tiny"
+    write_model_dir(path)
+    with served_router(path, classes=CLASSES) as (router, workers):
+        workers.start("m0", Role.MIXED)
+        ready(router)
+        yield router
