@@ -33,10 +33,11 @@ from splitserve.models.weights.checkpoint import weights_version
 from splitserve.models.weights.loader import load_model, resolve_dtype
 from splitserve.models.weights.shard import local_config
 from splitserve.protocol.config import EngineConfig
+from splitserve.protocol.kv_plan import MemoryPlan, plan_kv_memory
 from splitserve.protocol.memory_records import LATENT_ORDER, TRANSFORMERS_ORDER, LayoutRecord, latent_group
 from splitserve.protocol.placement.step_model import StepModel
 from splitserve.worker.start.clock import StartClock
-from splitserve.worker.start.memory_plan import MemoryPlan, free_kv_bytes, plan_kv_memory
+from splitserve.worker.start.memory_plan import free_kv_bytes
 from splitserve.worker.start.preload import AttentionPreload
 from splitserve.worker.start.warm_up import StepLimits, warm_up
 
