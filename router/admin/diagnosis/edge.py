@@ -25,11 +25,9 @@ def router_cpu(evidence: Evidence) -> Iterator[Finding]:
     yield finding(
         "router_cpu",
         max(evidence.share(own), 0.5 * wanted),
-        f"The router has no processor time left: its event loop is busy {percent(router.busy_share)} of the time.",
+        f"The router has no processor time left: its event loop runs {percent(router.busy_share)} of the time"
+        + (f", and waits {percent(router.starved_share)} for a core." if router.starved_share >= 0.1 else "."),
         [
-            f"other processes take its core {percent(router.starved_share)} of the time"
-            if router.starved_share >= 0.1
-            else "",
             f"its timers are up to {milliseconds(router.lag_seconds)} late",
             f"{milliseconds(own)} of the time to first token pass in the router" if own else "",
         ],

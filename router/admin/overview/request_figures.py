@@ -3,7 +3,7 @@
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import mean, median
+from statistics import fmean, median
 
 from splitserve.protocol.cluster_report import RequestSummary
 from splitserve.protocol.reports.overview import (
@@ -94,7 +94,7 @@ def times_of(seconds: Iterable[float]) -> Times:
     last = len(ordered) - 1
     return Times(
         num=len(ordered),
-        mean=mean(ordered),
+        mean=fmean(ordered),
         p50=ordered[min(last, len(ordered) // 2)],
         p99=ordered[min(last, int(0.99 * len(ordered)))],
     )
