@@ -5,6 +5,7 @@ from statistics import mean
 
 from splitserve.protocol.reports.overview import Finding
 from splitserve.router.admin.diagnosis.evidence import (
+    BUSY_SHARE,
     MIN_LOST_SECONDS,
     MIN_REQUESTS,
     TPOT,
@@ -24,6 +25,8 @@ MIN_BATCH = 4
 def decode_kv(evidence: Evidence) -> Iterator[Finding]:
     """Prompts wait for the grant: decode has no KV memory for them."""
     wait = evidence.stage("grant_wait")
+    if evidence.prefill_busy < BUSY_SHARE:
+        wait += evidence.stage("queue")  # the router keeps requests back while workers are full
     if not evidence.has_requests or evidence.is_met(TTFT) or not evidence.decode:
         return
     if wait < MIN_LOST_SECONDS or evidence.share(wait) < MIN_GRANT_SHARE:

@@ -146,6 +146,7 @@ class Overviews:
         placement = self._core.placer.place(RequestShape(num_prompt_tokens=1, max_tokens=1), now)
         reason = placement.reason if isinstance(placement, NoWorker) else ""
         num_unread, unread_seconds = self.clients.unread(now)
+        queued = self._core.gate.queue.requests()
         busy_share, starved_share = self._samples.shares()
         return RouterFigures(
             busy_share=busy_share,
@@ -155,6 +156,8 @@ class Overviews:
             max_in_flight=self._config.max_requests_in_flight,
             num_active=len(self._core.requests),
             num_waiting=len(self._core.waiting_room),
+            num_queued=len(queued),
+            queued_tokens=sum(len(request.token_ids) for request in queued),
             num_unread=num_unread,
             unread_seconds=unread_seconds,
             is_ready=not reason,

@@ -22,7 +22,7 @@ from splitserve.router.requests.timeline.timeline import Timeline
 LONG_FACTOR = 8
 """A prompt with this multiple of the median's tokens to compute is a long one."""
 MIN_TOKENS_OF_LONG = 64
-WAIT_STAGES = ("dispatch", "prefill_queue")
+WAIT_STAGES = ("queue", "dispatch", "prefill_queue")
 EXPOSED_STAGES = ("offer", "post", "wire", "verify")
 
 
