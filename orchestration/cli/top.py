@@ -97,10 +97,11 @@ def _wrapped(text: str, width: int) -> list[str]:
 
 def _figures(view: Overview) -> Iterator[str]:
     rates, router = view.rates, view.router
+    num_waiting = router.num_waiting + router.num_queued
     if rates is not None:
         yield _row(
             "requests",
-            f"{rates.requests_per_second:.1f}/s, {router.num_in_flight} in flight, {router.num_waiting + router.num_queued} wait for a "
+            f"{rates.requests_per_second:.1f}/s, {router.num_in_flight} in flight, {num_waiting} wait for a "
             f"worker; {rates.prompt_tokens_per_second:,.0f} prompt and {rates.output_tokens_per_second:,.0f} output "
             "tokens/s",
         )
