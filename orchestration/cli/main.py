@@ -47,6 +47,10 @@ BENCHES = {
         "hostile HTTP clients beside a stream: its gaps, the router's memory",
     ),
     "router": ("splitserve.benchmarks.router.overhead", "overhead of the router over a worker that answers at once"),
+    "observability": (
+        "splitserve.benchmarks.router.observability",
+        "CPU time that timeline, log, metrics and traces add to the router",
+    ),
     "chaos": (
         "splitserve.benchmarks.chaos.chaos",
         "kills, freezes and drains under load: correct tokens, nothing left over",
