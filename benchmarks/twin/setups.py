@@ -9,11 +9,11 @@ from splitserve.benchmarks.goodput.arms import Arm
 from splitserve.benchmarks.twin.calibration import CPU
 from splitserve.common.errors import ConfigError
 from splitserve.models.config import ModelConfig
+from splitserve.models.kv_plan import MemoryPlan, plan_kv_memory
 from splitserve.models.step_costs import decode_bytes
 from splitserve.protocol.cache_layout import CacheLayout
 from splitserve.protocol.cluster_report import ClusterReport
 from splitserve.protocol.config import EngineConfig
-from splitserve.protocol.kv_plan import MemoryPlan, plan_kv_memory
 from splitserve.protocol.request import Role
 from splitserve.simulation.twin.models import Calibration
 from splitserve.simulation.twin.worker import WorkerSetup

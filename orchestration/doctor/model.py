@@ -10,12 +10,12 @@ from splitserve.common.model_files import MAX_TOKENIZER_BYTES, parse_json, read_
 from splitserve.models.cache_groups import cache_layout
 from splitserve.models.config import ModelConfig, load_model_config
 from splitserve.models.declared import stored_weights
+from splitserve.models.kv_plan import longest_sequences, plan_kv_memory, sequence_bytes, token_bytes
 from splitserve.models.weights.checkpoint import read_records, weight_files, weights_version
 from splitserve.orchestration.doctor.report import Check, Problem, check, few, skipped
 from splitserve.orchestration.spec.model_source import check_model_directory
 from splitserve.protocol.cache_layout import CacheGroup, CacheLayout
 from splitserve.protocol.config import EngineConfig
-from splitserve.protocol.kv_plan import longest_sequences, plan_kv_memory, sequence_bytes, token_bytes
 
 DUMMY = "dummy"
 _LINES = {"native": "Splitserve's own code", "transformers": "transformers' code over Splitserve's attention"}

@@ -10,8 +10,8 @@ from splitserve.models.cache_groups import cache_layout
 from splitserve.models.catalogue import architectures
 from splitserve.models.config import load_model_config
 from splitserve.models.families.registry import FAMILIES, TEXT_OF
+from splitserve.models.kv_plan import longest_sequences, plan_kv_memory, sequence_bytes, token_bytes
 from splitserve.protocol.config import EngineConfig
-from splitserve.protocol.kv_plan import longest_sequences, plan_kv_memory, sequence_bytes, token_bytes
 
 KIB, MIB = 1 << 10, 1 << 20
 

@@ -24,6 +24,7 @@ from splitserve.models.cache_groups import cache_groups
 from splitserve.models.config import ModelConfig, load_model_config
 from splitserve.models.declared import check_tensor_parallel_size
 from splitserve.models.decoder import RunnableModel
+from splitserve.models.kv_plan import MemoryPlan, plan_kv_memory
 from splitserve.models.parallel.ranks import Collectives
 from splitserve.models.roofline import device_rates, estimate_steps
 from splitserve.models.runner.cuda import CudaRunner
@@ -33,7 +34,6 @@ from splitserve.models.weights.checkpoint import weights_version
 from splitserve.models.weights.loader import load_model, resolve_dtype
 from splitserve.models.weights.shard import local_config
 from splitserve.protocol.config import EngineConfig
-from splitserve.protocol.kv_plan import MemoryPlan, plan_kv_memory
 from splitserve.protocol.memory_records import LATENT_ORDER, TRANSFORMERS_ORDER, LayoutRecord, latent_group
 from splitserve.protocol.placement.step_model import StepModel
 from splitserve.worker.start.clock import StartClock
