@@ -159,6 +159,7 @@ def _add_serve(commands: Any) -> None:
     )
     add_spec_option(parser)
     add_run_options(parser)
+    parser.add_argument("--verbose", action="store_true", help="show the processes' logs of the start, too")
     parser.set_defaults(run=_serve)
 
 
@@ -272,7 +273,7 @@ def _serve(options: argparse.Namespace) -> int:
     spec = with_local_model(cluster_spec(options))
     with errors_in_options(options):
         check_start(spec)
-    return serve(spec, options.log_level, restart=options.restart)
+    return serve(spec, options.log_level, restart=options.restart, verbose=options.verbose)
 
 
 def _doctor(options: argparse.Namespace) -> int:
