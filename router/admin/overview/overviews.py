@@ -34,7 +34,7 @@ from splitserve.router.admin.overview.samples import (
     Samples,
 )
 from splitserve.router.admin.overview.worker_figures import link_problems, link_speeds, tier_hits, worker_figures
-from splitserve.router.admin.request_reports import MAX_KEPT, RequestReports
+from splitserve.router.admin.request_reports import RequestReports
 from splitserve.router.links.membership import Membership
 from splitserve.router.placement.policies import NoWorker, RequestShape
 from splitserve.router.requests.active_request import ActiveRequest
@@ -44,6 +44,8 @@ from splitserve.router.requests.timeline.spans import spans_of
 
 MAX_AGE_SECONDS = 1.0
 """Age of an overview that is given again: however many pages are open, one is made per second."""
+MAX_ENDED = 512
+"""Requests that an overview is made of, the latest: a few milliseconds of the event loop."""
 MAX_ACTIVE = 256
 """Requests in flight that an overview looks at in detail."""
 MIN_TOKENS_OF_ITL = 8
@@ -108,8 +110,8 @@ class Overviews:
 
     def _make(self, now: float) -> Overview:
         since = max(self._began_at, now - WINDOW_SECONDS)
-        ended = [EndedRequest(*kept) for kept in self._reports.ended_since(since)]
-        if len(ended) == MAX_KEPT:
+        ended = [EndedRequest(*kept) for kept in islice(self._reports.ended_since(since), MAX_ENDED)]
+        if len(ended) == MAX_ENDED:
             since = max(since, ended[-1].timeline.ended_at)
         seconds = max(now - since, 1.0)
         records = self._membership.records()
@@ -144,6 +146,7 @@ class Overviews:
         placement = self._core.placer.place(RequestShape(num_prompt_tokens=1, max_tokens=1), now)
         reason = placement.reason if isinstance(placement, NoWorker) else ""
         num_unread, unread_seconds = self.clients.unread(now)
+        queued = self._core.gate.queue.requests()
         busy_share, starved_share = self._samples.shares()
         return RouterFigures(
             busy_share=busy_share,
@@ -153,6 +156,8 @@ class Overviews:
             max_in_flight=self._config.max_requests_in_flight,
             num_active=len(self._core.requests),
             num_waiting=len(self._core.waiting_room),
+            num_queued=len(queued),
+            queued_tokens=sum(len(request.token_ids) for request in queued),
             num_unread=num_unread,
             unread_seconds=unread_seconds,
             is_ready=not reason,

@@ -13,6 +13,8 @@ import time
 LOG_LEVELS = ("debug", "info", "warning", "error")
 LOG_FORMATS = ("text", "json")
 FORMAT_VARIABLE = "SPLITSERVE_LOG_FORMAT"
+HOLD_VARIABLE = "SPLITSERVE_HOLD_LOG"
+"""Names a file: while it is there, processes write no lines below WARNING. `splitserve serve` shows its start so."""
 LOG_INTERVAL_SECONDS = 1.0
 
 
@@ -52,6 +54,23 @@ class _JsonFormatter(logging.Formatter):
         return json.dumps({**getattr(record, "fields", dict)(), **shown}, default=str)
 
 
+class _Held(logging.Filter):
+    """Drops records below WARNING while the file ``path`` is there."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__()
+        self._path = path
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Return whether the record is written."""
+        if record.levelno >= logging.WARNING or not self._path:
+            return True
+        if os.path.exists(self._path):
+            return False
+        self._path = ""
+        return True
+
+
 class RateLimitedLog:
     """A log with at most one message per ``interval_seconds``; the next message counts the suppressed ones."""
 
@@ -84,6 +103,7 @@ def set_up_logging(process_name: str, level: str) -> None:
                 datefmt="%Y-%m-%d %H:%M:%S",
             )
         )
+    handler.addFilter(_Held(os.environ.get(HOLD_VARIABLE, "")))
     # No record shows these facts of its writer, and finding them takes half of its time (the documentation of logging).
     logging._srcfile = None
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False

@@ -105,6 +105,8 @@ class RouterFigures(msgspec.Struct, frozen=True, kw_only=True):
     max_in_flight: Annotated[int, _text("Bound of these; further requests get 429.")] = 0
     num_active: Annotated[int, _text("Those that workers still compute, now.")] = 0
     num_waiting: Annotated[int, _text("New requests that wait for a worker, now.")] = 0
+    num_queued: Annotated[int, _text("Requests that wait in the router because the workers are full, now.")] = 0
+    queued_tokens: Annotated[int, _text("Prompt tokens of these.")] = 0
     num_unread: Annotated[int, _text("Connections whose client does not read its answer, now.")] = 0
     unread_seconds: Annotated[float, _text("The longest such time, now.")] = 0.0
     is_ready: Annotated[bool, _text("Whether a request could be placed now.")] = True
