@@ -80,10 +80,10 @@ class HostOffers:
 
     def _move(self, handover: SourceHandover, numbers: list[int], now: float) -> None:
         offered = {number: handover.offered_block(number) for number in numbers}
-        places = self._state.blocks.leave_device(
+        locations = self._state.blocks.leave_device(
             self._sequence(handover), {number: block.block_id for number, block in offered.items()}
         )
-        handover.move({number: OfferedBlock(*place) for number, place in places.items()}, now)
+        handover.move({number: OfferedBlock(*location) for number, location in locations.items()}, now)
         self._state.counters.host_offered_blocks += len(numbers)
 
     def _sequence(self, handover: SourceHandover) -> Sequence:

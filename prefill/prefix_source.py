@@ -35,13 +35,13 @@ class PrefixSource:
         elif not 0 < grant.lease_seconds <= protocol.request_deadline_seconds:
             why_not = f"a lease of {grant.lease_seconds} s can't be"
         held = HeldPrefix() if why_not else self._state.blocks.hold_prefix(grant.hashes)
-        if not held.places:
+        if not held.locations:
             self._state.outbox.send(sender, Withdrawn(key=grant.key, reason=why_not or NOTHING_HERE))
             return
-        num_tokens = (grant.first_block + len(held.places)) * block_size
+        num_tokens = (grant.first_block + len(held.locations)) * block_size
         whole = Grant(grant.key, num_tokens, grant.first_block * block_size, grant.lease_seconds)
         handover = SourceHandover(whole, sender, block_size, protocol, now)
-        handover.offer_last([[OfferedBlock(*place) for place in held.places]], num_tokens, [], now)
+        handover.offer_last([[OfferedBlock(*location) for location in held.locations]], num_tokens, [], now)
         self._held[grant.key, sender] = handover, held
 
     def on_ack(self, ack: OfferAck, sender: Party) -> bool:

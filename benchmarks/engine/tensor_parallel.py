@@ -33,7 +33,7 @@ from splitserve.orchestration.cli.command_parser import CommandParser
 from splitserve.protocol.config import EngineConfig
 from splitserve.protocol.request import Party, Role
 from splitserve.protocol.step import (
-    MAX_STEPS_UNDER_WAY,
+    MAX_STEPS_IN_FLIGHT,
     UNKNOWN_TOKEN,
     LaunchedStep,
     LaunchingRunner,
@@ -241,7 +241,7 @@ class _Stepper:
                 for index, table in enumerate(tables)
             ]
             pending.append(self._runner.launch(StepPlan(chunks)))
-            if not self._on_device or len(pending) == MAX_STEPS_UNDER_WAY:
+            if not self._on_device or len(pending) == MAX_STEPS_IN_FLIGHT:
                 tokens = self._finish(pending.popleft())
         while pending:
             self._finish(pending.popleft())

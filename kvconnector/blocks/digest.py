@@ -78,7 +78,7 @@ class _Staging:
         return buffer.numpy().data
 
 
-_Place: TypeAlias = tuple[int, int]
+_Location: TypeAlias = tuple[int, int]
 """Group and id of a block."""
 
 
@@ -93,9 +93,9 @@ class FirstDigests:
         self._memory = memory
         self._wake = wake
         self._digest_blocks = digests_of(memory)
-        self._known: dict[_Place, tuple[int, bytes]] = {}  # a generation and the digest of that content
-        self._asked: dict[_Place, int] = {}  # the generation that was requested last
-        self._questions: queue.SimpleQueue[tuple[_Place, int]] = queue.SimpleQueue()
+        self._known: dict[_Location, tuple[int, bytes]] = {}  # a generation and the digest of that content
+        self._asked: dict[_Location, int] = {}  # the generation that was requested last
+        self._questions: queue.SimpleQueue[tuple[_Location, int]] = queue.SimpleQueue()
         for index in range(DIGEST_THREADS):
             threading.Thread(target=self._answer, name=f"digest-{index}", daemon=True).start()
 
@@ -104,29 +104,29 @@ class FirstDigests:
         leading: list[bytes] = []
         all_known = True
         for block_id in block_ids:
-            place = group, block_id
+            location = group, block_id
             generation = int(self._memory.groups[group].generations[block_id])
-            known = self._known.get(place)
+            known = self._known.get(location)
             if known is not None and known[0] == generation:
                 if all_known:
                     leading.append(known[1])
                 continue
             all_known = False
-            if self._asked.get(place) != generation:
-                self._asked[place] = generation
-                self._questions.put((place, generation))
+            if self._asked.get(location) != generation:
+                self._asked[location] = generation
+                self._questions.put((location, generation))
         return leading
 
     def _answer(self) -> None:
         while True:
-            place, generation = self._questions.get()
-            group, block_id = place
+            location, generation = self._questions.get()
+            group, block_id = location
             try:
                 [digest] = self._digest_blocks([block_id], group)
             except Exception:
                 logger.exception("cannot compute the digest of block %d; it will never be offered", block_id)
                 continue
-            self._known[place] = (
+            self._known[location] = (
                 generation,
                 digest,
             )  # the content may be gone by now; then no call asks for this generation

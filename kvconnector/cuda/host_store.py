@@ -34,7 +34,7 @@ benchmarks/results)."""
 KERNEL_GAIN = 1.1
 """Required speed-up of the kernel over the copy engines, because it takes multiprocessors from concurrent steps."""
 PIECE_BYTES = 32 << 20
-MAX_BYTES_UNDER_WAY = 2 * PIECE_BYTES
+MAX_BYTES_IN_FLIGHT = 2 * PIECE_BYTES
 """Bound on queued bytes: small copies of a concurrent step wait for at most this much, and the connection stays busy.
 """
 NEAR_END_BYTES = 512 << 20
@@ -62,7 +62,7 @@ class _Pacer:
 
     def make_room(self, num_bytes: int) -> None:
         """Wait until ``num_bytes`` may be queued; one piece beyond the one being copied is always allowed."""
-        while len(self._pieces) > 1 and self._num_bytes + num_bytes > MAX_BYTES_UNDER_WAY:
+        while len(self._pieces) > 1 and self._num_bytes + num_bytes > MAX_BYTES_IN_FLIGHT:
             self._wait_for_first()
 
     def queued(self, num_bytes: int) -> torch.cuda.Event:

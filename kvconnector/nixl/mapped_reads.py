@@ -74,7 +74,7 @@ def growing_parts(count: int) -> Iterator[slice]:
         low, size = low + size, size * _GROWTH
 
 
-class _UnderWay(OnDevice):
+class _StepInFlight(OnDevice):
     """Copies of ``num_bytes`` in flight by ``path`` since ``started``. If they end sooner than expected, the link is
     faster than measured; a late poll gives no information."""
 
@@ -175,7 +175,7 @@ class MappedReader:
             raise TransferError(
                 f"the kernel that reads a peer's memory failed: {type(error).__name__}: {error}"
             ) from error
-        return _UnderWay(self, ReadPath.KERNEL, started, num_bytes)
+        return _StepInFlight(self, ReadPath.KERNEL, started, num_bytes)
 
     def _row_copier(self, rows: tuple[int, int, int, int], alignment: int) -> "RowCopier":
         """Return the copier for such rows, created at first use."""
@@ -195,4 +195,4 @@ class MappedReader:
                 self.wait()
                 raise TransferError(f"CUDA can't copy from the peer's mapped memory (status {status})")
             num_bytes += copies.num_bytes
-        return _UnderWay(self, ReadPath.MAPPED, started, num_bytes)
+        return _StepInFlight(self, ReadPath.MAPPED, started, num_bytes)

@@ -11,6 +11,7 @@ from splitserve.common.errors import CheckpointError
 MAX_ELEMENTS = 1 << 27
 WINDOW = 6
 VOCAB_SIZE = 512
+_ALIGNMENT = 16  # of widths, for products of experts
 _MOST = {  # of sizes that families name alike
     "intermediate_size": 128,
     "moe_intermediate_size": 48,
@@ -98,6 +99,7 @@ def _narrow(text: Any) -> None:
     kept_kv_heads = min(num_kv_heads, 2)
     kept_heads = kept_kv_heads * min(num_heads // num_kv_heads, 4)
     width = text.hidden_size * kept_heads // num_heads
+    width -= width % _ALIGNMENT if width > _ALIGNMENT else 0
     text.hidden_size = width
     text.num_attention_heads = kept_heads
     if getattr(text, "num_key_value_heads", None) is not None:

@@ -1,8 +1,13 @@
 """Text for people: progress of starting processes, and a cluster's status."""
 
+import os
+import sys
+
 from splitserve.orchestration.cluster.host import ChildProgress
 from splitserve.orchestration.control.requests import ClusterStatus, ProcessStatus
 from splitserve.orchestration.spec.sizes import format_bytes
+
+GREEN, CYAN = 32, 36
 
 
 def describe_progress(event: ChildProgress) -> str | None:
@@ -12,9 +17,16 @@ def describe_progress(event: ChildProgress) -> str | None:
 
 
 def print_progress(event: ChildProgress) -> None:
-    line = describe_progress(event)
-    if line is not None:
-        print(line, flush=True)
+    """Print one line of a start, the process's name in colour on a terminal."""
+    text = _describe(event.stage, event.detail)
+    if text is not None:
+        print(f"  {coloured(f'{event.name:<10}', CYAN)} {text}", flush=True)
+
+
+def coloured(text: str, colour: int) -> str:
+    """Return ``text`` in a colour of the terminal; as it is if standard output is none, or NO_COLOR is set."""
+    is_shown = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    return f"\033[{colour}m{text}\033[0m" if is_shown else text
 
 
 def _describe(stage: str, detail: dict[str, str]) -> str | None:

@@ -17,6 +17,7 @@ from splitserve.common.errors import ConfigError, SplitserveError
 from splitserve.common.logs import FORMAT_VARIABLE, LOG_LEVELS, set_up_logging
 from splitserve.orchestration.cli.cluster_commands import add_cluster_commands
 from splitserve.orchestration.cli.command_parser import CommandParser
+from splitserve.orchestration.cli.models import add_models_command
 from splitserve.orchestration.cli.option_types import path, positive_bytes, whole_number
 from splitserve.orchestration.cli.options import (
     HelpFormatter,
@@ -49,6 +50,9 @@ BENCHES = {
     "router-limits": (
         "splitserve.benchmarks.router.limits",
         "limits of one router process: CPU, latency by rate, streams, long prompts, memory",
+    "observability": (
+        "splitserve.benchmarks.router.observability",
+        "CPU time that timeline, log, metrics and traces add to the router",
     ),
     "chaos": (
         "splitserve.benchmarks.chaos.chaos",
@@ -132,6 +136,7 @@ def build_parser() -> CommandParser:
     add_cluster_commands(commands)
     add_lmcache_command(commands)
     _add_doctor(commands)
+    add_models_command(commands)
     add_trace_command(commands)
     add_top_command(commands)
     _add_spec_commands(commands)
@@ -157,6 +162,7 @@ def _add_serve(commands: Any) -> None:
     )
     add_spec_option(parser)
     add_run_options(parser)
+    parser.add_argument("--verbose", action="store_true", help="show the processes' logs of the start, too")
     parser.set_defaults(run=_serve)
 
 
@@ -270,7 +276,7 @@ def _serve(options: argparse.Namespace) -> int:
     spec = with_local_model(cluster_spec(options))
     with errors_in_options(options):
         check_start(spec)
-    return serve(spec, options.log_level, restart=options.restart)
+    return serve(spec, options.log_level, restart=options.restart, verbose=options.verbose)
 
 
 def _doctor(options: argparse.Namespace) -> int:

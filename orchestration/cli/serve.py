@@ -3,6 +3,7 @@
 import logging
 import os
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,7 +13,8 @@ import msgspec
 from splitserve import __version__
 from splitserve.common.cores import available_cores
 from splitserve.common.errors import ConfigError
-from splitserve.orchestration.cli.display import print_progress
+from splitserve.common.logs import HOLD_VARIABLE
+from splitserve.orchestration.cli.display import GREEN, coloured, print_progress
 from splitserve.orchestration.cluster.host import ChildProgress
 from splitserve.orchestration.cluster.launcher import LaunchInterruptedError, LocalCluster, stop_on_signals
 from splitserve.orchestration.control.socket import ControlServer
@@ -24,15 +26,31 @@ FOLDER_VARIABLE = "SPLITSERVE_CLUSTER_FOLDER"  # in the environment of every pro
 _log = logging.getLogger(__name__)
 
 
-def serve(spec: ClusterSpec, log_level: str, *, restart: bool = True) -> int:
+def serve(spec: ClusterSpec, log_level: str, *, restart: bool = True, verbose: bool = False) -> int:
     """Start a cluster, show its URL, serve until a signal; returns the exit status.
 
-    ``restart``: start workers again that end. Raises :class:`SplitserveError` if the start fails.
+    ``restart``: start workers again that end. ``verbose``: show the processes' logs of the start, too, not only its
+    progress. Raises :class:`SplitserveError` if the start fails.
     """
+    with tempfile.TemporaryDirectory(prefix="splitserve-") as scratch:
+        held = Path(scratch) / "log-is-held"
+        if not verbose:
+            held.touch()
+            os.environ[HOLD_VARIABLE] = str(held)
+        try:
+            return _serve(spec, log_level, held, restart=restart)
+        finally:
+            os.environ.pop(HOLD_VARIABLE, None)
+
+
+def _serve(spec: ClusterSpec, log_level: str, held: Path, *, restart: bool) -> int:
+    """Serve; the processes' logs are held back until the cluster is ready, while ``held`` is there."""
     folder = _claim_any(spec.name)
 
     def announce(cluster: LocalCluster) -> None:
-        print(f"Ready: {cluster.url}/v1 (model {spec.served_model_name}). Ctrl-C ends it.", flush=True)
+        ready = coloured("Ready:", GREEN)
+        print(f"{ready} {cluster.url}/v1 (model {spec.served_model_name}). Ctrl-C ends it.", flush=True)
+        held.unlink(missing_ok=True)
 
     print(
         f"splitserve {__version__}: {spec.served_model_name} on {spec.describe()}, {available_cores()} cores",

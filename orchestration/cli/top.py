@@ -97,10 +97,11 @@ def _wrapped(text: str, width: int) -> list[str]:
 
 def _figures(view: Overview) -> Iterator[str]:
     rates, router = view.rates, view.router
+    num_waiting = router.num_waiting + router.num_queued
     if rates is not None:
         yield _row(
             "requests",
-            f"{rates.requests_per_second:.1f}/s, {router.num_in_flight} in flight, {router.num_waiting} wait for a "
+            f"{rates.requests_per_second:.1f}/s, {router.num_in_flight} in flight, {num_waiting} wait for a "
             f"worker; {rates.prompt_tokens_per_second:,.0f} prompt and {rates.output_tokens_per_second:,.0f} output "
             "tokens/s",
         )
@@ -138,7 +139,7 @@ def _objectives(view: Overview) -> Iterator[str]:
 def _prefill(view: Overview) -> Iterator[str]:
     workers = _computing(view.workers, "prefill")
     if workers:
-        tokens = sum(worker.waiting_tokens for worker in workers)
+        tokens = view.router.queued_tokens + sum(worker.waiting_tokens for worker in workers)
         busy = sum(worker.busy_share for worker in workers) / len(workers)
         speed = sum(worker.prompt_tokens_per_second for worker in workers)
         yield _row("prefill", f"{_bar([(busy, '#')])} busy {_percent(busy)}; {tokens:,} tokens wait, {speed:,.0f}/s")

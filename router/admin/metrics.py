@@ -5,7 +5,7 @@ from itertools import accumulate
 from typing import TypeAlias
 
 import msgspec
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, disable_created_metrics, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -13,7 +13,7 @@ from splitserve.protocol.cluster_report import RequestSummary, WorkerState
 from splitserve.protocol.counters import Counter as CounterField
 from splitserve.protocol.counters import Distribution, TierLoad, WorkerLoad, metrics_of
 from splitserve.protocol.counters import Histogram as HistogramField
-from splitserve.router.admin.histogram import TokenHistogram
+from splitserve.router.admin.histogram import QuickHistogram
 from splitserve.router.links.worker_record import WorkerRecord
 from splitserve.router.requests.effects import Count, CountTokens, Observe
 from splitserve.router.requests.timeline.stages import HANDOVER_STAGES, TTFT_STAGES
@@ -38,7 +38,7 @@ class RouterMetrics:
 
     def __init__(self, model: str = "") -> None:
         self._model = model
-        self._stages: dict[tuple[str, ...], Histogram] = {}  # series by their labels: looking them up costs
+        self._counters: dict[tuple[str, ...], Counter] = {}  # series by metric and labels: looking them up costs
         self._http: dict[tuple[str, str], Counter] = {}  # likewise
         self._num_output_tokens = 0  # those that ``output_tokens`` lacks: counting there takes a lock
         registry = self.registry = CollectorRegistry()
@@ -121,33 +121,27 @@ class RouterMetrics:
         self.handover_seconds = _histogram(
             registry, "handover", "Arrival of prefill's first token to decode's readiness", _HANDOVER_BUCKETS
         )
-        self.stage_seconds = Histogram(
+        self.stage_seconds = QuickHistogram(
             "splitserve_stage_seconds",
             "Stages of the time to first token; the stages of a request add up to it: "
             + "; ".join(f"{stage}: {meaning}" for stage, meaning in TTFT_STAGES.items()),
+            _STAGE_BUCKETS,
+            registry,
             ("stage",),
-            buckets=_STAGE_BUCKETS,
-            registry=registry,
         )
-        self.handover_stage_seconds = Histogram(
+        self.handover_stage_seconds = QuickHistogram(
             "splitserve_handover_stage_seconds",
             "Stages from prefill's first token to decode's own first one, by transport: "
             + "; ".join(f"{stage}: {meaning}" for stage, meaning in HANDOVER_STAGES.items()),
+            _STAGE_BUCKETS,
+            registry,
             ("stage", "transport"),
-            buckets=_STAGE_BUCKETS,
-            registry=registry,
         )
-        self.request_prompt_tokens = Histogram(
-            "splitserve_request_prompt_tokens",
-            "Prompt tokens of a request that ended",
-            buckets=_LENGTH_BUCKETS,
-            registry=registry,
+        self.request_prompt_tokens = QuickHistogram(
+            "splitserve_request_prompt_tokens", "Prompt tokens of a request that ended", _LENGTH_BUCKETS, registry
         )
-        self.request_output_tokens = Histogram(
-            "splitserve_request_output_tokens",
-            "Output tokens of a request that ended",
-            buckets=_LENGTH_BUCKETS,
-            registry=registry,
+        self.request_output_tokens = QuickHistogram(
+            "splitserve_request_output_tokens", "Output tokens of a request that ended", _LENGTH_BUCKETS, registry
         )
 
     def watch_workers(self, records: Callable[[], list[WorkerRecord]]) -> None:
@@ -171,8 +165,12 @@ class RouterMetrics:
     # ---- effects of the core ----
 
     def count(self, effect: Count) -> None:
-        counter = getattr(self, effect.metric)
-        (counter.labels(*effect.labels) if effect.labels else counter).inc(effect.amount)
+        key = (effect.metric, *effect.labels)
+        counter = self._counters.get(key)
+        if counter is None:
+            counter = getattr(self, effect.metric)
+            counter = self._counters[key] = counter.labels(*effect.labels) if effect.labels else counter
+        counter.inc(effect.amount)
 
     def count_tokens(self, effect: CountTokens) -> None:
         self._num_output_tokens += effect.num_tokens
@@ -188,15 +186,9 @@ class RouterMetrics:
         if summary.predicted_ttft_seconds is not None:
             self.predicted_ttft_seconds.observe(summary.predicted_ttft_seconds)
         for stage, seconds in summary.ttft_stages.items():
-            self._series(self.stage_seconds, stage).observe(seconds)
+            self.stage_seconds.labels(stage).observe(seconds)
         for stage, seconds in summary.handover_stages.items():
-            self._series(self.handover_stage_seconds, stage, summary.transport).observe(seconds)
-
-    def _series(self, histogram: Histogram, *labels: str) -> Histogram:
-        found = self._stages.get(labels)
-        if found is None:
-            found = self._stages[labels] = histogram.labels(*labels)
-        return found
+            self.handover_stage_seconds.labels(stage, summary.transport).observe(seconds)
 
     def render(self) -> bytes:
         return generate_latest(self)
@@ -324,5 +316,5 @@ def _counter(registry: CollectorRegistry, name: str, text: str) -> Counter:
     return Counter(f"splitserve_{name}", text, registry=registry)
 
 
-def _histogram(registry: CollectorRegistry, name: str, text: str, buckets: tuple[float, ...]) -> TokenHistogram:
-    return TokenHistogram(f"splitserve_{name}_seconds", text, buckets, registry)
+def _histogram(registry: CollectorRegistry, name: str, text: str, buckets: tuple[float, ...]) -> QuickHistogram:
+    return QuickHistogram(f"splitserve_{name}_seconds", text, buckets, registry)

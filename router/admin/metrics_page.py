@@ -8,7 +8,7 @@ from typing import Any
 
 from prometheus_client.metrics import MetricWrapperBase
 
-from splitserve.router.admin.histogram import TokenHistogram
+from splitserve.router.admin.histogram import QuickHistogram
 from splitserve.router.admin.metrics import RouterMetrics, WorkerCollector
 
 _HEAD = """<!-- made by `python scripts/reference_pages.py`, not by hand -->
@@ -24,7 +24,7 @@ has `_bucket`, `_sum` and `_count`. Each series also has the label `model`, the 
 def metrics_page() -> str:
     """Return the page's Markdown."""
     own = [
-        metric for metric in vars(RouterMetrics()).values() if isinstance(metric, MetricWrapperBase | TokenHistogram)
+        metric for metric in vars(RouterMetrics()).values() if isinstance(metric, MetricWrapperBase | QuickHistogram)
     ]
     workers = list(WorkerCollector(list).collect())
     tiers = [family for family in workers if family.name.startswith("splitserve_tier_")]

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import time
 from collections import OrderedDict
+from collections.abc import Iterator
 from functools import partial
 from itertools import takewhile
 
@@ -67,10 +68,9 @@ class RequestReports:
         admitted, waiting = self._core.admission.num_admitted, len(self._core.waiting_room)
         return self.activity.rates(admitted, waiting, self._loop.time())
 
-    def ended_since(self, since: float) -> list[tuple[RequestSummary, Timeline]]:
-        """Return those of the kept ended requests that ended after ``since``, the latest first."""
-        latest = reversed(self._kept.values())
-        return list(takewhile(lambda kept: kept[1].ended_at > since, latest))
+    def ended_since(self, since: float) -> Iterator[tuple[RequestSummary, Timeline]]:
+        """Yield those of the kept ended requests that ended after ``since``, the latest first."""
+        return takewhile(lambda kept: kept[1].ended_at > since, reversed(self._kept.values()))
 
     def traces(self, id_begin: str) -> RequestTraces:
         """Return those of the kept ended requests whose ids begin so."""

@@ -152,8 +152,8 @@ class RouterCore:
         return self.gate.arrive(newcomer, now)
 
     def _begin(self, request: ActiveRequest, placement: Placed, now: float) -> None:
-        request.num_known_tokens = self._seen_prefixes.note(request.hashes)
         self.requests.begin(request, placement, now)
+        request.num_known_tokens = self._seen_prefixes.note(request.hashes)  # placement has hashed its blocks
 
     def _on_cancel(self, event: Cancel, now: float) -> None:
         request = self.requests.get(event.request_id)

@@ -1,4 +1,4 @@
-"""The storm on real processes, in small. ``scripts/long-tests storm`` does the same with 1,000 requests."""
+"""The storm on real processes, in small. ``scripts/long-tests storm`` does the same with 1,300 requests."""
 
 from pathlib import Path
 

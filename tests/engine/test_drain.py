@@ -91,7 +91,7 @@ class TestPrefill:
         plan = prefill.plan()
         assert plan is not None
         prefill.core.drain()
-        assert not prefill.core.is_idle, "a step is under way"
+        assert not prefill.core.is_idle, "a step is in flight"
         prefill.commit(plan)
         prefill.wait(PROTOCOL.lease_seconds + 0.2)
         assert prefill.core.is_idle

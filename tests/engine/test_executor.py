@@ -16,7 +16,7 @@ from splitserve.engine.steps.executor import (
     StepResult,
 )
 from splitserve.engine.steps.launch_pace import LaunchPace
-from splitserve.protocol.step import MAX_STEPS_UNDER_WAY, SampleSpec, ScheduledChunk, StepOutput, StepPlan
+from splitserve.protocol.step import MAX_STEPS_IN_FLIGHT, SampleSpec, ScheduledChunk, StepOutput, StepPlan
 from waiting import PATIENCE_SECONDS
 
 GREEDY = SampleSpec(temperature=0.0, top_k=0, top_p=1.0, seed=0, choice=0, position=1)
@@ -113,7 +113,7 @@ def driver() -> Iterator[Driver]:
 
 
 class TestOverlapped:
-    def test_two_steps_are_under_way_and_no_third(self, driver: Driver) -> None:
+    def test_two_steps_are_in_flight_and_no_third(self, driver: Driver) -> None:
         driver.launch(5, 6)
         driver.runner.wait_launched(2)  # the second one, while the first one runs
         assert not driver.executor.has_room
@@ -259,7 +259,7 @@ def test_after_the_device_is_lost_every_failure_is_its() -> None:
 
     failures = Failures(check)
     first = failures.failure(3, RuntimeError(ILLEGAL))
-    much_later = failures.failure(3 + 10 * MAX_STEPS_UNDER_WAY, RuntimeError("?"))
+    much_later = failures.failure(3 + 10 * MAX_STEPS_IN_FLIGHT, RuntimeError("?"))
     assert much_later.cause is first and much_later.device_lost
 
 

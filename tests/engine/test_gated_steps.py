@@ -27,7 +27,7 @@ def local(key: RequestKey, prompt: list[int] = PROMPT, max_tokens: int = 1) -> L
 
 
 def worker_with_a_hit(max_tokens: int = 1, prompt: list[int] = PROMPT) -> Worker:
-    """A mixed worker whose host tier has the prompt's full blocks, and a request for it, whose load is under way."""
+    """A mixed worker whose host tier has the prompt's full blocks, and a request for it, whose load is in flight."""
     mixed = Worker(Role.MIXED, MIXED, num_slots=8)
     mixed.hear(ROUTER, local(RequestKey("before", 0), prompt))
     mixed.run()

@@ -21,18 +21,18 @@ class Overlapped:
         self.blocks = blocks
         self.scheduler = scheduler
         self.budget = budget
-        self.under_way: deque[list[Planned]] = deque()
+        self.in_flight: deque[list[Planned]] = deque()
 
     def launch(self) -> list[Planned]:
         planned = plan(self.scheduler, self.budget)
         for index, (sequence, chunk) in enumerate(planned):
             sequence.on_launched(chunk, index)
         if planned:
-            self.under_way.append(planned)
+            self.in_flight.append(planned)
         return planned
 
     def commit(self) -> None:
-        for sequence, chunk in self.under_way.popleft():
+        for sequence, chunk in self.in_flight.popleft():
             sequence.on_completed(chunk)
             if sequence.has_ended:
                 self.give_back(sequence)
@@ -64,7 +64,7 @@ class TestMixedSteps:
         for name, size in (("a", 40), ("b", 20)):
             scheduler.add(make_sequence(name, size))
             assert lengths(engine.launch())[-1] == (name, 40 if name == "a" else 8)
-        assert lengths(engine.under_way[-1]) == [("a", 1), ("b", 8)]
+        assert lengths(engine.in_flight[-1]) == [("a", 1), ("b", 8)]
         engine.commit()
         assert lengths(engine.launch()) == [("a", 1), ("b", 8)]
 
@@ -140,7 +140,7 @@ class TestMixedSteps:
             for sequence, (_, _, arrival) in zip(sequences, prompts, strict=True):
                 if arrival == step:
                     scheduler.add(sequence)
-            before = list(engine.under_way[-1]) if engine.under_way else []
+            before = list(engine.in_flight[-1]) if engine.in_flight else []
             num_preemptions = scheduler.decodes.counters.preemptions
             planned = engine.launch()
             decoding = [entry for entry in planned if entry.sequence in scheduler.decodes.running]
@@ -152,9 +152,9 @@ class TestMixedSteps:
             if scheduler.decodes.counters.preemptions == num_preemptions and blocks.pool.num_available:
                 self.check_nobody_left_out(before, planned)
             blocks.pool.check_invariants()
-            if len(engine.under_way) == depth or (engine.under_way and (not planned or data.draw(st.booleans()))):
+            if len(engine.in_flight) == depth or (engine.in_flight and (not planned or data.draw(st.booleans()))):
                 engine.commit()
-            if all(sequence.has_ended for sequence in sequences) and not engine.under_way:
+            if all(sequence.has_ended for sequence in sequences) and not engine.in_flight:
                 break
         assert [s.num_output_tokens for s in sequences] == [most for _, most, _ in prompts], "somebody starved"
         assert blocks.pool.count(BlockState.REFERENCED) == 0

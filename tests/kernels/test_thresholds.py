@@ -14,17 +14,20 @@ pytestmark = pytest.mark.on_gpu
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 FILTERS = [*itertools.product((0, 1, 40, 8000, 10**6), (1.0, 0.95, 0.3)), (3, 1e-9)]
+ONCE = [(0, 0.95), (1, 1.0), (40, 0.3), (8000, 0.95), (8000, 0.3), (10**6, 1.0), (3, 1e-9)]
+"""Each of them, for rows that Triton's interpreter takes long for."""
 
 
 @pytest.mark.parametrize("vocab_size", [40, 4096, 9001])
 @pytest.mark.parametrize("spread", [0.05, 4.0])
 def test_kept_tokens_are_those_of_the_reference(vocab_size: int, spread: float) -> None:
+    filters = ONCE if vocab_size > 1000 and DEVICE.type == "cpu" else FILTERS
     generator = torch.Generator().manual_seed(vocab_size)
-    logits = spread * torch.randn(len(FILTERS), vocab_size, generator=generator)
+    logits = spread * torch.randn(len(filters), vocab_size, generator=generator)
     logits[:, vocab_size // 2 :] = (8 * logits[:, vocab_size // 2 :]).round() / 8  # ties
     heat = 0.8
-    top_ks, top_ps = zip(*FILTERS, strict=True)
-    count = len(FILTERS)
+    top_ks, top_ps = zip(*filters, strict=True)
+    count = len(filters)
     batch = SamplingBatch([heat] * count, top_ks, top_ps, [1] * count, [0] * count, [0] * count)
     numbers = _numbers(batch, DEVICE)
     found = keep_thresholds(
@@ -32,13 +35,13 @@ def test_kept_tokens_are_those_of_the_reference(vocab_size: int, spread: float) 
     ).cpu()
     scaled = logits.double() / heat
     expected = sampling.keep_thresholds(scaled, top_ks, top_ps)
-    for row, filters in enumerate(FILTERS):
+    for row, (top_k, top_p) in enumerate(filters):
         kept, wanted = logits[row] >= found[row], scaled[row] >= expected[row]
         if not torch.equal(kept, wanted):  # rounding may decide about a token at the edge of top-p, with all its ties
             edge = logits[row, kept ^ wanted]
             mass = scaled[row].softmax(0)[wanted].sum()
-            assert filters[1] < 1 and bool((edge == edge[0]).all()), filters
-            assert abs(float(mass) - filters[1]) < 2e-3, filters
+            assert top_p < 1 and bool((edge == edge[0]).all()), (top_k, top_p)
+            assert abs(float(mass) - top_p) < 2e-3, (top_k, top_p)
 
 
 def test_rows_without_a_filter_keep_everything() -> None:

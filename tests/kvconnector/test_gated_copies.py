@@ -78,7 +78,7 @@ def test_layers_come_group_by_group(monkeypatch: pytest.MonkeyPatch, driver: Any
         told.append(torch.equal(by_layer[0][block_ids[0], 0], by_layer[1][slots[0], 0]))
 
     store.load_gated(COPY_ID, block_ids, slots, tell_near_end)
-    assert groups == gates.groups and told == [True], "it's told once, when the first copies are under way"
+    assert groups == gates.groups and told == [True], "it's told once, when the first copies are in flight"
     others = [block for block in range(12) if block not in block_ids]
     assert torch.equal(store._blocks[others], before[others])
     assert gates.event(COPY_ID, 0) is None, "it's over"
@@ -122,7 +122,7 @@ def test_little_is_queued_and_never_nothing(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("copy", ["gated load", "load", "store"])
-def test_nothing_is_under_way_after_a_failure(monkeypatch: pytest.MonkeyPatch, copy: str) -> None:
+def test_nothing_is_in_flight_after_a_failure(monkeypatch: pytest.MonkeyPatch, copy: str) -> None:
     """Whoever asked for it takes the blocks back at once; and steps that wait are told no earlier."""
     memory, gates = KVMemory(LayoutRecord("m", "w", "float32", 2, NUM_LAYERS, 2, 4), 12), LoadGates(NUM_LAYERS)
     store = make_store(monkeypatch, memory, 9, gates, None)

@@ -88,7 +88,7 @@ def test_neighbours_on_both_sides_are_one_copy() -> None:
 
 
 @pytest.mark.parametrize(("count", "sizes"), [(0, []), (3, [3]), (4, [4]), (5, [4, 1]), (90, [4, 16, 64, 6])])
-def test_a_few_blocks_are_under_way_first(count: int, sizes: list[int]) -> None:
+def test_a_few_blocks_are_in_flight_first(count: int, sizes: list[int]) -> None:
     parts = [range(count)[part] for part in growing_parts(count)]
     assert [len(part) for part in parts] == sizes
     assert [index for part in parts for index in part] == list(range(count))
@@ -193,7 +193,7 @@ def test_a_kernel_that_fails_leaves_the_copy_engines(monkeypatch: pytest.MonkeyP
     assert "copy engines only" in caplog.text and "no compiler here" in caplog.text
     with pytest.raises(TransferError, match="no compiler here"):
         reader.read([1], [2], ReadPath.KERNEL)
-    assert len(waits) == 2  # what was under way by then is over
+    assert len(waits) == 2  # what was in flight by then is over
 
 
 @INTERPRETED

@@ -76,7 +76,7 @@ def test_slots_of_the_host_tier_beside_blocks(source: Source, lands_first: bool 
     reader = Reader(settings=ReadSettings.of(MemoryKind.DRAM, lands_first=lands_first))
     try:
         reader.connect(source)
-        for read_id in range(3):  # under way at once
+        for read_id in range(3):  # in flight at once
             reader.read(read_id, list(range(21 * read_id, 21 * read_id + len(remote))), remote)
         for read_id in range(3):
             result = reader.result(read_id)

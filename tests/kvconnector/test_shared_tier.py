@@ -221,7 +221,7 @@ def test_references_return_under_random_use(seed: int) -> None:
     """Sequences come and go, copies end late, badly, or after the tier was lost: nothing stays referenced."""
     chosen = random.Random(seed)
     pool, tiers = make(num_blocks=24, local=chosen.choice([0, 5]))
-    under_way: list[CopyCommand | ChainCopy] = []
+    in_flight: list[CopyCommand | ChainCopy] = []
     waiting: dict[int, list[int]] = {}
     for _ in range(300):
         action = chosen.randrange(5)
@@ -248,18 +248,18 @@ def test_references_return_under_random_use(seed: int) -> None:
                 waiting[id(load)] = owner
         elif action == 1:
             tiers.start_stores()
-        elif action == 2 and under_way:
-            copy = under_way.pop(chosen.randrange(len(under_way)))
+        elif action == 2 and in_flight:
+            copy = in_flight.pop(chosen.randrange(len(in_flight)))
             num_good = chosen.randrange(len(copy.block_ids) + 1)
             done = tiers.on_result(CopyResult(copy.copy_id, num_good, chosen.choice([None, "lost"])))
             if done is not None:
                 pool.release(waiting.pop(id(done)))
         elif action == 3:
             tiers.on_result(chosen.choice([THERE, THERE, GONE]))
-        under_way += [copy for copy in tiers.take_commands() if not isinstance(copy, ClearCommand)]
+        in_flight += [copy for copy in tiers.take_commands() if not isinstance(copy, ClearCommand)]
         tiers.check_invariants()
-    while under_way:
-        done = tiers.on_result(CopyResult(under_way.pop().copy_id, 0, "the end"))
+    while in_flight:
+        done = tiers.on_result(CopyResult(in_flight.pop().copy_id, 0, "the end"))
         if done is not None:
             pool.release(waiting.pop(id(done)))
     assert not waiting

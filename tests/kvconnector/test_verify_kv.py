@@ -153,7 +153,7 @@ def test_a_request_that_ends_while_its_digests_are_made(end: Abort | Release) ->
 
 
 def offered_handover(digests: list[bytes]) -> tuple[SinkHandover, int]:
-    """A hand-over with one read of all blocks under way; and the read's id."""
+    """A hand-over with one read of all blocks in flight; and the read's id."""
     pull = Pull(len(PROMPT), 0, BLOCK_SIZE, [PullSpan(0, [5, 6, 7], 64)])
     handover = SinkHandover(KEY, PREFILL, pull, PROTOCOL, 0.0)
     blocks = [OfferedBlock(block_id, 100, digest) for block_id, digest in enumerate(digests)]

@@ -198,7 +198,7 @@ def test_decode_says_whether_it_can_read_slots(num_ranks: int) -> None:
 
 
 def sink_with_read(num_blocks: int = 3) -> tuple[SinkHandover, ReadCommand]:
-    """All blocks are offered, and the read of all of them is under way."""
+    """All blocks are offered, and the read of all of them is in flight."""
     sink = make_sink(num_blocks * BLOCK_SIZE, reads_host_tier=True)
     first = Offer(KEY, [OfferedSpan(0, 0, blocks(*range(1, 1 + num_blocks)))], num_blocks * BLOCK_SIZE, True, [7])
     sink.on_offer(first, PEER_BLOCKS, 0.0, has_host_tier=True)

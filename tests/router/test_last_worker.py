@@ -129,7 +129,7 @@ def test_a_stream_that_lost_its_worker_before_its_first_token_gets_comments_too(
     wait_until(lambda: first.requests)
     time.sleep(3 * PROTOCOL["stream_keep_alive_seconds"])
     stream.socket.setblocking(False)
-    with pytest.raises(BlockingIOError):  # a request that is under way may still fail with a status
+    with pytest.raises(BlockingIOError):  # a request that is in flight may still fail with a status
         stream.socket.recv(1)
     stream.socket.settimeout(PATIENCE_SECONDS)
     workers.stop(first, leave=False)

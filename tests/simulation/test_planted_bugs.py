@@ -89,7 +89,7 @@ def test_a_planted_bug_is_found(
     plant: Plant, options: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plant(monkeypatch)
-    find(schedules(NUM_SCHEDULES, **options), words, is_handover_sure=are_handovers_sure)
+    find(schedules(NUM_SCHEDULES, **options), words, is_handover_sure=are_handovers_sure, plant=plant.__name__)
 
 
 def are_handovers_sure(schedule: Schedule) -> bool:

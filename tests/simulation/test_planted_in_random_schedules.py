@@ -124,7 +124,7 @@ def test_random_schedules_find_a_planted_bug(plant: Plant, words: str, monkeypat
     found = map(random_schedule, itertools.count())
     if plant is slot_generations_unchecked:  # about one in nine
         found = filter(has_lies_and_slots, found)
-    find(itertools.islice(found, NUM_SCHEDULES), words)
+    find(itertools.islice(found, NUM_SCHEDULES), words, plant=plant.__name__)
 
 
 def has_lies_and_slots(schedule: Schedule) -> bool:

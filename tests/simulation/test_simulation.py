@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from schedules import LONG_WAITS, SHORT_LEASES, Schedule, random_schedule, run_schedule
+from schedules import LONG_WAITS, SHORT_LEASES, Schedule, run_schedule
 from splitserve.router.placement.policies import Disaggregated
 from splitserve.router.requests.effects import Deliver
 from splitserve.simulation.faults import Faults, Shape
@@ -38,7 +38,7 @@ EVERYTHING = Faults(
 )  # fmt: skip
 
 seeds = st.integers(0, 2**32)
-bounded = settings(max_examples=80)
+bounded = settings(max_examples=50)
 
 
 @given(seed=seeds, shape=st.sampled_from(DISAGGREGATED))
@@ -135,15 +135,9 @@ some = st.integers(0, 3)
         damage=st.floats(0, 0.3),
     ),
 )
-@settings(parent=bounded, max_examples=200)
+@settings(parent=bounded, max_examples=100)
 def test_any_mix_of_faults(seed: int, shape: Shape, faults: Faults) -> None:
     run_schedule(Schedule(seed=seed, faults=faults, shape=shape))
-
-
-def test_random_schedules() -> None:
-    """``scripts/long-tests schedules`` does the same a million times."""
-    for seed in range(150):
-        run_schedule(random_schedule(seed))
 
 
 def test_a_schedule_can_be_replayed_from_its_command() -> None:

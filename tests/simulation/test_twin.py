@@ -82,3 +82,16 @@ def test_a_little_memory_makes_requests_wait_or_start_anew() -> None:
 def test_an_impossible_request_is_refused_in_words() -> None:
     [turn] = run(PAIR, single(9000, 3)).turns
     assert turn.error and not turn.token_times
+
+
+@pytest.mark.parametrize("workers", [PAIR, MIXED, (setup("p", Role.PREFILL, 40), setup("d", Role.DECODE, 40))])
+@pytest.mark.parametrize("policy", ["least-loaded", "cost"])
+def test_leaping_over_unchanged_batches_changes_no_time(workers, policy: str) -> None:
+    workload = make(Chats(num_first_tokens=200, num_output_tokens=40, think_seconds=0.2), 60.0, 80, seed=5)
+    spec = TwinSpec(workers, Calibration(steps={Role.MIXED: STEPS}, link=LINK, host=HOST), policy=policy)
+    leaping, stepping = (TwinCluster(spec, 1, leaps=leaps).run(workload, 1) for leaps in (True, False))
+    assert leaping.num_steps == stepping.num_steps and leaping.counts == stepping.counts
+    for one, other in zip(leaping.turns, stepping.turns, strict=True):
+        assert (one.conversation, one.number, one.error) == (other.conversation, other.number, other.error)
+        assert one.token_times == pytest.approx(other.token_times, abs=1e-6)
+        assert one.num_cached_tokens == other.num_cached_tokens

@@ -59,7 +59,7 @@ class Worker:
             ModelBounds(max_model_len=64, vocab_size=VOCAB),
         )
         self.now = 0.0
-        self.copies: list[CopyCommand] = []  # between device and host tier; under way
+        self.copies: list[CopyCommand] = []  # between device and host tier; in flight
 
     def hear(self, sender: Party, body: Body) -> list[Effect]:
         self.core.handle(Envelope(sender, self.me, body), self.now)

@@ -13,6 +13,10 @@ IN_TURN = {
 }
 """Modules of those folders that run in the lane of all others nevertheless: they measure what cores do."""
 BESIDE_OTHERS = {
+    "router/admin/test_dashboard",
+    "router/admin/test_grafana",
+    "router/admin/test_diagnosis",
+    "orchestration/test_top",
     "benchmarks/goodput/test_goodput_arithmetic",
     "workloads/test_workloads",
     "benchmarks/test_client_limits",
@@ -37,6 +41,7 @@ BESIDE_OTHERS = {
     "orchestration/test_affinity",
     "orchestration/test_cli",
     "orchestration/test_cli_errors",
+    "orchestration/test_models_command",
     "orchestration/test_cluster_spec",
     "orchestration/test_control",
     "orchestration/test_doctor_checks",
@@ -109,7 +114,7 @@ SECONDS = {
     "simulation/test_logprobs": 10,
     "kernels/test_all_reduce": 15,
     "benchmarks/test_http_attacks": 14,
-    "protocol/test_specification": 13,
+    "protocol/test_specification": 25,
     "models/test_add_a_model_family": 20,
     "simulation/test_planted_in_random_schedules": 12,
     "router/test_hostile_bodies": 11,
@@ -133,10 +138,14 @@ SECONDS = {
     "project/test_long_tests": 5,
     "models/test_precision": 4,
     "project/test_ci_run": 4,
-    "models/test_families": 30,
+    "models/test_families": 40,
     "models/test_transformers_backend": 30,
     "models/test_transformers_model": 8,
     "kernels/test_sampling": 4,
+    "kernels/test_sinks": 6,
+    "kernels/test_thresholds": 15,
+    "simulation/test_cache_groups": 12,
+    "simulation/test_storm": 14,
 }
 """Seconds that modules beside the lanes take, as ``.ci/run`` measured them: the longest ones begin first, so that no
 process works alone at the end. A module without an entry is short."""

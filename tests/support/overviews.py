@@ -241,7 +241,7 @@ def slow_transport(view: Overview) -> Overview:
 
 def router_cpu(view: Overview) -> Overview:
     late = with_stages(view, prepare=0.08, delivery=0.12, dispatch=0.05)
-    return _late(replace(late, router=replace(view.router, busy_share=0.99, lag_seconds=0.3)))
+    return _late(replace(late, router=replace(view.router, busy_share=0.6, starved_share=0.38, lag_seconds=0.3)))
 
 
 def cold_prefix(view: Overview) -> Overview:

@@ -31,6 +31,7 @@ OWNERS = (
 POOL_METHODS = ("allocate", "reference", "release", "quarantine", "lift_quarantine", "publish", "clear_prefix_index")
 LATE_COPIES = Faults(copy_late=0.4, copy_seconds=0.4)
 TIERED = Shape(prefill=0, decode=0, mixed=2, num_blocks=12, tier_slots=40)
+# All checks of the simulator hold in them, too; ``scripts/long-tests schedules`` runs a million of the random ones.
 SCHEDULES: ListLike[Schedule] = (
     *(random_schedule(seed) for seed in range(200)),
     *(Schedule(seed=seed, faults=Faults(step_error=0.5)) for seed in range(10)),

@@ -134,7 +134,7 @@ def num_heartbeats(url: str) -> dict[tuple[str, int], int]:
 def wait_for_news(url: str) -> None:
     """Until what the router says of its workers is younger than this call.
 
-    A heartbeat may have been under way already; the one after it was not.
+    A heartbeat may have been in flight already; the one after it was not.
     """
     before = num_heartbeats(url)
     wait_until(

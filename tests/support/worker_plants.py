@@ -117,7 +117,7 @@ def blocks_given_back_during_a_step(patch: pytest.MonkeyPatch) -> None:
 
 
 def blocks_given_back_between_two_steps(patch: pytest.MonkeyPatch) -> None:
-    """When the first of two steps under way is over: the second one still writes."""
+    """When the first of two steps in flight is over: the second one still writes."""
 
     def give_back(self: EngineCore, sequence: Sequence) -> None:
         if sequence.stage is Stage.RELEASED and sequence.block_ids:

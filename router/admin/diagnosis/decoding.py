@@ -5,6 +5,7 @@ from statistics import mean
 
 from splitserve.protocol.reports.overview import Finding
 from splitserve.router.admin.diagnosis.evidence import (
+    BUSY_SHARE,
     MIN_LOST_SECONDS,
     MIN_REQUESTS,
     TPOT,
@@ -24,6 +25,8 @@ MIN_BATCH = 4
 def decode_kv(evidence: Evidence) -> Iterator[Finding]:
     """Prompts wait for the grant: decode has no KV memory for them."""
     wait = evidence.stage("grant_wait")
+    if evidence.prefill_busy < BUSY_SHARE:
+        wait += evidence.stage("queue")  # the router keeps requests back while workers are full
     if not evidence.has_requests or evidence.is_met(TTFT) or not evidence.decode:
         return
     if wait < MIN_LOST_SECONDS or evidence.share(wait) < MIN_GRANT_SHARE:
@@ -80,13 +83,15 @@ def decode_slots(evidence: Evidence) -> Iterator[Finding]:
     """Sequences wait for a place in decode's batch, whose size is bounded."""
     full = [worker for worker in evidence.decode if worker.num_running >= FULL_BATCH_SHARE * worker.max_num_seqs]
     queue = next((each.times.mean for each in evidence.view.handover_stages if each.name == "decode_queue"), 0.0)
-    lost = queue / (queue + evidence.view.ttft.mean) if queue else 0.0
+    if evidence.prefill_busy < BUSY_SHARE:
+        queue += evidence.stage("queue")
+    lost = min(1.0, queue / (queue + evidence.view.ttft.mean)) if queue else 0.0
     if not evidence.has_requests or len(full) < len(evidence.decode) or queue < MIN_LOST_SECONDS or lost < 0.25:
         return
     yield finding(
         "decode_slots",
         lost,
-        f"Decode's batches are full: a sequence waits {milliseconds(queue)} for its first decode step.",
+        f"Decode's batches are full: a sequence waits {milliseconds(queue)} for a place.",
         [f"{worker.engine_id} decodes {worker.num_running} of {worker.max_num_seqs} sequences" for worker in full[:3]],
         f"Raise --max-num-seqs, or add a decode worker (`splitserve scale {evidence.decode[0].role} "
         f"{len(evidence.decode) + 1}`).",

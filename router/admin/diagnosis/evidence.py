@@ -60,7 +60,8 @@ class Evidence:
 
     @property
     def waiting_tokens(self) -> int:
-        return sum(worker.waiting_tokens for worker in self.prefill)
+        """Return the prompt tokens that wait, at prefill workers or in the router for them."""
+        return self.view.router.queued_tokens + sum(worker.waiting_tokens for worker in self.prefill)
 
     @property
     def missed_tokens(self) -> int:

@@ -25,7 +25,7 @@ def prefill_short(evidence: Evidence) -> Iterator[Finding]:
     wait, busy = evidence.wait, evidence.prefill_busy
     reserved = sum(worker.blocks_reserved for worker in evidence.decode)
     used = sum(worker.blocks_used for worker in evidence.decode)
-    if reserved > used:  # decode holds room for prompts that wait for prefill
+    if 3 * reserved > reserved + used:  # decode holds room for prompts that wait for prefill
         wait += evidence.stage("grant_wait")
     if not evidence.has_requests or evidence.is_met(TTFT) or busy < BUSY_SHARE:
         return

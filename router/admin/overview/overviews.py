@@ -4,6 +4,7 @@ import asyncio
 import socket
 import time
 from itertools import islice
+from pathlib import Path
 from typing import Protocol
 
 import msgspec
@@ -33,7 +34,7 @@ from splitserve.router.admin.overview.samples import (
     Samples,
 )
 from splitserve.router.admin.overview.worker_figures import link_problems, link_speeds, tier_hits, worker_figures
-from splitserve.router.admin.request_reports import MAX_KEPT, RequestReports
+from splitserve.router.admin.request_reports import RequestReports
 from splitserve.router.links.membership import Membership
 from splitserve.router.placement.policies import NoWorker, RequestShape
 from splitserve.router.requests.active_request import ActiveRequest
@@ -43,10 +44,13 @@ from splitserve.router.requests.timeline.spans import spans_of
 
 MAX_AGE_SECONDS = 1.0
 """Age of an overview that is given again: however many pages are open, one is made per second."""
+MAX_ENDED = 512
+"""Requests that an overview is made of, the latest: a few milliseconds of the event loop."""
 MAX_ACTIVE = 256
 """Requests in flight that an overview looks at in detail."""
 MIN_TOKENS_OF_ITL = 8
 NUM_SLOWEST = 12
+_SCHEDSTAT = Path("/proc/thread-self/schedstat")
 
 
 class Clients(Protocol):
@@ -89,7 +93,7 @@ class Overviews:
         lag = 0.0 if self._due_at is None else max(0.0, now - self._due_at)
         self._due_at = now + SAMPLE_SECONDS
         self._timer = self._loop.call_later(SAMPLE_SECONDS, self._sample)
-        self._samples.add(RouterSample(now, time.thread_time(), lag))
+        self._samples.add(RouterSample(now, time.thread_time(), _wait_seconds(), lag))
         records = self._membership.records()
         if self._samples.wants_loads(len(records), now):
             loads = {record.info.party: HeardLoad(record.last_heard, record.load) for record in records}
@@ -106,8 +110,8 @@ class Overviews:
 
     def _make(self, now: float) -> Overview:
         since = max(self._began_at, now - WINDOW_SECONDS)
-        ended = [EndedRequest(*kept) for kept in self._reports.ended_since(since)]
-        if len(ended) == MAX_KEPT:
+        ended = [EndedRequest(*kept) for kept in islice(self._reports.ended_since(since), MAX_ENDED)]
+        if len(ended) == MAX_ENDED:
             since = max(since, ended[-1].timeline.ended_at)
         seconds = max(now - since, 1.0)
         records = self._membership.records()
@@ -142,18 +146,31 @@ class Overviews:
         placement = self._core.placer.place(RequestShape(num_prompt_tokens=1, max_tokens=1), now)
         reason = placement.reason if isinstance(placement, NoWorker) else ""
         num_unread, unread_seconds = self.clients.unread(now)
+        queued = self._core.gate.queue.requests()
+        busy_share, starved_share = self._samples.shares()
         return RouterFigures(
-            busy_share=self._samples.busy_share(),
+            busy_share=busy_share,
+            starved_share=starved_share,
             lag_seconds=self._samples.lag_seconds(),
             num_in_flight=self._core.admission.num_admitted,
             max_in_flight=self._config.max_requests_in_flight,
             num_active=len(self._core.requests),
             num_waiting=len(self._core.waiting_room),
+            num_queued=len(queued),
+            queued_tokens=sum(len(request.token_ids) for request in queued),
             num_unread=num_unread,
             unread_seconds=unread_seconds,
             is_ready=not reason,
             not_ready_reason=reason,
         )
+
+
+def _wait_seconds() -> float:
+    """Return the time in which this thread was runnable and had no core; 0.0 where the system does not count it."""
+    try:
+        return int(_SCHEDSTAT.read_text(encoding="ascii").split()[1]) / 1e9
+    except (OSError, ValueError, IndexError):
+        return 0.0
 
 
 def _itl(ended: list[EndedRequest], active: list[ActiveRequest]) -> Times:

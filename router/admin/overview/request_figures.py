@@ -3,7 +3,7 @@
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import mean, median
+from statistics import fmean, median
 
 from splitserve.protocol.cluster_report import RequestSummary
 from splitserve.protocol.reports.overview import (
@@ -22,7 +22,7 @@ from splitserve.router.requests.timeline.timeline import Timeline
 LONG_FACTOR = 8
 """A prompt with this multiple of the median's tokens to compute is a long one."""
 MIN_TOKENS_OF_LONG = 64
-WAIT_STAGES = ("dispatch", "prefill_queue")
+WAIT_STAGES = ("queue", "dispatch", "prefill_queue")
 EXPOSED_STAGES = ("offer", "post", "wire", "verify")
 
 
@@ -94,7 +94,7 @@ def times_of(seconds: Iterable[float]) -> Times:
     last = len(ordered) - 1
     return Times(
         num=len(ordered),
-        mean=mean(ordered),
+        mean=fmean(ordered),
         p50=ordered[min(last, len(ordered) // 2)],
         p99=ordered[min(last, int(0.99 * len(ordered)))],
     )

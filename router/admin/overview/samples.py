@@ -18,6 +18,7 @@ WORKERS_PER_SECOND = 64
 class RouterSample:
     at: float
     cpu_seconds: float  # of the event loop's thread, since its start
+    wait_seconds: float  # in which it was runnable and had no core, likewise
     lag_seconds: float  # by which the sample's timer was late
 
 
@@ -57,12 +58,14 @@ class Samples:
         while len(self.loads) > 1 and self.loads[1].at <= sample.at - WINDOW_SECONDS:
             self.loads.popleft()
 
-    def busy_share(self) -> float:
-        """Return the router's processor time over the window's time."""
+    def shares(self) -> tuple[float, float]:
+        """Return the router's processor time, and its time without a core, over the window's time."""
         if len(self.router) < 2:
-            return 0.0
+            return 0.0, 0.0
         first, last = self.router[0], self.router[-1]
-        return (last.cpu_seconds - first.cpu_seconds) / max(last.at - first.at, 1e-3)
+        seconds = max(last.at - first.at, 1e-3)
+        waited = last.wait_seconds - first.wait_seconds
+        return (last.cpu_seconds - first.cpu_seconds) / seconds, waited / seconds
 
     def lag_seconds(self) -> float:
         return max((sample.lag_seconds for sample in self.router), default=0.0)

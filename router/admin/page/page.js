@@ -69,7 +69,7 @@ const FIGURES = {
   itl: (view) => view.itl.p50,
   flight: (view) => view.router.num_in_flight,
   router: (view) => view.router.busy_share,
-  waiting: (view) => sum(promptWorkers(view), (worker) => worker.waiting_tokens),
+  waiting: (view) => view.router.queued_tokens + sum(promptWorkers(view), (worker) => worker.waiting_tokens),
 };
 
 function remember(view) {
@@ -102,7 +102,7 @@ function renderNumbers(view) {
   const times = (of) => (of.num ? [duration(of.p50), `p99 ${duration(of.p99)}`] : ["-", ""]);
   show("numbers",
     number("Requests/s", short(view.rates.requests_per_second), view.rates.failures_per_second > 0 ? `${short(view.rates.failures_per_second)} fail` : "", "requests"),
-    number("In flight", count(view.router.num_in_flight), view.router.num_waiting ? `${view.router.num_waiting} wait` : "", "flight"),
+    number("In flight", count(view.router.num_in_flight), view.router.num_waiting + view.router.num_queued ? `${count(view.router.num_waiting + view.router.num_queued)} wait` : "", "flight"),
     number("Time to first token", ...times(view.ttft), "ttft"),
     number("Time per output token", ...times(view.itl), "itl"),
     number("Prompt tokens/s", short(view.rates.prompt_tokens_per_second), "", "prompt"),
@@ -113,16 +113,18 @@ function renderNumbers(view) {
 function renderPrefill(view) {
   const workers = promptWorkers(view);
   if (!workers.length) return show("prefill", h("p", { class: "note" }, "No worker computes prompts now."));
-  const tokens = sum(workers, (worker) => worker.waiting_tokens);
+  const tokens = FIGURES.waiting(view);
   const perSecond = sum(workers, (worker) => worker.prompt_tokens_per_second);
   const busy = sum(workers, (worker) => worker.busy_share) / workers.length;
   const drain = tokens && perSecond > 0 ? `, ${duration(tokens / perSecond)} of work` : "";
   const wait = view.stages.find((stage) => stage.name === "prefill_queue");
+  const queued = view.router.num_queued;
   show("prefill",
     h("p", { class: "big" }, count(tokens), h("small", {}, ` prompt tokens wait${drain}`)),
     bar("Prefill workers", [{ name: "busy", value: busy, color: busy > 0.85 ? "amber" : "blue" }], 1),
     h("p", { class: "note" }, `${workers.length} ${workers[0].role} ${workers.length === 1 ? "worker" : "workers"}, busy ${percent(busy)} of the time, ${short(perSecond)} tokens/s`),
     wait && h("p", { class: "note" }, `a prompt waits ${duration(wait.times.p50)} (p99 ${duration(wait.times.p99)}) for its first step`),
+    queued > 0 && h("p", { class: "note" }, `${count(queued)} requests with ${count(view.router.queued_tokens)} tokens are still in the router`),
     trend("waiting"));
 }
 
@@ -214,7 +216,7 @@ function renderObjectives(view) {
   }));
 }
 
-const STAGE_COLORS = { prepare: "grey", queue: "red", retries: "red", dispatch: "amber", grant_wait: "hatch", prefix_read: "green", prefill_queue: "amber", prefill: "blue", handover: "green", choice: "pale", delivery: "grey", unexplained: "grey" };
+const STAGE_COLORS = { prepare: "grey", queue: "amber", retries: "red", dispatch: "amber", grant_wait: "hatch", prefix_read: "green", prefill_queue: "amber", prefill: "blue", handover: "green", choice: "pale", delivery: "grey", unexplained: "grey" };
 
 function renderStages(view) {
   if (!view.stages.length) return show("stages", h("p", { class: "note" }, "No first token in this time."));

@@ -103,7 +103,8 @@ class Timeline:
             seconds = now - self.arrived_at
         else:
             seconds = now - self.last_token_at
-            self.longest_gap_seconds = max(self.longest_gap_seconds, seconds)
+            if seconds > self.longest_gap_seconds:  # noqa: PLR1730  # max() takes longer, for each token
+                self.longest_gap_seconds = seconds
             if seconds > self.gap_seconds:
                 self._add_gap(seconds)
         self.last_token_at = now

@@ -13,11 +13,21 @@ import time
 LOG_LEVELS = ("debug", "info", "warning", "error")
 LOG_FORMATS = ("text", "json")
 FORMAT_VARIABLE = "SPLITSERVE_LOG_FORMAT"
+HOLD_VARIABLE = "SPLITSERVE_HOLD_LOG"
+"""Names a file: while it is there, processes write no lines below WARNING. `splitserve serve` shows its start so."""
 LOG_INTERVAL_SECONDS = 1.0
 
 
 class _OneLineFormatter(logging.Formatter):
     """Line breaks within a message become ``\\n``; a traceback keeps its lines, as it is read by people."""
+
+    _second, _shown = -1, ""  # the last time, which is the next record's, too, if there are many
+
+    def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:
+        second = int(record.created)
+        if second != self._second:
+            self._second, self._shown = second, super().formatTime(record, datefmt)
+        return self._shown
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         return super().formatMessage(record).replace("\n", "\\n")
@@ -42,6 +52,23 @@ class _JsonFormatter(logging.Formatter):
         if record.exc_info:
             shown["traceback"] = self.formatException(record.exc_info)
         return json.dumps({**getattr(record, "fields", dict)(), **shown}, default=str)
+
+
+class _Held(logging.Filter):
+    """Drops records below WARNING while the file ``path`` is there."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__()
+        self._path = path
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Return whether the record is written."""
+        if record.levelno >= logging.WARNING or not self._path:
+            return True
+        if os.path.exists(self._path):
+            return False
+        self._path = ""
+        return True
 
 
 class RateLimitedLog:
@@ -76,6 +103,10 @@ def set_up_logging(process_name: str, level: str) -> None:
                 datefmt="%Y-%m-%d %H:%M:%S",
             )
         )
+    handler.addFilter(_Held(os.environ.get(HOLD_VARIABLE, "")))
+    # No record shows these facts of its writer, and finding them takes half of its time (the documentation of logging).
+    logging._srcfile = None
+    logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())

@@ -19,12 +19,12 @@ from splitserve.protocol.token_ids import TokenIds
 class HeldPrefix:
     """Blocks that a peer may read: each is referenced on the device, or pinned in the host tier, until it's given back.
 
-    ``places``: pairs of id and generation; the ids of slots follow those of the device's blocks.
+    ``locations``: pairs of id and generation; the ids of slots follow those of the device's blocks.
     """
 
     block_ids: list[int] = field(default_factory=list)
     slots: list[int] = field(default_factory=list)
-    places: list[tuple[int, int]] = field(default_factory=list)
+    locations: list[tuple[int, int]] = field(default_factory=list)
 
 
 class Shortage(NamedTuple):
@@ -161,11 +161,11 @@ class BlockManager:
             if block_id is not None:
                 self.pool.reference([block_id])
                 held.block_ids.append(block_id)
-                held.places.append((block_id, self.pool.generation(block_id)))
+                held.locations.append((block_id, self.pool.generation(block_id)))
             elif (found := self.tiers.hold_slot(block_hash)) is not None:
                 slot, generation = found
                 held.slots.append(slot)
-                held.places.append((self.pool.num_blocks + slot, generation))
+                held.locations.append((self.pool.num_blocks + slot, generation))
             else:
                 break
         return held
@@ -182,17 +182,17 @@ class BlockManager:
     def leave_device(self, sequence: Sequence, block_ids: Mapping[int, int]) -> dict[int, tuple[int, int]]:
         """Hold slots of the host tier instead of blocks that can leave (``block_ids`` by number). Returns id and
         generation by number, as in :class:`HeldPrefix`."""
-        places = {}
+        locations = {}
         for number in block_ids:
             held = self.tiers.hold_slot(sequence.block_hashes[number])
             assert held is not None, f"block {number} is not in the host tier"
             slot, generation = held
             sequence.host_slots.append(slot)
-            places[number] = self.pool.num_blocks + slot, generation
+            locations[number] = self.pool.num_blocks + slot, generation
         gone = set(block_ids.values())
         sequence.block_ids = [block_id for block_id in sequence.block_ids if block_id not in gone]
         self.pool.release([block_ids[number] for number in sorted(block_ids)])
-        return places
+        return locations
 
     def missing_hashes(self, sequence: Sequence) -> list[bytes]:
         """Return the hashes of the full blocks that the sequence has yet to compute, except its last token's block."""

@@ -23,7 +23,7 @@ from splitserve.protocol.messages.marks import Mark, MarkKind
 from splitserve.protocol.messages.membership import PeerLink
 from splitserve.protocol.messages.requests import Abort, FailureCode, TokenDelta
 from splitserve.protocol.request import FinishReason
-from splitserve.protocol.step import MAX_STEPS_UNDER_WAY, Draw, ScheduledChunk, StepOutput, StepPlan
+from splitserve.protocol.step import MAX_STEPS_IN_FLIGHT, Draw, ScheduledChunk, StepOutput, StepPlan
 
 
 class EngineCore:
@@ -86,7 +86,7 @@ class EngineCore:
         The caller launches it and calls :meth:`commit_step` or :meth:`fail_step`, in the order of the plans. One step
         may be planned while another is in flight.
         """
-        if len(self._steps) == MAX_STEPS_UNDER_WAY:
+        if len(self._steps) == MAX_STEPS_IN_FLIGHT:
             assert self._outcomes, "a third step before the first one is committed"
             return None
         for part in self.parts:
@@ -105,6 +105,11 @@ class EngineCore:
                 self._with_features[sequence] = None
         self._steps.append(step)
         return StepPlan([chunk for _, chunk in step], self._released_features() if self._with_features else ())
+
+    @property
+    def newest_step(self) -> ListLike[Planned]:
+        """The step planned last that isn't committed yet: its sequences with their chunks."""
+        return self._steps[-1]
 
     def _released_features(self) -> tuple[int, ...]:
         """Return the states of sampling features that no later step uses, once."""

@@ -13,7 +13,7 @@ from splitserve.kvconnector.tiers.loads import BlockLoad
 from splitserve.protocol.messages.marks import MarkList
 from splitserve.protocol.messages.requests import HandoverReport
 from splitserve.protocol.request import FinishReason, Party, RequestKey, SamplingParams
-from splitserve.protocol.step import MAX_STEPS_UNDER_WAY, UNKNOWN_TOKEN, ChunkTable, SampleSpec, ScheduledChunk
+from splitserve.protocol.step import MAX_STEPS_IN_FLIGHT, UNKNOWN_TOKEN, ChunkTable, SampleSpec, ScheduledChunk
 from splitserve.protocol.token_ids import TokenIds
 
 _ENDED, _RELEASED = Stage.ENDED, Stage.RELEASED  # looked up for each token, where access to an Enum's member costs
@@ -29,7 +29,7 @@ class LaunchedChunks:
     is_gated: bool = False  # the only step waits on the device for the sequence's load, or did when it was launched
 
     def check_invariants(self) -> None:
-        assert 0 <= self.num_steps <= MAX_STEPS_UNDER_WAY, f"{self.num_steps} steps in flight"
+        assert 0 <= self.num_steps <= MAX_STEPS_IN_FLIGHT, f"{self.num_steps} steps in flight"
         assert self.num_tokens >= self.num_steps, f"{self.num_tokens} tokens in {self.num_steps} steps"
         if not self.num_steps:
             assert (self.num_tokens, self.drawing_chunk, self.is_gated) == (0, None, False), "chunks without a step"

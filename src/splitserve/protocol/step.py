@@ -12,7 +12,7 @@ import msgspec
 from splitserve.protocol.messages.logprobs import Logprobs
 from splitserve.protocol.request import SamplingParams
 
-MAX_STEPS_UNDER_WAY = 2
+MAX_STEPS_IN_FLIGHT = 2
 """One that the device runs, and the next one, so that the device needn't wait for it."""
 
 UNKNOWN_TOKEN = -1

@@ -1,6 +1,6 @@
 """The simulator's model with the production sampler: logits follow from KV, tokens from logits and sampling features.
 
-So the states of features go through all that happens to requests: other workers, preemption, steps under way.
+So the states of features go through all that happens to requests: other workers, preemption, steps in flight.
 """
 
 from collections.abc import Mapping, Sequence

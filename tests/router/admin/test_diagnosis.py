@@ -70,3 +70,11 @@ def test_a_missed_objective_without_another_cause_names_the_longest_stage() -> N
     view = replace(healthy(), objectives=[Objective(name="ttft", seconds=0.01, num=200, num_met=0)])
     (found,) = diagnose(view).findings
     assert found.name == "missed_objective" and "of that time is prefill" in found.sentence
+
+
+def test_requests_that_the_router_keeps_back_wait_for_prefill_or_for_decode() -> None:
+    waiting = with_stages(replace(healthy(), objectives=[]), queue=2.0)
+    busy = with_workers(waiting, "prefill", busy_share=0.95)
+    assert diagnose(busy).findings[0].name == "prefill_short"
+    full = with_workers(waiting, "decode", blocks_used=4000, max_used_share=1.0)
+    assert diagnose(full).findings[0].name == "decode_kv"

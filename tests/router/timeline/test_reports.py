@@ -2,11 +2,12 @@
 
 import json
 import logging
+from pathlib import Path
 
 import msgspec
 import pytest
 
-from splitserve.common.logs import FORMAT_VARIABLE, set_up_logging
+from splitserve.common.logs import FORMAT_VARIABLE, HOLD_VARIABLE, set_up_logging
 from splitserve.protocol.cluster_report import RequestSummary
 from splitserve.protocol.messages.requests import HandoverReport, TokenDelta
 from splitserve.protocol.request import FinishReason, Party, SamplingParams
@@ -81,3 +82,25 @@ def test_rates_are_those_of_the_last_seconds() -> None:
     assert rates.seconds == pytest.approx(10.0) and rates.requests_per_second == pytest.approx(2.0)
     assert rates.output_tokens_per_second == pytest.approx(50.0) and rates.ttft_seconds_median == pytest.approx(0.1)
     assert activity.line_of(rates).startswith("last 10 s: 2.0 requests/s, 6 prompt and 50 output tokens/s, 3 in flight")
+
+
+def test_lines_below_warning_are_held_while_the_file_is_there(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    held = tmp_path / "held"
+    held.touch()
+    monkeypatch.setenv(HOLD_VARIABLE, str(held))
+    log = logging.getLogger("some.where")
+    try:
+        set_up_logging("decode-0", "info")
+        log.info("during the start")
+        log.warning("a warning of the start")
+        held.unlink()
+        log.info("after the start")
+    finally:
+        root.handlers[:] = handlers
+        root.setLevel(level)
+    shown = capsys.readouterr().err
+    assert "during" not in shown and "a warning of the start" in shown and "after the start" in shown

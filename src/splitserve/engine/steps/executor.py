@@ -10,7 +10,7 @@ from typing import Protocol
 
 from splitserve.engine.steps.launch_pace import LaunchPace
 from splitserve.kvconnector.transfer.owner_thread import wait_precisely
-from splitserve.protocol.step import MAX_STEPS_UNDER_WAY, LaunchedStep, LaunchingRunner, StepOutput, StepPlan
+from splitserve.protocol.step import MAX_STEPS_IN_FLIGHT, LaunchedStep, LaunchingRunner, StepOutput, StepPlan
 
 
 class Runner(Protocol):
@@ -90,7 +90,7 @@ class Failures:
     def failure(self, step: int, error: Exception) -> StepFailure:
         """Return the failure of a step, with its cause if an earlier step caused it. Report steps in their order."""
         root = self._root
-        if root is not None and (root.device_lost or step - root.step < MAX_STEPS_UNDER_WAY):
+        if root is not None and (root.device_lost or step - root.step < MAX_STEPS_IN_FLIGHT):
             return StepFailure(step, error, cause=root, device_lost=root.device_lost)
         self._root = StepFailure(step, error, device_lost=not self._device_works())
         return self._root
@@ -175,7 +175,7 @@ class _Launched:
 
 
 @dataclass(frozen=True, slots=True)
-class _UnderWay:
+class _StepInFlight:
     """``room_at``: since when it could have been launched beside the step before it; None without one, and where a
     launch waits for copies."""
 
@@ -210,7 +210,7 @@ class _Alarm:
 
 
 class OverlappedExecutor:
-    """Up to :data:`MAX_STEPS_UNDER_WAY` steps at once: the device has its next step before the last one is over.
+    """Up to :data:`MAX_STEPS_IN_FLIGHT` steps at once: the device has its next step before the last one is over.
 
     One thread launches, another one waits, so that a launch isn't held up by the step before it. Results come in the
     order of the launches. ``wake`` is called, from other threads, when a result is there and when there is room.
@@ -230,7 +230,7 @@ class OverlappedExecutor:
         self._plans: queue.SimpleQueue[StepPlan | Callable[[], None] | None] = queue.SimpleQueue()
         self._launched: queue.SimpleQueue[_Launched | None] = queue.SimpleQueue()
         self._results: queue.SimpleQueue[StepResult] = queue.SimpleQueue()
-        self._under_way: deque[_UnderWay] = deque()
+        self._in_flight: deque[_StepInFlight] = deque()
         self._pace = pace
         self._alarm = _Alarm(wake)
         self._room_at = 0.0  # when a second step may be launched beside the one in flight
@@ -243,17 +243,17 @@ class OverlappedExecutor:
 
     @property
     def has_room(self) -> bool:
-        num_under_way = len(self._under_way)
-        if not 0 < num_under_way < MAX_STEPS_UNDER_WAY:
-            return num_under_way == 0
+        num_in_flight = len(self._in_flight)
+        if not 0 < num_in_flight < MAX_STEPS_IN_FLIGHT:
+            return num_in_flight == 0
         return time.monotonic() >= self._room_at
 
     def launch(self, plan: StepPlan) -> None:
-        assert len(self._under_way) < MAX_STEPS_UNDER_WAY
-        is_beside = len(self._under_way) > 0 and not (plan.gates or self._under_way[0].plan.gates)
-        self._under_way.append(_UnderWay(plan, self._room_at if is_beside else None))
+        assert len(self._in_flight) < MAX_STEPS_IN_FLIGHT
+        is_beside = len(self._in_flight) > 0 and not (plan.gates or self._in_flight[0].plan.gates)
+        self._in_flight.append(_StepInFlight(plan, self._room_at if is_beside else None))
         self._plans.put(plan)
-        if len(self._under_way) == 1:
+        if len(self._in_flight) == 1:
             self._find_room(time.monotonic())
 
     def result(self) -> StepResult | None:
@@ -261,18 +261,18 @@ class OverlappedExecutor:
         if self._results.empty():
             return None
         result = self._results.get()
-        room_at = self._under_way.popleft().room_at
+        room_at = self._in_flight.popleft().room_at
         if self._pace is not None:
             self._pace.note_step(result.plan, result.seconds)
             if room_at is not None:
                 self._pace.note_launch(result.on_device - room_at)
-        if self._under_way:
+        if self._in_flight:
             self._find_room(result.ended)
         return result
 
     def _find_room(self, began: float) -> None:
         """Set the time at which a second step may be launched beside the one that began on the device at ``began``."""
-        self._room_at = began if self._pace is None else began + self._pace.seconds_to_wait(self._under_way[0].plan)
+        self._room_at = began if self._pace is None else began + self._pace.seconds_to_wait(self._in_flight[0].plan)
         if self._room_at > time.monotonic():
             self._alarm.set(self._room_at)
 

@@ -99,11 +99,14 @@ class RouterFigures(msgspec.Struct, frozen=True, kw_only=True):
     """The router's own process, and its clients."""
 
     busy_share: Annotated[Share, _text("Processor time of the event loop's thread over elapsed time.")] = 0.0
+    starved_share: Annotated[Share, _text("Time in which that thread was runnable and had no core, likewise.")] = 0.0
     lag_seconds: Annotated[float, _text("Longest delay of a timer of the event loop.")] = 0.0
     num_in_flight: Annotated[int, _text("Requests admitted and not completely answered, now.")] = 0
     max_in_flight: Annotated[int, _text("Bound of these; further requests get 429.")] = 0
     num_active: Annotated[int, _text("Those that workers still compute, now.")] = 0
     num_waiting: Annotated[int, _text("New requests that wait for a worker, now.")] = 0
+    num_queued: Annotated[int, _text("Requests that wait in the router because the workers are full, now.")] = 0
+    queued_tokens: Annotated[int, _text("Prompt tokens of these.")] = 0
     num_unread: Annotated[int, _text("Connections whose client does not read its answer, now.")] = 0
     unread_seconds: Annotated[float, _text("The longest such time, now.")] = 0.0
     is_ready: Annotated[bool, _text("Whether a request could be placed now.")] = True

@@ -13,6 +13,7 @@ import numpy as np
 from splitserve.protocol.config import ProtocolConfig, RouterConfig
 from splitserve.protocol.messages.envelope import Body, Envelope
 from splitserve.protocol.messages.membership import PeerLink, WorkerInfo
+from splitserve.protocol.messages.requests import TokenDelta
 from splitserve.protocol.request import Party, SamplingParams
 from splitserve.router.links.membership import Membership
 from splitserve.router.placement.prefix_view import PrefixView
@@ -75,7 +76,9 @@ class TwinResult:
 class TwinCluster:
     """The cluster. :meth:`run` replays one workload."""
 
-    def __init__(self, spec: TwinSpec, seed: int = 0) -> None:
+    def __init__(self, spec: TwinSpec, seed: int = 0, *, leaps: bool = True) -> None:
+        """``leaps``: decode steps of an unchanged batch are caught up on together; no time depends on it."""
+        self.leaps = leaps
         self.clock = VirtualClock()
         self.protocol = spec.protocol
         self.link, self.host = spec.calibration.link, spec.calibration.host
@@ -93,6 +96,7 @@ class TwinCluster:
         self.workers: dict[Party, TwinWorker] = {}
         self._timers: dict[Timer, object] = {}
         self._talks: dict[str, _Talk] = {}  # by request
+        self._drawn: dict[str, list[float]] = {}  # by request: when its tokens reach the router
         self._num_running = 0
         self.counts: Counter[str] = Counter()
         for setup in spec.workers:
@@ -104,7 +108,7 @@ class TwinCluster:
             SetTimer: self._set_timer,
             CancelTimer: lambda effect: self._timers.pop(effect.timer, None),
             Count: self._count,
-            Ended: lambda effect: self._talks.pop(effect.request.request_id).on_ended(effect.request),
+            Ended: self._end_request,
         }
 
     # ---- running ----
@@ -140,6 +144,14 @@ class TwinCluster:
         self._talks[request.request_id] = talk
         self._handle(Submit(request))
 
+    def note_drawn(self, deltas: Sequence[TokenDelta], at: float) -> None:
+        """Note when a worker sent tokens: the router may get them later, together with others."""
+        for delta in deltas:
+            times = self._drawn.setdefault(delta.key.request_id, [])
+            end = delta.position + len(delta.token_ids)
+            times.extend([0.0] * (end - len(times)))
+            times[delta.position : end] = [at + self.host.message_seconds] * len(delta.token_ids)
+
     def on_talk_ended(self) -> None:
         """Note that a conversation is over."""
         self._num_running -= 1
@@ -161,7 +173,13 @@ class TwinCluster:
 
     def _deliver(self, effect: Deliver) -> None:
         if effect.update.token_ids:
-            self._talks[effect.request_id].on_tokens(len(effect.update.token_ids))
+            times = self._drawn[effect.request_id]
+            self._talks[effect.request_id].on_tokens(len(effect.update.token_ids), times)
+
+    def _end_request(self, effect: Ended) -> None:
+        request_id = effect.request.request_id
+        self._drawn.pop(request_id, None)
+        self._talks.pop(request_id).on_ended(effect.request)
 
     def _count(self, effect: Count) -> None:
         if effect.metric == "requests_finished":
@@ -205,7 +223,7 @@ class TwinCluster:
         links = [PeerLink(worker.setup.name, "twin", self.link.bytes_per_second) for worker in self.workers.values()]
         for party, worker in self.workers.items():
             model = worker.setup.model
-            self.membership.heartbeat(party, worker.core.load(), self.clock.now, links, step_model=model)
+            self.membership.heartbeat(party, worker.load(), self.clock.now, links, step_model=model)
         self.clock.after(HEARTBEAT_SECONDS, self._heartbeat)
 
 
@@ -234,10 +252,11 @@ class _Talk:
         request = ActiveRequest.new(request_id, self._tokens, sampling, now, RequestContext(), prepared_at=prepared_at)
         twin.clock.at(prepared_at, lambda: twin.submit(self, request))
 
-    def on_tokens(self, count: int) -> None:
-        """Note tokens that the router delivers."""
-        at = self._twin.load_seconds + self._twin.host.deliver_seconds
-        self.turns[-1].token_times.extend([at] * count)
+    def on_tokens(self, count: int, times: Sequence[float]) -> None:
+        """Note tokens that the router delivers; ``times``: when all of the request's tokens reached it."""
+        received = self.turns[-1].token_times
+        later = self._twin.host.deliver_seconds - START_SECONDS
+        received.extend(time + later for time in times[len(received) : len(received) + count])
 
     def on_refused(self, reason: str) -> None:
         """End with a refused turn."""

@@ -1,20 +1,35 @@
 """A worker of the twin: its production core, driven as by the engine's loop, with models of device and link."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 
-from splitserve.engine.effects import Connect, Dial, Disconnect, HangUp, Incident, Send, Serve, StartCopy, StartRead
+from splitserve.engine.effects import (
+    Connect,
+    Dial,
+    Disconnect,
+    Effect,
+    HangUp,
+    Incident,
+    Send,
+    Serve,
+    StartCopy,
+    StartRead,
+)
 from splitserve.engine.steps.step_fit import work_of
 from splitserve.kvconnector.transfer.connector import PeerConnected, ServedMemory
 from splitserve.protocol.config import EngineConfig, WorkerConfig
+from splitserve.protocol.counters import WorkerLoad
 from splitserve.protocol.handover.reads import ReadCommand, ReadResult
 from splitserve.protocol.memory_records import LayoutRecord, MemoryKind, MemoryRegion, RankMemory
 from splitserve.protocol.messages.envelope import Envelope
-from splitserve.protocol.placement.step_model import StepModel
-from splitserve.protocol.request import Party, Role
+from splitserve.protocol.messages.requests import StepTokens, TokenDelta
+from splitserve.protocol.placement.step_model import StepModel, StepWork
+from splitserve.protocol.request import Party, RequestKey, Role
 from splitserve.protocol.step import StepOutput, StepPlan
 from splitserve.worker.build import BlockMemory, ModelBounds, build_core
 
@@ -78,6 +93,9 @@ class TwinWorker:
         bounds = ModelBounds(setup.max_model_len, setup.vocab_size)
         self.core = build_core(config, self.party, memory, connector, bounds)  # type: ignore[arg-type]
         self._plan: StepPlan | None = None  # of the step that the device runs
+        self._step_ends_at = 0.0  # of the step in flight
+        self._epoch = 0  # of the last step that was planned by itself; wake-ups of earlier ones are void
+        self._tokens: dict[Party, list[TokenDelta]] = {}  # kept for one message, by recipient
         self._link_free_at = 0.0
         self._wakes_at = float("inf")
         self.num_steps = 0
@@ -85,8 +103,16 @@ class TwinWorker:
 
     def deliver(self, envelope: Envelope) -> None:
         """Handle a message."""
+        self._catch_up()
         self.core.handle(envelope, self._clock.now)
         self._settle()
+
+    def load(self) -> WorkerLoad:
+        """Return the load for a heartbeat."""
+        self._catch_up()
+        return self.core.load()
+
+    # ---- rounds of the loop ----
 
     def _settle(self) -> None:
         """Do what a round of the engine's loop does after an event."""
@@ -94,10 +120,10 @@ class TwinWorker:
         core.tick(now)
         self._perform()
         if self._plan is None:
-            self._plan = core.plan_step(now)
-            if self._plan is not None:
-                self._run(self._plan)
+            self._begin_step(now)
             self._perform()
+        else:  # what has just happened may change the step after this one
+            self._return_at(self._step_ends_at)
         due = core.next_deadline()
         if due < self._wakes_at:
             self._wakes_at = due
@@ -105,23 +131,84 @@ class TwinWorker:
 
     def _wake(self) -> None:
         self._wakes_at = float("inf")
+        self._catch_up()
         self._settle()
 
-    def _run(self, plan: StepPlan) -> None:
-        seconds = self.setup.model.seconds(work_of(plan))
+    # ---- steps ----
+
+    def _begin_step(self, now: float) -> None:
+        """Plan a step that begins at ``now``, and return to the worker when something can depend on its steps: at the
+        end of this one, or, if it only decodes, when the first of its sequences ends."""
+        self._plan = self.core.plan_step(now)
+        if self._plan is None:
+            return
+        work = work_of(self._plan)
+        self._step_ends_at = now + self._count(work)
+        leaps = self._twin.leaps and not work.prefill_tokens
+        self._return_at(self._last_step_end(work) if leaps else self._step_ends_at)
+
+    def _return_at(self, time: float) -> None:
+        """Return to the worker at ``time``, and not at the time that was set before."""
+        self._epoch += 1
+        epoch = self._epoch
+        self._clock.at(time, lambda: self._end_leap(epoch))
+
+    def _count(self, work: StepWork) -> float:
+        """Count a step, and return its seconds."""
+        seconds = self.setup.model.seconds(work)
         self.num_steps += 1
         self.busy_seconds += seconds
-        self._clock.after(seconds, self._end_step)
+        return seconds
 
-    def _end_step(self) -> None:
-        plan, self._plan = self._plan, None
-        assert plan is not None
-        drawn = [None if chunk.sample is None else OUTPUT_TOKEN for chunk in plan.chunks]
-        self.core.commit_step(StepOutput.of(drawn), self._clock.now)
-        self._settle()
+    def _last_step_end(self, work: StepWork) -> float:
+        """Return the end of the step at which the first sequence of a decode step ends, if the batch stays as it is."""
+        num_more = min(sequence.end_length - chunk.start - 2 for sequence, chunk in self.core.newest_step)
+        model, num = self.setup.model, work.num_decodes
+        growing = work._replace(decode_context=work.decode_context + num * (num_more + 1) / 2)  # on average
+        return self._step_ends_at + num_more * model.seconds(growing)
+
+    def _end_leap(self, epoch: int) -> None:
+        if epoch == self._epoch:
+            self._catch_up()
+            self._settle()
+
+    def _catch_up(self) -> None:
+        """Commit the steps that have ended by now, and plan those that have begun before, each at its own time."""
+        core, now = self.core, self._clock.now
+        while self._plan is not None and self._step_ends_at <= now + TIMER_SLACK_SECONDS:
+            at, drawn = self._step_ends_at, [None if c.sample is None else OUTPUT_TOKEN for c in self._plan.chunks]
+            core.commit_step(StepOutput.of(drawn), at)
+            self._keep_tokens(at)
+            self._plan = core.plan_step(at) if at < now - TIMER_SLACK_SECONDS else None
+            if self._plan is not None:
+                self._step_ends_at = at + self._count(work_of(self._plan))
+        self._flush()
+
+    def _keep_tokens(self, at: float) -> None:
+        """Keep the tokens of a step for one message at the end of the leap; they count as sent ``at`` their step."""
+        kept = []
+        for effect in self.core.take_effects():
+            if isinstance(effect, Send) and isinstance(effect.body, StepTokens):
+                self._tokens.setdefault(effect.to, []).extend(effect.body.deltas)
+                self._twin.note_drawn(effect.body.deltas, at)
+            else:
+                kept.append(effect)
+        self._carry_out(kept)
+
+    def _flush(self) -> None:
+        """Send the kept tokens, those of a request together."""
+        for to, deltas in self._tokens.items():
+            self._twin.send(self.party, to, StepTokens(joined(deltas)))
+        self._tokens.clear()
+
+    # ---- effects ----
 
     def _perform(self) -> None:
-        for effect in self.core.take_effects():
+        self._keep_tokens(self._clock.now)
+        self._flush()
+
+    def _carry_out(self, effects: Sequence[Effect]) -> None:
+        for effect in effects:
             match effect:
                 case Send(to, body):
                     self._twin.send(self.party, to, body)
@@ -148,5 +235,24 @@ class TwinWorker:
         self._on_event(ReadResult(command.read_id, None, generations))
 
     def _on_event(self, event: ReadResult | PeerConnected) -> None:
+        self._catch_up()
         self.core.handle_connector_event(event, self._clock.now)
         self._settle()
+
+
+def joined(deltas: Sequence[TokenDelta]) -> list[TokenDelta]:
+    """Return one delta for each request, with the tokens of all of its deltas in their order."""
+    by_key: dict[RequestKey, list[TokenDelta]] = {}
+    for delta in deltas:
+        by_key.setdefault(delta.key, []).append(delta)
+    return [_join(parts) if len(parts) > 1 else parts[0] for parts in by_key.values()]
+
+
+def _join(parts: Sequence[TokenDelta]) -> TokenDelta:
+    return msgspec.structs.replace(
+        parts[0],
+        token_ids=[token for part in parts for token in part.token_ids],
+        finish_reason=parts[-1].finish_reason,
+        handover=next((part.handover for part in parts if part.handover is not None), None),
+        marks=[mark for part in parts for mark in part.marks],
+    )

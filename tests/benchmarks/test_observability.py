@@ -1,0 +1,18 @@
+"""The bench of what observing requests costs the router: each arm serves, and their costs are compared."""
+
+import json
+from pathlib import Path
+
+from otlp_receiver import collector
+from splitserve.benchmarks.router import observability
+
+
+def test_the_arms_are_compared_and_the_result_is_kept(tmp_path: Path) -> None:
+    with collector() as received:
+        arguments = ["--rounds", "2", "--otlp-endpoint", received.url, "--result-dir", str(tmp_path)]
+        assert observability.main(arguments) == 0
+    (kept,) = tmp_path.glob("*.json")
+    rows = json.loads(kept.read_text())["results"]
+    assert set(rows) == {observability.WITH, observability.WITHOUT, observability.TRACED}
+    assert rows[observability.WITHOUT]["added_us_per_request"] == 0.0
+    assert all(row["us_per_request_of_many"] > row["us_per_request_of_few"] > 0 for row in rows.values())
