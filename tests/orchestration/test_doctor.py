@@ -330,18 +330,21 @@ def test_nobody_there(running: Running) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "messages"),
     [
-        (["-tp", "3"], "--tensor-parallel-size: 8 attention heads"),
-        (["--kv-memory", "900TB"], "this machine has"),
-        (["--host-kv-memory", "900TB"], "--host-kv-memory: takes most of the"),
+        (
+            ["-tp", "3", "--host-kv-memory", "900TB"],
+            ["8 attention heads", "--host-kv-memory: takes most of"],
+        ),
+        (["--kv-memory", "900TB"], ["this machine has"]),
     ],
 )
 def test_a_model_or_memory_that_does_not_fit(
-    running: Running, tiny_qwen3: Path, options: list[str], message: str
+    running: Running, tiny_qwen3: Path, options: list[str], messages: list[str]
 ) -> None:
     status, found = doctor(str(tiny_qwen3), "--mixed", "1", "--port", "0", "--no-probe", *options)
-    assert "spec" in names(status, found) and message in text_of(found, "spec")
+    assert "spec" in names(status, found)
+    assert not [message for message in messages if message not in text_of(found, "spec")]
 
 
 def test_a_plan_that_cannot_be_started(running: Running, tiny_qwen3: Path, tmp_path: Path) -> None:

@@ -121,7 +121,7 @@ def test_blocks_that_left_prefills_device_are_read_from_its_host_tier() -> None:
     shape = Shape(prefill=2, decode=2, num_blocks=16, prefill_blocks=12, tier_slots=40)
     faults = Faults(partitions=2, read_seconds=1.0, read_late=0.1, kills=1, freezes=1, drop=0.1, abort=0.2)
     schedules = (
-        Schedule(seed=seed, shape=shape, faults=faults, num_requests=16, protocol=SHORT_LEASES) for seed in range(40)
+        Schedule(seed=seed, shape=shape, faults=faults, num_requests=16, protocol=SHORT_LEASES) for seed in range(26)
     )
     sims = [run_schedule(schedule) for schedule in schedules]
     assert sum(worker.core.load().other_copies for sim in sims for worker in sim.workers.values()) > 1
