@@ -3,7 +3,8 @@
 from typing import NamedTuple
 
 from splitserve.models.config import ModelConfig
-from splitserve.protocol.cache_layout import DTYPE_BYTES, CacheGroup, Field, GroupKind
+from splitserve.protocol.cache_layout import DTYPE_BYTES, CacheGroup, CacheLayout, Field, GroupKind
+from splitserve.protocol.memory_records import latent_group
 
 
 class LayerGroup(NamedTuple):
@@ -34,8 +35,19 @@ def cache_groups(config: ModelConfig, block_size: int, dtype: str) -> tuple[Cach
     ``config``: of the whole model, not of one rank's part.
     """
     groups = layer_groups(config)
-    if len(groups) == 1:
-        return ()
+    return () if len(groups) == 1 else _groups_of(config, groups, block_size, dtype)
+
+
+def cache_layout(config: ModelConfig, block_size: int, dtype: str, num_ranks: int = 1) -> CacheLayout:
+    """Return the whole cache of a model on ``num_ranks`` ranks; ``dtype`` by its name in PyTorch."""
+    if config.latent is not None:
+        return CacheLayout((latent_group(config.num_layers, block_size, config.latent.width, dtype),), num_ranks)
+    return CacheLayout(_groups_of(config, layer_groups(config), block_size, dtype), num_ranks)
+
+
+def _groups_of(
+    config: ModelConfig, groups: tuple[LayerGroup, ...], block_size: int, dtype: str
+) -> tuple[CacheGroup, ...]:
     head_bytes = 2 * block_size * config.head_dim * DTYPE_BYTES[dtype]
     kv = Field("kv", dtype, config.num_kv_heads, head_bytes)
     return tuple(

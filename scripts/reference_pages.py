@@ -7,7 +7,6 @@ metrics, and from the OpenAPI document.
 """
 
 import argparse
-import importlib
 import json
 import re
 import sys
@@ -17,8 +16,7 @@ from typing import Any
 
 from log_page import logs_page
 
-from splitserve.models.families.registry import FAMILIES, TEXT_OF
-from splitserve.models.transformers_backend.known import REFUSED, TESTED
+from splitserve.models.catalogue import architectures
 from splitserve.orchestration.cli.main import BENCHES, TOOLS, build_parser
 from splitserve.orchestration.python.declarations import parameters_module, settings_module
 from splitserve.orchestration.spec.document import json_schema, schema_text
@@ -312,13 +310,16 @@ def _without_null(value: Schema) -> Schema:
 
 def models_page() -> str:
     """List the supported architectures with the first sentence of their families' modules."""
-    rows = [(f"`{name}`", _family_text(module)) for name, module in sorted(FAMILIES.items())]
-    rows += [(f"`{name}`", f"The text model alone, as `{text}`.") for name, text in sorted(TEXT_OF.items())]
+    known = list(architectures())
+    rows = [(f"`{each.name}`", each.note) for each in known if each.support == "native"]
+    tested = [each.name for each in known if each.support == "transformers"]
+    refused = [(f"`{each.name}`", each.note) for each in known if each.support == "refused"]
     parts = [
         NOTE,
         "# Models",
         "`architectures` in a checkpoint's config.json decides whose code computes it; `--model-backend` forces it "
-        "([guide](../guides/other-models.md)).",
+        "([guide](../guides/other-models.md)). `splitserve models` prints this list, `splitserve doctor MODEL` how one "
+        "checkpoint is served.",
         "## Native families",
         "Fields of config.json that are unknown for the architecture, and tensors that are missing, surplus or "
         "misshapen, are refused by name. [Add a model family](../guides/add-a-model-family.md) shows how to add one.",
@@ -327,17 +328,12 @@ def models_page() -> str:
         "## Through transformers",
         "All other causal language models of the transformers library run through its code, with Splitserve's "
         "attention and KV memory, if a proof and a test at start admit them. `scripts/long-tests models` compares the "
-        f"tokens of these {len(TESTED)} with those of transformers:",
-        ", ".join(f"`{name}`" for name in TESTED) + ".",
+        f"tokens of these {len(tested)} with those of transformers:",
+        ", ".join(f"`{name}`" for name in tested) + ".",
         "Refused, among others:",
-        table(("architecture", "reason"), [(f"`{name}`", text) for name, text in REFUSED.items()]),
+        table(("architecture", "reason"), refused),
     ]
     return "\n\n".join(parts) + "\n"
-
-
-def _family_text(module: str) -> str:
-    text = importlib.import_module(f"splitserve.models.families.{module}").__doc__ or ""
-    return sentence(" ".join(text.split()))
 
 
 def pages() -> dict[Path, str]:

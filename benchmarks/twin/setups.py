@@ -9,6 +9,7 @@ from splitserve.benchmarks.goodput.arms import Arm
 from splitserve.benchmarks.twin.calibration import CPU
 from splitserve.common.errors import ConfigError
 from splitserve.models.config import ModelConfig
+from splitserve.models.kv_plan import MemoryPlan, plan_kv_memory
 from splitserve.models.step_costs import decode_bytes
 from splitserve.protocol.cache_layout import CacheLayout
 from splitserve.protocol.cluster_report import ClusterReport
@@ -16,7 +17,6 @@ from splitserve.protocol.config import EngineConfig
 from splitserve.protocol.request import Role
 from splitserve.simulation.twin.models import Calibration
 from splitserve.simulation.twin.worker import WorkerSetup
-from splitserve.worker.start.memory_plan import MemoryPlan, plan_kv_memory
 from splitserve.worker.start.served_model import layout_of
 
 GPU_BYTES = {"B200": 180e9, "H200": 141e9, "H100": 80e9, "A100": 80e9, "L40S": 48e9}

@@ -62,6 +62,11 @@ def resolve_dtype(name: str, config: ModelConfig, device: torch.device) -> torch
     return dtype
 
 
+def dtype_name(name: str, config: ModelConfig, device: str) -> str:
+    """Return the name of :func:`resolve_dtype`'s result, for a device by its name."""
+    return str(resolve_dtype(name, config, torch.device(device))).removeprefix("torch.")
+
+
 def load_model(
     path: str | Path,
     config: ModelConfig,

@@ -17,6 +17,7 @@ from splitserve.common.errors import ConfigError, SplitserveError
 from splitserve.common.logs import FORMAT_VARIABLE, LOG_LEVELS, set_up_logging
 from splitserve.orchestration.cli.cluster_commands import add_cluster_commands
 from splitserve.orchestration.cli.command_parser import CommandParser
+from splitserve.orchestration.cli.models import add_models_command
 from splitserve.orchestration.cli.option_types import path, positive_bytes, whole_number
 from splitserve.orchestration.cli.options import (
     HelpFormatter,
@@ -132,6 +133,7 @@ def build_parser() -> CommandParser:
     add_cluster_commands(commands)
     add_lmcache_command(commands)
     _add_doctor(commands)
+    add_models_command(commands)
     add_trace_command(commands)
     add_top_command(commands)
     _add_spec_commands(commands)

@@ -38,7 +38,7 @@ from splitserve.orchestration.doctor.cluster_checks import (
 from splitserve.orchestration.doctor.http import Endpoint, UnreachableError
 from splitserve.orchestration.doctor.machine import look_at_machine, port_user, versions_of, with_torch
 from splitserve.orchestration.doctor.machine_checks import check_port, machine_checks, quick_checks, torch_checks
-from splitserve.orchestration.doctor.model import look_at_model
+from splitserve.orchestration.doctor.model import look_at_cache, look_at_model
 from splitserve.orchestration.doctor.overview import check_bottleneck, read_overview
 from splitserve.orchestration.doctor.plan import spec_checks
 from splitserve.orchestration.doctor.probe import look_by_probe
@@ -174,6 +174,11 @@ def _this_machine(options: argparse.Namespace, diagnosis: Diagnosis) -> Iterator
     yield check_port(host, port, port_user(host, port), asked_for=asked_for)
     if spec is not None:
         yield look_at_model(spec.model.path, spec.model.load_format, spec.model.backend)
+        yield look_at_cache(
+            spec.engine_config(spec.pools[0]),
+            has_gpu=bool(facts.gpus) and not isinstance(facts.gpus, str),
+            available_bytes=facts.memory_bytes,
+        )
         plan = list(spec_checks(spec, facts, str if options.spec else flag_of))
         yield from plan
         if any(each.name == "plan" and each.problems for each in plan):

@@ -41,6 +41,7 @@ BESIDE_OTHERS = {
     "orchestration/test_affinity",
     "orchestration/test_cli",
     "orchestration/test_cli_errors",
+    "orchestration/test_models_command",
     "orchestration/test_cluster_spec",
     "orchestration/test_control",
     "orchestration/test_doctor_checks",

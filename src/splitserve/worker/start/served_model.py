@@ -24,6 +24,7 @@ from splitserve.models.cache_groups import cache_groups
 from splitserve.models.config import ModelConfig, load_model_config
 from splitserve.models.declared import check_tensor_parallel_size
 from splitserve.models.decoder import RunnableModel
+from splitserve.models.kv_plan import MemoryPlan, plan_kv_memory
 from splitserve.models.parallel.ranks import Collectives
 from splitserve.models.roofline import device_rates, estimate_steps
 from splitserve.models.runner.cuda import CudaRunner
@@ -36,7 +37,7 @@ from splitserve.protocol.config import EngineConfig
 from splitserve.protocol.memory_records import LATENT_ORDER, TRANSFORMERS_ORDER, LayoutRecord, latent_group
 from splitserve.protocol.placement.step_model import StepModel
 from splitserve.worker.start.clock import StartClock
-from splitserve.worker.start.memory_plan import MemoryPlan, free_kv_bytes, plan_kv_memory
+from splitserve.worker.start.memory_plan import free_kv_bytes
 from splitserve.worker.start.preload import AttentionPreload
 from splitserve.worker.start.warm_up import StepLimits, warm_up
 
