@@ -50,6 +50,7 @@ BENCHES = {
     "router-limits": (
         "splitserve.benchmarks.router.limits",
         "limits of one router process: CPU, latency by rate, streams, long prompts, memory",
+    ),
     "observability": (
         "splitserve.benchmarks.router.observability",
         "CPU time that timeline, log, metrics and traces add to the router",

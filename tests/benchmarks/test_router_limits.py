@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from splitserve.benchmarks.router.goals import verdicts
-from splitserve.benchmarks.router.limits import main
-from splitserve.benchmarks.router.plot import latency_plot
+from splitserve.benchmarks.router.limits import latency_plot, main
 
 
 def test_verdicts_by_hand() -> None:
