@@ -172,7 +172,7 @@ class Requests:
 
     def prompt(self, number: int) -> list[int]:
         """Return a prompt of 32 to 400 tokens."""
-        chosen = random.Random(number - 12 if number % 4 == 3 and number >= 12 else number)
+        chosen = random.Random(number - 11 if number % 4 == 3 and number >= 11 else number)
         return [chosen.randrange(300, 1500) for _ in range(chosen.randrange(32, 400))]
 
     def stream(self, number: int) -> None:
