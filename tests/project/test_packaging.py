@@ -59,7 +59,8 @@ def test_each_room_says_what_it_is_for() -> None:
 
 def test_architecture_has_each_room_once() -> None:
     text = (ROOT / "ARCHITECTURE.md").read_text()
-    documented = re.findall(r"^\| `([\w/]+)/` \|", text, re.MULTILINE)
+    first_cells = re.findall(r"^\| (`[^|]+`) \|", text, re.MULTILINE)
+    documented = [name for cell in first_cells for name in re.findall(r"`([\w/]+)/`", cell)]
     assert sorted(documented) == sorted({*rooms(), "prefill", "decode"})
 
 
