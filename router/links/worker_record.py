@@ -58,6 +58,10 @@ class WorkerRecord:
     prompts: PrefillQueue = field(default_factory=PrefillQueue)
     num_prefilling: int = 0
     link_rates: Mapping[str, float] = field(default_factory=dict)
+    token_bytes: int = field(init=False)  # KV of a token
+
+    def __post_init__(self) -> None:
+        self.token_bytes = self.info.layout.block_bytes // self.info.layout.block_size
 
     @property
     def charges(self) -> Charges:
@@ -82,7 +86,7 @@ class WorkerRecord:
             queue_seconds=self.prompts.seconds(now),
             prefill_busy=self.prompts.busy_share(now),
             num_decoding=self.num_requests - self.num_prefilling,
-            token_bytes=info.layout.block_bytes // info.layout.block_size,
+            token_bytes=self.token_bytes,
             link_rates=self.link_rates,
         )
 

@@ -3,6 +3,10 @@
 Harm is measured in seconds beyond the objectives: the request's TTFT and each of its later gaps, and the same of the
 requests that its route delays. Where nothing exceeds an objective, the smallest predicted TTFT decides. Without
 objectives every second counts.
+
+A prompt's own computing keeps later prompts waiting, those that a cached prefix saves doesn't. By Pollaczek and
+Khinchine, the wait of a queue with utilisation u is the mean residual work times u / (1 - u): a second of computing
+counts so much more than a second in the queue. So the busier the workers are, the farther a prompt goes for its prefix.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -32,15 +36,18 @@ LAST_CHUNK_TOKENS = 1024
 """Tokens whose KV is still to be read when the first token is out; earlier chunks travel during prefill."""
 USUAL_LINK_RATE = 1e9
 DEFAULT_CHUNK_TOKENS = 512
+MAX_UTILISATION = 0.9
+RESIDUAL = 0.5
+"""Share of a prompt's computing that is left, on average, when another one arrives meanwhile."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Prediction:
-    """Prediction for one route: compared by harm, then by TTFT; among equals prefill workers are kept for prompts,
+    """Prediction for one route: compared by harm, then by delay; among equals prefill workers are kept for prompts,
     and requests spread evenly."""
 
     harm_seconds: float
-    ttft_seconds: float
+    delay_seconds: float  # the request's TTFT, and that which its computing adds to those of later ones
     decodes_on_prefill: bool
     num_placed: int
     names: tuple[str, ...]
@@ -48,18 +55,38 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True)
 class _Request:
-    """The request's sizes and the objectives. ``num_tokens`` are to be in KV, ``output_tokens`` are expected."""
+    """The request's sizes, the objectives, and the workers' utilisation."""
 
-    num_tokens: int
-    output_tokens: float
+    num_tokens: int  # to be in KV
+    output_tokens: float  # expected
     ttft: float
     gap: float
+    burden: float  # seconds that a second of computing adds to the waits of later prompts
 
     def late(self, seconds: float) -> float:
         return max(0.0, seconds - self.ttft)
 
     def slow(self, seconds: float) -> float:
         return max(0.0, seconds - self.gap)
+
+
+@dataclass(frozen=True, slots=True)
+class _Prompt:
+    """The prompt on one worker: tokens that it has, and seconds."""
+
+    worker: WorkerView
+    matched: int
+    own: float  # computing
+    delay: float  # queue, computing, and the later prompts' waits for it
+
+
+@dataclass(frozen=True, slots=True)
+class _Decode:
+    """The output on one worker: seconds of wait for room, and harm."""
+
+    worker: WorkerView
+    room: float
+    harm: float
 
 
 def cost(snapshot: Snapshot, shape: RequestShape) -> Placement:
@@ -70,72 +97,91 @@ def cost(snapshot: Snapshot, shape: RequestShape) -> Placement:
         output_tokens=max(1.0, min(shape.max_tokens, snapshot.output_tokens)),
         ttft=snapshot.objectives.ttft_seconds,
         gap=snapshot.objectives.tpot_seconds,
+        burden=_burden(snapshot.workers),
     )
     best = min(_routes(fitting, request, shape), key=lambda route: route[0], default=None)
     return NoWorker(why_not(snapshot, fitting, shape)) if best is None else best[1]
+
+
+def _burden(workers: Iterable[WorkerView]) -> float:
+    busy = [worker.prefill_busy for worker in workers if worker.role is not Role.DECODE]
+    utilisation = min(MAX_UTILISATION, sum(busy) / len(busy)) if busy else 0.0
+    return RESIDUAL * utilisation / (1.0 - utilisation)
 
 
 def _routes(
     workers: Iterable[WorkerView], request: _Request, shape: RequestShape
 ) -> Iterator[tuple[Prediction, Placed]]:
     workers = list(workers)
-    prefills = _best(of_role(workers, Role.PREFILL), request, _prompt_seconds)
-    decodes = _best(of_role(workers, Role.DECODE), request, _decode_harm)
+    prefills = _best(of_role(workers, Role.PREFILL), request, _prompt, lambda prompt: prompt.delay)
+    decodes = _best(of_role(workers, Role.DECODE), request, _decode, lambda decode: decode.harm + decode.room)
     for prefill in prefills:
         for decode in decodes:
-            yield _predict_pair(prefill, decode, request), pair(prefill, decode, "predicted latency")
-    for worker in (*of_role(workers, Role.MIXED), *decodes):
-        yield _predict_local(worker, request), alone(worker, "predicted latency")
+            yield _predict_pair(prefill, decode, request), pair(prefill.worker, decode.worker, "predicted latency")
+    for worker in of_role(workers, Role.MIXED):
+        yield _predict_local(_prompt(worker, request), _decode(worker, request), request), alone(worker, "predicted latency")
+    for decode in decodes:
+        prompt = _prompt(decode.worker, request)
+        yield _predict_local(prompt, decode, request), alone(decode.worker, "predicted latency")
     whole = shape.max_context_tokens
-    for worker in prefills:
-        if decodes and worker.context_tokens_limit >= whole:  # without a decode worker, a cluster waits for one
-            yield _predict_local(worker, request), alone(worker, "spare time of a prefill worker")
+    for prefill in prefills:
+        if decodes and prefill.worker.context_tokens_limit >= whole:  # without a decode worker, a cluster waits for one
+            decode = _decode(prefill.worker, request)
+            yield _predict_local(prefill, decode, request), alone(prefill.worker, "spare time of a prefill worker")
 
 
-def _prompt_seconds(worker: WorkerView, request: _Request) -> float:
-    """Return the seconds until the worker has computed the prompt, after those that wait there."""
+def _best(workers, request, judge, seconds):
+    judged = [judge(worker, request) for worker in workers]
+    judged.sort(key=lambda each: (seconds(each), each.worker.num_placed, each.worker.party.engine_id))
+    return judged[:NUM_CANDIDATES]
+
+
+def _prompt(worker: WorkerView, request: _Request) -> _Prompt:
     matched = min(worker.prefix_match_tokens, request.num_tokens - 1)
     chunk = worker.chunk_tokens or DEFAULT_CHUNK_TOKENS
     own = worker.step_model.prefill_seconds(matched, request.num_tokens - matched, chunk)
-    return worker.queue_seconds + own
+    return _Prompt(worker, matched, own, worker.queue_seconds + own * (1.0 + request.burden))
 
 
-def _best(
-    workers: list[WorkerView], request: _Request, seconds: Callable[[WorkerView, _Request], float]
-) -> list[WorkerView]:
-    ranked = sorted(workers, key=lambda worker: (seconds(worker, request), worker.num_placed, worker.party.engine_id))
-    return ranked[:NUM_CANDIDATES]
+def _decode(worker: WorkerView, request: _Request) -> _Decode:
+    return _Decode(worker, _room_seconds(worker, request), _decode_harm(worker, request))
 
 
-def _predict_pair(prefill: WorkerView, decode: WorkerView, request: _Request) -> Prediction:
-    matched = min(prefill.prefix_match_tokens, request.num_tokens - 1)
-    last_tokens = min(request.num_tokens - matched, LAST_CHUNK_TOKENS)
-    rate = decode.link_rates.get(prefill.party.engine_id) or USUAL_LINK_RATE
-    handover = HANDOVER_SECONDS + last_tokens * decode.token_bytes / rate
-    ttft = _prompt_seconds(prefill, request) + _room_seconds(decode, request)
-    harm = request.late(ttft) + request.slow(handover) + _decode_harm(decode, request)
-    names = (prefill.party.engine_id, decode.party.engine_id)
-    return Prediction(harm, ttft, False, prefill.num_placed + decode.num_placed, names)
+def _predict_pair(prefill: _Prompt, decode: _Decode, request: _Request) -> Prediction:
+    last_tokens = min(request.num_tokens - prefill.matched, LAST_CHUNK_TOKENS)
+    rate = decode.worker.link_rates.get(prefill.worker.party.engine_id) or USUAL_LINK_RATE
+    handover = HANDOVER_SECONDS + last_tokens * decode.worker.token_bytes / rate
+    delay = prefill.delay + decode.room
+    harm = request.late(delay) + request.slow(handover) + decode.harm
+    num_placed = prefill.worker.num_placed + decode.worker.num_placed
+    names = (prefill.worker.party.engine_id, decode.worker.party.engine_id)
+    return Prediction(harm, delay, False, num_placed, names)
 
 
-def _predict_local(worker: WorkerView, request: _Request) -> Prediction:
+def _predict_local(prompt: _Prompt, decode: _Decode, request: _Request) -> Prediction:
     """Predict both phases on one worker, whose running requests see a gap for each chunk of the prompt."""
-    model, matched = worker.step_model, min(worker.prefix_match_tokens, request.num_tokens - 1)
-    chunk = min(worker.chunk_tokens or DEFAULT_CHUNK_TOKENS, request.num_tokens - matched)
-    num_chunks = -(-(request.num_tokens - matched) // chunk)
+    worker, matched = prompt.worker, prompt.matched
+    model, num_missed = worker.step_model, request.num_tokens - matched
+    limit = worker.chunk_tokens or DEFAULT_CHUNK_TOKENS
+    if worker.num_decoding or worker.role is Role.PREFILL:
+        limit = worker.shared_chunk_tokens or limit
+    chunk = min(limit, num_missed)
+    num_chunks = -(-num_missed // chunk)
     alone_seconds = model.decode_seconds(worker.num_decoding, worker.context_tokens) if worker.num_decoding else 0.0
-    work = StepWork(worker.num_decoding, worker.context_tokens, chunk, pairs(matched, chunk))
-    gap = model.seconds(work)
+    gap = model.seconds(StepWork(worker.num_decoding, worker.context_tokens, chunk, pairs(matched, chunk)))
     others = num_chunks * worker.num_decoding * (request.slow(gap) - request.slow(alone_seconds))
-    ttft = _prompt_seconds(worker, request) + num_chunks * alone_seconds + _room_seconds(worker, request)
+    # More and smaller steps than alone, each with the decoding sequences in it.
+    num_alone = -(-num_missed // (worker.chunk_tokens or DEFAULT_CHUNK_TOKENS))
+    shared = num_chunks * alone_seconds + max(0, num_chunks - num_alone) * model.base
+    delay = prompt.delay + shared + decode.room
     # Later prompts there interrupt this request, and its steps delay them.
     step = model.decode_seconds(worker.num_decoding + 1, worker.context_tokens + request.num_tokens)
     prompts = worker.prefill_busy * request.output_tokens
-    interrupted = prompts * (request.slow(gap) - request.slow(step)) if prompts else 0.0
+    interrupted = max(0.0, prompts * (request.slow(gap) - request.slow(step)))
     delayed = prompts * step if worker.role is Role.PREFILL else 0.0
-    harm = request.late(ttft) + others + max(0.0, interrupted) + delayed + _decode_harm(worker, request)
+    harm = request.late(delay) + others + interrupted + delayed + decode.harm
     is_prefill = worker.role is Role.PREFILL
-    return Prediction(harm, ttft, is_prefill, 2 * worker.num_placed, (worker.party.engine_id,))
+    return Prediction(harm, delay, is_prefill, 2 * worker.num_placed, (worker.party.engine_id,))
 
 
 def _decode_harm(worker: WorkerView, request: _Request) -> float:
