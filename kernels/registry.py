@@ -23,11 +23,12 @@ from splitserve.kernels.reference import operations as reference
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Device, dtype and head size that the kernels will run with."""
+    """Device, dtype and head size that the kernels will run with, and whether attention has sinks."""
 
     device: torch.device
     dtype: torch.dtype
     head_dim: int | None = None
+    has_sinks: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +61,8 @@ def _flashinfer_missing(target: Target) -> str | None:
         return f"it runs on CUDA devices, not on {target.device.type}"
     if target.dtype not in (torch.bfloat16, torch.float16):
         return f"it takes bfloat16 and float16, not {target.dtype}"
+    if target.has_sinks:
+        return "it takes no attention sinks"
     if target.head_dim not in (None, 64, 128, 256):
         return f"it has no kernel for head_dim {target.head_dim}"
     if importlib.util.find_spec("flashinfer") is None:
@@ -123,15 +126,20 @@ OPERATIONS = tuple(_CANDIDATES)
 
 
 def select_kernels(
-    device: torch.device, dtype: torch.dtype, overrides: Mapping[str, str] | None = None, head_dim: int | None = None
+    device: torch.device,
+    dtype: torch.dtype,
+    overrides: Mapping[str, str] | None = None,
+    head_dim: int | None = None,
+    has_sinks: bool = False,
 ) -> Kernels:
-    """Return the best backend of each operation for ``device``, ``dtype`` and ``head_dim`` (None: any).
+    """Return the best backend of each operation for ``device``, ``dtype`` and ``head_dim`` (None: any); ``has_sinks``:
+    that of attention gets some.
 
     ``overrides`` maps an operation of :data:`OPERATIONS` to the backend that must run it. Raises ValueError with the
     problem of an override: an unknown name, or the reason why that backend can't run here.
     """
     overrides = overrides or {}
-    target = Target(device, dtype, head_dim)
+    target = Target(device, dtype, head_dim, has_sinks)
     for operation in overrides:
         if operation not in _CANDIDATES:
             raise ValueError(f"unknown operation {operation!r}; there are {', '.join(OPERATIONS)}")

@@ -26,6 +26,7 @@ __all__ = ["ConfigFields", "ModelConfig", "RopeScaling", "load_model_config", "w
 logger = logging.getLogger(__name__)
 
 _DTYPES = ("float32", "bfloat16", "float16")
+MXFP4 = "mxfp4"
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +69,7 @@ class Features(DecoderSizes):
     sliding_rope: Rope | None = None  # of sliding layers, where it is another one
     attention_scale: float | None = None  # of scores; None: 1 / sqrt(head_dim)
     attention_soft_cap: float | None = None
+    sinks: bool = False  # a score of each query head that no token has takes its share of the softmax
     final_soft_cap: float | None = None
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
@@ -140,6 +142,11 @@ def load_model_config(path: str | Path) -> ModelConfig:
         config = replace(config, **family.features(given))
     given.refuse_unread()
     _check(config)
+    if is_mxfp4(given) and not (config.experts and config.experts.is_mxfp4):
+        raise CheckpointError(
+            "config.json: quantization_config ('mxfp4') isn't supported in this architecture; use unquantised or FP8 "
+            "weights (fp8)"
+        )
     generation = _read_optional(directory / "generation_config.json")
     ends = end_token_ids(generation.get("eos_token_id"), config.vocab_size, "generation_config.json")
     ends = ends or end_token_ids(raw.get("eos_token_id"), config.vocab_size, "config.json")
@@ -223,6 +230,11 @@ def partial_rotary_factor(given: ConfigFields, default: float = 1.0) -> float:
     )
 
 
+def is_mxfp4(given: ConfigFields) -> bool:
+    """Return whether experts are stored in MXFP4."""
+    return given.mapping("quantization_config").get("quant_method") == MXFP4
+
+
 def window_features(given: ConfigFields, sliding: list[int] | None = None) -> dict[str, Any]:
     """Return the features of sliding windows: ``layer_types`` says which layers have one, else ``sliding`` does."""
     window = given.optional_positive("sliding_window")
@@ -289,6 +301,8 @@ def _fp8(config: Mapping[str, Any]) -> Fp8Format | None:
     if not raw and config.get("quantization_config") is None:
         return None
     method = raw.get("quant_method", "unknown")
+    if method == MXFP4:
+        return None  # of experts: see ExpertsSpec
     if method != "fp8":
         raise CheckpointError(
             f"config.json: quantization_config ({shown(method)}) isn't supported; use unquantised or FP8 weights (fp8)"

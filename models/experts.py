@@ -19,6 +19,8 @@ class ExpertsSpec:
     biases: bool = False  # of the experts' projections
     shared_size: int = 0  # the intermediate size of the experts that every token has; 0: there are none
     shared_gate: bool = False  # their product is multiplied by a sigmoid
+    is_mxfp4: bool = False  # matrices are stored in MXFP4 (:mod:`splitserve.kernels.experts.mxfp4`)
+    is_transposed: bool = False  # a layer's matrices are stored as one tensor [experts, in_features, out_features]
 
 
 def check_router(spec: RouterSpec, *, experts: str, groups: str = "n_group", kept: str = "topk_group") -> RouterSpec:

@@ -5,6 +5,7 @@ import math
 from splitserve.models.config import ModelConfig
 from splitserve.models.declared import declare, stored_weights
 from splitserve.models.layers.weight import Role
+from splitserve.models.weights.shard import Kept
 
 
 def weight_elements(config: ModelConfig) -> int:
@@ -21,7 +22,9 @@ def kv_token_elements(config: ModelConfig) -> int:
 
 def decode_bytes(config: ModelConfig, batch: int, context: int, itemsize: int) -> int:
     """Return the bytes of weights and KV that a decode step of ``batch`` sequences must read."""
-    return (weight_elements(config) + batch * context * kv_token_elements(config)) * itemsize
+    packed = sum(math.prod(weight.shape) for weight in stored_weights(config).values() if weight.kept is Kept.BYTES)
+    elements = weight_elements(config) - packed + batch * context * kv_token_elements(config)
+    return packed + elements * itemsize
 
 
 def token_flops(config: ModelConfig) -> int:
@@ -33,6 +36,8 @@ def token_flops(config: ModelConfig) -> int:
     for weight in stored_weights(config).values():
         if weight.role in counts:
             counts[weight.role] += math.prod(weight.shape)
+        elif weight.role is Role.EXPERT_BLOCKS:
+            counts[Role.EXPERT] += 2 * math.prod(weight.shape)
     if config.experts is not None:
         router = config.experts.router
         counts[Role.EXPERT] = counts[Role.EXPERT] * router.top_k // router.num_experts

@@ -141,13 +141,14 @@ async def ask(session: aiohttp.ClientSession, url: str, case: Case) -> Answer:
 
 async def _receive(response: aiohttp.ClientResponse, answer: Answer) -> None:
     async for line in response.content:
+        if not line.startswith(b"data:"):
+            continue
         payload = line.removeprefix(b"data:").strip()
         if payload == b"[DONE]":
             if not answer.finish_reason:
                 answer.error = answer.error or "the stream ended without a finish reason"
             return
-        if payload:
-            _take(_decoder.decode(payload), answer)
+        _take(_decoder.decode(payload), answer)
     answer.error = "the stream ended without [DONE]"
 
 

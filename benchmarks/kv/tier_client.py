@@ -63,7 +63,7 @@ async def complete(
         async for line in response.content:
             came = time.perf_counter()
             text = line.removeprefix(b"data: ").strip()
-            if not text or text == b"[DONE]":
+            if not line.startswith(b"data:") or text == b"[DONE]":
                 continue
             _note(answer, json.loads(text), text, came)
             on_chunk()

@@ -3,6 +3,9 @@
 from dataclasses import dataclass
 from enum import Enum, StrEnum
 
+MXFP4_GROUP = 32
+"""Elements of a row that share a scale in MXFP4 (:mod:`splitserve.kernels.experts.mxfp4`)."""
+
 
 class Score(StrEnum):
     """The function that turns a router's logits into scores of experts."""

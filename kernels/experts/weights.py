@@ -2,9 +2,10 @@
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from splitserve.kernels.experts.spec import GatedActivation
+from splitserve.kernels.experts.spec import MXFP4_GROUP, GatedActivation
 from splitserve.kernels.fp8.weight import GROUP
 
 
@@ -13,6 +14,7 @@ class ExpertWeights:
     """The experts ``first`` to ``first + N - 1`` of a layer, all of each or the rank's share of its inner dimension I.
 
     ``gate_up`` and ``down`` are in the model's dtype, or float8_e4m3fn with a scale for each row's groups of elements.
+    In MXFP4 (:mod:`splitserve.kernels.experts.mxfp4`) they are uint8 with half as many columns.
     """
 
     gate_up: Tensor  # [N, 2 * I, hidden]
@@ -21,8 +23,9 @@ class ExpertWeights:
     first: int = 0
     gate_up_bias: Tensor | None = None  # [N, 2 * I]
     down_bias: Tensor | None = None  # [N, hidden]; where ranks share I, one of them has it and the others have zeros
-    gate_up_scales: Tensor | None = None  # float32 [N, 2 * I, S]; one for all of a row, or for each 128 elements
-    down_scales: Tensor | None = None  # float32 [N, hidden, S]
+    gate_up_scales: Tensor | None = None  # float32 [N, 2 * I, S]; one for all of a row, or for each 128 elements;
+    # of MXFP4 uint8, for each 32
+    down_scales: Tensor | None = None  # [N, hidden, S], likewise
 
     @property
     def num_experts(self) -> int:
@@ -32,10 +35,17 @@ class ExpertWeights:
     @property
     def inner_size(self) -> int:
         """I, of this rank."""
-        return self.down.shape[2]
+        return self.down.shape[2] * (2 if self.is_mxfp4 else 1)
+
+    @property
+    def is_mxfp4(self) -> bool:
+        """Return whether the matrices are in MXFP4."""
+        return self.down.dtype == torch.uint8
 
     @staticmethod
     def group(weight: Tensor, scales: Tensor | None) -> int:
         """Return the elements of a row that share a scale."""
+        if weight.dtype == torch.uint8:
+            return MXFP4_GROUP
         columns = weight.shape[2]
         return columns if scales is None or scales.shape[2] == 1 else GROUP

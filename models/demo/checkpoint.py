@@ -313,10 +313,12 @@ def demo_tensor(weight: Weight, num_probable: int, seed: int) -> Tensor:
             uniform.mul_(_EMBEDDING_STD * math.sqrt(3.0))
             uniform[num_probable:] *= _IMPROBABLE
             return uniform
-        case Role.BIAS | Role.CORRECTION_BIAS:
+        case Role.BIAS | Role.CORRECTION_BIAS | Role.SINK:
             return uniform.mul_(_BIAS_RANGE)
         case Role.PROJECTION | Role.EXPERT | Role.ROUTER:
             return uniform.mul_(_LAYER_GAIN * math.sqrt(3.0 / weight.shape[1]))
+        case Role.EXPERT_BLOCKS | Role.EXPERT_SCALES:
+            raise ValueError(f"{weight.name}: demo models have no weights in MXFP4")
 
 
 def _replace_json(path: Path, content: dict[str, Any]) -> None:

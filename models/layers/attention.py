@@ -1,5 +1,6 @@
 """Causal attention over paged KV memory."""
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from splitserve.models.config import ModelConfig
@@ -9,10 +10,25 @@ from splitserve.models.layers.norm import HeadNorms, JointNorms
 from splitserve.models.layers.projection import InputProjections, OutputProjection
 from splitserve.models.layers.residual import Normed, Product
 from splitserve.models.layers.step import Step
-from splitserve.models.layers.weight import Units
+from splitserve.models.layers.weight import Role, Stack, Units, Weight
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+class Sinks(Layer):
+    """The scores of attention that no token has, one of each query head."""
+
+    scores: "Tensor"  # float32 [H]
+
+    def __init__(self, name: str, count: int, heads: Units) -> None:
+        self._weight = Weight(name, (count,), Role.SINK, rows=heads)
+
+    def stacks(self) -> Iterator[Stack]:
+        yield (self._weight,)
+
+    def load(self, source: WeightSource) -> None:
+        self.scores = source.vector((self._weight,))
 
 
 class GroupedAttention(Layer):
@@ -20,7 +36,8 @@ class GroupedAttention(Layer):
 
     ``head_norms``: queries and keys are RMS-normalised per head before the rotation, with ``norm_offset`` added to the
     weight; ``joint_norms``: all heads of a kind together. ``biases``: on queries, keys and values; None: as the config
-    says. ``fused``: these three are one tensor of that name. Ranks share the heads.
+    says. ``fused``: these three are one tensor of that name. ``sinks``: each query head has a score that no token has,
+    and that takes its share of the softmax (arXiv:2309.17453). Ranks share the heads.
     """
 
     def __init__(
@@ -34,6 +51,7 @@ class GroupedAttention(Layer):
         norm_offset: float = 0.0,
         biases: bool | None = None,
         fused: str | None = None,
+        sinks: bool = False,
         output: str = "o_proj",
     ) -> None:
         heads = Units(f"{config.num_heads} attention heads", config.num_heads)
@@ -53,6 +71,7 @@ class GroupedAttention(Layer):
         units = {"heads": heads, "kv_heads": kv_heads}
         self.head_norms = HeadNorms(name, config, **units, offset=norm_offset, order=order) if head_norms else None
         self.joint_norms = JointNorms(name, config, **units, order=order) if joint_norms else None
+        self.sinks = Sinks(f"{name}.sinks", config.num_heads, heads) if sinks else None
         self._key_scales = (f"{name}.k_scale", f"{name}.k_proj.k_scale")
         self._value_scales = (f"{name}.v_scale", f"{name}.v_proj.v_scale")
         self._layer, self._head_dim, self._eps = layer, config.head_dim, config.rms_norm_eps
@@ -73,6 +92,8 @@ class GroupedAttention(Layer):
             query = key = 1.0
         self.qkv.load(source, (query, key, 1.0 / scales.value), self._orders)
         self.output.load(source, scales.value)
+        if self.sinks is not None:
+            self.sinks.load(source)
 
     def __call__(self, x: Normed, step: Step) -> Product:
         step.enter(self._layer)
@@ -86,7 +107,7 @@ class GroupedAttention(Layer):
             kv_layer=step.kv_layers[self._layer],
             slots=step.slots_of(self._layer),
         )
-        context, rows = step.attend(query, self._layer)
+        context, rows = step.attend(query, self._layer, None if self.sinks is None else self.sinks.scores)
         return self.output(context, rows)
 
     def _jointly_normed(self, norms: JointNorms, x: Normed) -> "Tensor":

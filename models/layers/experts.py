@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from splitserve.kernels.experts.spec import MXFP4_GROUP as GROUP
 from splitserve.models.config import ModelConfig
 from splitserve.models.experts import ExpertsSpec
 from splitserve.models.layers.layer import Layer, WeightSource
@@ -124,42 +125,56 @@ class ExpertsMlp(Layer):
 
     def _declare(self, name: str, hidden_size: int, spec: ExpertsSpec, projections: tuple[str, ...]) -> None:
         *gate_up, down = projections
-        inner = Units(f"an expert's intermediate size of {spec.inner_size}", spec.inner_size)
+        size, rows = spec.inner_size, 2 * spec.inner_size // len(gate_up)
+        inner = Units(f"an expert's intermediate size of {size}", size)
+        if spec.is_mxfp4:
+            groups = size // GROUP
+            inner = Units(f"{groups} groups of {GROUP} in an expert's intermediate size of {size}", groups)
         experts = Units(f"{spec.router.num_experts} experts", spec.router.num_experts)
         owners = [OfExpert(index, experts) for index in range(experts.count)]
-        rows = 2 * spec.inner_size // len(gate_up)
-        self._gate_up = tuple(
-            Weight(f"{name}.{own.index}.{each}.weight", (rows, hidden_size), Role.EXPERT, rows=inner, expert=own)
-            for own in owners
-            for each in gate_up
-        )
-        shape = (hidden_size, spec.inner_size)
-        self._down = tuple(
-            Weight(f"{name}.{own.index}.{down}.weight", shape, Role.EXPERT, columns=inner, expert=own) for own in owners
-        )
-        self._gate_up_biases = tuple(
-            Weight(f"{name}.{own.index}.{each}.bias", (rows,), Role.BIAS, rows=inner, expert=own)
-            for own in owners
-            for each in gate_up
-        )
-        self._down_biases = tuple(
-            Weight(f"{name}.{own.index}.{down}.bias", shape[:1], Role.BIAS, expert=own) for own in owners
-        )
+
+        def gate_ups(ending: str, role: Role, *columns: int) -> Stack:
+            return tuple(
+                Weight(
+                    f"{name}.{own.index}.{each}.{ending}", (rows, *columns), role, rows=inner, expert=own,
+                    is_transposed=spec.is_transposed,
+                )
+                for own in owners
+                for each in gate_up
+            )  # fmt: skip
+
+        def downs(ending: str, role: Role, *columns: int) -> Stack:
+            return tuple(
+                Weight(
+                    f"{name}.{own.index}.{down}.{ending}", (hidden_size, *columns), role,
+                    columns=inner if columns else None, expert=own, is_transposed=spec.is_transposed,
+                )
+                for own in owners
+            )  # fmt: skip
+
+        self._scales: tuple[Stack, Stack] | None = None
+        if spec.is_mxfp4:
+            self._gate_up = gate_ups("blocks", Role.EXPERT_BLOCKS, hidden_size // 2)
+            self._down = downs("blocks", Role.EXPERT_BLOCKS, size // 2)
+            scales = gate_ups("scales", Role.EXPERT_SCALES, hidden_size // GROUP)
+            self._scales = scales, downs("scales", Role.EXPERT_SCALES, size // GROUP)
+        else:
+            self._gate_up = gate_ups("weight", Role.EXPERT, hidden_size)
+            self._down = downs("weight", Role.EXPERT, size)
+        self._biases = (gate_ups("bias", Role.BIAS), downs("bias", Role.BIAS)) if spec.biases else None
 
     def stacks(self) -> Iterator[Stack]:
         yield from self.router.stacks()
         yield self._gate_up
         yield self._down
-        if self.spec.biases:
-            yield self._gate_up_biases
-            yield self._down_biases
+        yield from self._scales or ()
+        yield from self._biases or ()
         if self.shared is not None:
             yield from self.shared.stacks()
 
     def load(self, source: WeightSource) -> None:
         self.router.load(source)
-        biases = (self._gate_up_biases, self._down_biases) if self.spec.biases else None
-        self.experts = source.experts(self._gate_up, self._down, self.spec.activation, biases)
+        self.experts = source.experts(self._gate_up, self._down, self.spec.activation, self._biases, self._scales)
         if self.shared is not None:
             self.shared.load(source)
         self._kernels, self._group = source.kernels, source.group

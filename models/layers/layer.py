@@ -63,9 +63,10 @@ class WeightSource(Protocol):
         down: Stack,
         activation: GatedActivation,
         biases: tuple[Stack, Stack] | None = None,
+        scales: tuple[Stack, Stack] | None = None,
     ) -> "Experts":
         """Return the rank's experts: ``down`` has a matrix of each expert, ``gate_up`` one or two (gate, then up);
-        ``biases`` likewise."""
+        ``biases`` likewise, and ``scales`` where the matrices are in MXFP4."""
         ...
 
     def embedding_and_head(self, embedding: Weight, head: Weight) -> "tuple[Tensor, NormedLinear]":

@@ -9,7 +9,7 @@ from enum import Enum, auto
 from typing import TypeAlias
 
 from splitserve.models.config import Fp8Format
-from splitserve.models.weights.shard import Part, Parts, Shard, head_rows
+from splitserve.models.weights.shard import Kept, Part, Parts, Shard, head_rows
 
 
 class Role(Enum):
@@ -21,8 +21,11 @@ class Role(Enum):
     BIAS = auto()
     NORM = auto()
     EXPERT = auto()  # a matrix of one of many experts
+    EXPERT_BLOCKS = auto()  # the same in MXFP4: two elements in a byte
+    EXPERT_SCALES = auto()  # exponents of the blocks' scales
     ROUTER = auto()
     CORRECTION_BIAS = auto()  # of experts' scores, kept in float32
+    SINK = auto()  # scores of attention that no token has, kept in float32
     HEAD_NORM = auto()  # one weight for all query heads, or all key heads
     FINAL_NORM = auto()
 
@@ -100,6 +103,7 @@ class Weight:
     columns: Units | None = None
     section: range | None = None  # the rows of ``shape`` that this declaration is about, where others share the tensor
     expert: OfExpert | None = None
+    is_transposed: bool = False  # where a layer's experts are stored as one tensor
 
     @property
     def num_rows(self) -> int:
@@ -125,7 +129,14 @@ class Weight:
             rows = range(self.num_rows) if rows is None else rows
             rows = range(self.section.start + rows.start, self.section.start + rows.stop)
         columns = None if self.columns is None or shard.size == 1 else self.columns.part(self.shape[1], shard)
-        return Part(self.name, rows, columns, is_wide=self.role is Role.CORRECTION_BIAS)
+        return Part(self.name, rows, columns, self.kept)
+
+    @property
+    def kept(self) -> Kept:
+        """Return the type that the weight has in memory."""
+        if self.role in (Role.CORRECTION_BIAS, Role.SINK):
+            return Kept.FLOAT32
+        return Kept.BYTES if self.role in (Role.EXPERT_BLOCKS, Role.EXPERT_SCALES) else Kept.MODEL
 
     @property
     def may_be_fp8(self) -> bool:

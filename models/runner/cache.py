@@ -124,5 +124,6 @@ def _shape(model: DecoderModel, tensor: Tensor) -> AttentionShape:
         scale=config.attention_scale,
         soft_cap=config.attention_soft_cap,
         window=config.window,
+        has_sinks=config.sinks,
         latent=config.latent,
     )

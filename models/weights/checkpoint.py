@@ -50,6 +50,7 @@ class TensorRecord:
 
     ``offset``: of its first byte in the file, from where it lies contiguous, row after row. ``section``: an index of
     the stored tensor's first dimension, and rows of its second, where it is a part of that; None: all of it.
+    ``is_transposed``: it lies there column after column, as all of its index.
     """
 
     name: str
@@ -58,13 +59,16 @@ class TensorRecord:
     shape: tuple[int, ...]
     offset: int
     section: tuple[int, range] | None = None
+    is_transposed: bool = False
 
     def of_stored(self, tensor: Any) -> Any:
         """Return this tensor of ``tensor``, the stored one."""
         if self.section is None:
             return tensor
         index, rows = self.section
-        return tensor[index, rows.start : rows.stop]
+        if self.is_transposed:
+            return tensor[index].t()
+        return tensor[index, rows.start : rows.stop].reshape(self.shape)
 
 
 def weight_files(directory: Path) -> list[Path]:

@@ -34,7 +34,7 @@ from splitserve.models.layers.weight import Stack, Weight, stack_parts
 from splitserve.models.parallel.ranks import Alone, Collectives, RowParallelLinear, VocabParallelHead
 from splitserve.models.weights.checkpoint import TensorRecord, read_records, text_records, without_layers
 from splitserve.models.weights.fp8_scales import FP8, ScaleReader
-from splitserve.models.weights.fused_experts import dequantised_experts, expert_records
+from splitserve.models.weights.fused_experts import dequantised_blocks, dequantised_experts, expert_records
 from splitserve.models.weights.kv_scales import KVScales, read_kv_scales, scaled_fp8_rows, scaled_rows
 from splitserve.models.weights.reading import (
     MAX_THREADS,
@@ -44,7 +44,7 @@ from splitserve.models.weights.reading import (
     StagedReader,
     WeightReader,
 )
-from splitserve.models.weights.shard import Parts, Shard, head_rows, local_config
+from splitserve.models.weights.shard import Kept, Parts, Shard, head_rows, local_config
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +84,7 @@ def load_model(
     """
     group = group or Alone()
     if kernels is None:
-        kernels = select_kernels(device, dtype, head_dim=config.head_dim)
+        kernels = select_kernels(device, dtype, head_dim=config.head_dim, has_sinks=config.sinks)
     records = None if load_format == "dummy" else read_records(Path(path))
     if records is not None and config.text_of is not None:
         records = text_records(records)
@@ -109,6 +109,7 @@ def load_model(
             group=group,
             kv_records=kv_records,
             dtype=dtype,
+            packs_experts=kernels.backends.get("pack_experts") == "triton",
             keeps_fp8_experts=kernels.backends.get("pack_experts") == "triton"
             and fp8_unavailable_reason(device, dtype) is None,
         )
@@ -154,21 +155,20 @@ def _check_records(records: Mapping[str, TensorRecord], weights: Mapping[str, We
     if unexpected:
         raise CheckpointError(f"the checkpoint has tensors that its config.json doesn't explain: {_few(unexpected)}")
     for name, shape in expected.items():
-        _check_record(
-            records[name], shape, may_be_fp8=name in weights and weights[name].may_be_fp8 and bool(config.fp8)
-        )
+        _check_record(records[name], shape, weights.get(name), has_fp8=config.fp8 is not None)
 
 
-def _check_record(record: TensorRecord, shape: tuple[int, ...], *, may_be_fp8: bool) -> None:
+def _check_record(record: TensorRecord, shape: tuple[int, ...], weight: Weight | None, *, has_fp8: bool) -> None:
     if record.shape != shape and not (shape == () and record.shape == (1,)):
         raise CheckpointError(
             f"tensor {record.name} in {record.file.name} has shape {list(record.shape)}; config.json needs "
             f"{list(shape)}"
         )
-    if record.dtype not in STORED_DTYPES:
-        raise CheckpointError(
-            f"tensor {record.name} is stored as {record.dtype}; supported are {', '.join(STORED_DTYPES)}"
-        )
+    is_packed = weight is not None and weight.kept is Kept.BYTES
+    supported = ["U8"] if is_packed else [name for name in STORED_DTYPES if name != "U8"]
+    if record.dtype not in supported:
+        raise CheckpointError(f"tensor {record.name} is stored as {record.dtype}; supported are {', '.join(supported)}")
+    may_be_fp8 = weight is not None and weight.may_be_fp8 and has_fp8
     if record.dtype == FP8 and not may_be_fp8:
         raise CheckpointError(
             f"tensor {record.name} is stored as {FP8}: only the projections of layers may be, and with a "
@@ -193,16 +193,18 @@ class _Source:
         group: Collectives,
         kv_records: Mapping[str, TensorRecord],
         dtype: torch.dtype,
+        packs_experts: bool,
         keeps_fp8_experts: bool,
     ) -> None:
         """``kv_records``: the checkpoint, where KV memory is in FP8 and scales of keys and values are to be used.
-        ``keeps_fp8_experts``: the experts' kernels take weights in FP8."""
+        ``packs_experts``, ``keeps_fp8_experts``: the experts' kernels take weights in MXFP4, in FP8."""
         self._reader = reader
         self._kernels = kernels
         self._pack_fp8 = pack_fp8
         self._group = group
         self._kv_records = kv_records
         self._dtype = dtype
+        self._packs_experts = packs_experts
         self._keeps_fp8_experts = keeps_fp8_experts
 
     @property
@@ -267,11 +269,13 @@ class _Source:
         down: Stack,
         activation: GatedActivation,
         biases: tuple[Stack, Stack] | None = None,
+        scales: tuple[Stack, Stack] | None = None,
     ) -> Experts:
         first = next(index for index, weight in enumerate(down) if weight.is_on(self.shard))
         count = sum(weight.is_on(self.shard) for weight in down)
-        gate_up_weight, gate_up_scales = self._stacked(gate_up, count)
-        down_weight, down_scales = self._stacked(down, count)
+        own_scales = scales or (None, None)
+        gate_up_weight, gate_up_scales = self._stacked(gate_up, own_scales[0], count)
+        down_weight, down_scales = self._stacked(down, own_scales[1], count)
         gate_up_bias = down_bias = None
         if biases is not None:
             gate_up_bias, down_bias = (self._reader.read(self._parts(stack)).view(count, -1) for stack in biases)
@@ -289,9 +293,17 @@ class _Source:
         )
         return self._kernels.pack_experts(weights)
 
-    def _stacked(self, stack: Stack, count: int) -> tuple[Tensor, Tensor | None]:
-        """Return ``count`` experts' matrices as one [count, rows, columns], and its scales, if it has any."""
+    def _stacked(self, stack: Stack, scales: Stack | None, count: int) -> tuple[Tensor, Tensor | None]:
+        """Return ``count`` experts' matrices as one [count, rows, columns], and its scales, if it has any.
+
+        ``scales``: those of matrices in MXFP4."""
         parts = self._parts(stack)
+        if scales is not None:
+            blocks = _by_expert(self._reader.read(parts), count)
+            exponents = _by_expert(self._reader.read(self._parts(scales)), count)
+            if self._packs_experts:
+                return blocks, exponents
+            return dequantised_blocks(blocks, exponents, self._dtype), None
         if not self._reader.is_fp8(parts):
             return _by_expert(self._reader.read(parts), count), None
         stored = self._reader.read_fp8(parts)

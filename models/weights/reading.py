@@ -29,7 +29,7 @@ from splitserve.models.config import Fp8Format
 from splitserve.models.layers.weight import Role, Weight
 from splitserve.models.weights.checkpoint import TensorRecord
 from splitserve.models.weights.fp8_scales import FP8, ScaleReader
-from splitserve.models.weights.shard import Part, Parts
+from splitserve.models.weights.shard import Kept, Part, Parts
 
 logger = logging.getLogger(__name__)
 
@@ -38,10 +38,12 @@ STORED_DTYPES = {
     "BF16": torch.bfloat16,
     "F16": torch.float16,
     FP8: torch.float8_e4m3fn,
+    "U8": torch.uint8,
 }
 STAGING_BYTES = 32 << 20
 MAX_THREADS = 8
 _DUMMY_STD = 0.02
+_DUMMY_SCALE = 121  # an exponent that makes MXFP4 numbers about as small: 2 ** (121 - 127)
 _DUMMY_ONES = (Role.NORM, Role.HEAD_NORM, Role.FINAL_NORM)
 
 
@@ -78,7 +80,7 @@ class MappedReader:
     def announce(self, weights: Sequence[Parts]) -> None: ...
 
     def read(self, parts: Parts, *, own: bool = False) -> Tensor:
-        dtype = torch.float32 if parts[0].is_wide else self._dtype
+        dtype = _dtype_of(parts, self._dtype)
         if len(parts) > 1:
             return _joined([_cut(self._view(part.name), part) for part in parts], dtype)
         view = _cut(self._view(parts[0].name), parts[0])
@@ -135,7 +137,7 @@ class DummyReader:
 
     def read(self, parts: Parts, *, own: bool = False) -> Tensor:  # noqa: ARG002
         cuts = [_cut(self._whole(part.name), part) for part in parts]
-        if parts[0].is_wide:
+        if parts[0].kept is Kept.FLOAT32:
             return cuts[0].float()
         return cuts[0].contiguous() if len(cuts) == 1 else torch.cat(cuts)
 
@@ -154,8 +156,18 @@ class DummyReader:
         shape, role = self._weights[name].shape, self._weights[name].role
         if role in _DUMMY_ONES:
             return torch.ones(shape, dtype=self._dtype, device=self._device)
+        if role is Role.EXPERT_SCALES:
+            return torch.full(shape, _DUMMY_SCALE, dtype=torch.uint8, device=self._device)
         generator = torch.Generator(self._device).manual_seed(zlib.crc32(name.encode()))
+        if role is Role.EXPERT_BLOCKS:
+            return torch.randint(256, shape, dtype=torch.uint8, device=self._device, generator=generator)
         return torch.empty(shape, dtype=self._dtype, device=self._device).normal_(0.0, _DUMMY_STD, generator=generator)
+
+
+def _dtype_of(parts: Parts, model_dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype that ``parts`` have in memory, unless they are in FP8."""
+    dtypes = {Kept.MODEL: model_dtype, Kept.FLOAT32: torch.float32, Kept.BYTES: torch.uint8}
+    return dtypes[parts[0].kept]
 
 
 def _joined(views: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
@@ -225,8 +237,7 @@ class StagedReader:
     def announce(self, weights: Sequence[Parts]) -> None:
         pieces: list[tuple[_Piece, list[Future[None]]]] = []
         for parts in weights:
-            dtype = torch.float8_e4m3fn if self.is_fp8(parts) else self._dtype
-            dtype = torch.float32 if parts[0].is_wide else dtype
+            dtype = torch.float8_e4m3fn if self.is_fp8(parts) else _dtype_of(parts, self._dtype)
             target = torch.empty(self._shape(parts), dtype=dtype, device=self._device)
             futures: list[Future[None]] = []
             self._targets[parts] = (target, futures)
@@ -281,15 +292,19 @@ class StagedReader:
         return self._records[part.name].shape[0] if part.rows is None else len(part.rows)
 
     def _pieces(self, part: Part, target: Tensor) -> list[_Piece]:
-        record = self._records[part.name]
+        record, shape = self._records[part.name], self._records[part.name].shape
+        rows_of_part, columns_of_part = part.rows, part.columns
+        if record.is_transposed:
+            shape, target = shape[::-1], target.t()
+            rows_of_part, columns_of_part = columns_of_part, rows_of_part
         dtype = STORED_DTYPES[record.dtype]
-        row_bytes = math.prod(record.shape[1:]) * dtype.itemsize
+        row_bytes = math.prod(shape[1:]) * dtype.itemsize
         columns = range(row_bytes)
-        if part.columns is not None:
-            columns = range(part.columns.start * dtype.itemsize, part.columns.stop * dtype.itemsize)
+        if columns_of_part is not None:
+            columns = range(columns_of_part.start * dtype.itemsize, columns_of_part.stop * dtype.itemsize)
         if record.file not in self._files:
             self._files[record.file] = _File(record.file)
-        file, first = self._files[record.file], 0 if part.rows is None else part.rows.start
+        file, first = self._files[record.file], 0 if rows_of_part is None else rows_of_part.start
         step = max(1, self._staging_bytes // max(1, len(columns)))
         return [
             _Piece(file, record.offset + (first + row) * row_bytes, len(rows), row_bytes, columns, dtype, rows)

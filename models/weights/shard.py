@@ -4,6 +4,7 @@ Each layer declares how ranks share its weights (:mod:`splitserve.models.layers.
 """
 
 from dataclasses import dataclass, replace
+from enum import Enum, auto
 from typing import TypeAlias
 
 from splitserve.models.config import ModelConfig
@@ -20,6 +21,14 @@ class Shard:
     has_whole_experts: bool = False  # ranks share the experts of a layer, else each expert's inner dimension
 
 
+class Kept(Enum):
+    """The type that a weight has in memory."""
+
+    MODEL = auto()  # the model's dtype, or FP8 as stored
+    FLOAT32 = auto()
+    BYTES = auto()  # as stored
+
+
 @dataclass(frozen=True, slots=True)
 class Part:
     """A rectangle of the stored tensor ``name``; None stands for all rows or columns. A vector has rows only."""
@@ -27,7 +36,7 @@ class Part:
     name: str
     rows: range | None = None
     columns: range | None = None
-    is_wide: bool = False  # read as float32, whatever the model's dtype is
+    kept: Kept = Kept.MODEL
 
 
 Parts: TypeAlias = tuple[Part, ...]

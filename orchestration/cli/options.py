@@ -116,7 +116,13 @@ def _add_pool_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(WORKERS)
     group.add_argument("--prefill", type=COUNT, default=0, metavar="P", help="number of prefill workers")
     group.add_argument("--decode", type=COUNT, default=0, metavar="D", help="number of decode workers")
-    group.add_argument("--mixed", type=COUNT, default=0, metavar="N", help="number of workers that do both phases")
+    group.add_argument(
+        "--mixed",
+        type=COUNT,
+        default=0,
+        metavar="N",
+        help="number of workers that do both phases; 1 if no workers are given",
+    )
     for pool in (Role.PREFILL, Role.DECODE):
         group.add_argument(
             f"--{pool}-tp",

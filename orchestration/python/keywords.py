@@ -52,7 +52,6 @@ def spec_of(
             raise TypeError(f"there is no setting {name!r}{did_you_mean(name, known)}")
     wanted = dict(settings)
     if spec is None:
-        pools = pools if any(pools.values()) else {"mixed": 1}
         wanted.setdefault("port", 0)
     arguments = [f"--{name}={count}" for name, count in pools.items() if count]
     for name, value in wanted.items():

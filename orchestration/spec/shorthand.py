@@ -35,15 +35,16 @@ def simple_spec(
 ) -> ClusterSpec:
     """Return a cluster whose pools are named after their roles and share ``engine``'s settings.
 
-    ``prefill_tp``, ``decode_tp``: ranks of the workers of that role, if they differ from the engine's. ``parts`` are
-    further parts of :class:`ClusterSpec`. Raises :class:`ConfigError`, also for settings that apply to no worker.
+    Without any worker there is a mixed one. ``prefill_tp``, ``decode_tp``: ranks of the workers of that role, if they
+    differ from the engine's. ``parts`` are further parts of :class:`ClusterSpec`. Raises :class:`ConfigError`, also for
+    settings that apply to no worker.
     """
     numbers = {Role.PREFILL: num_prefill, Role.DECODE: num_decode, Role.MIXED: num_mixed}
     for role, number in numbers.items():
         if number < 0:
             raise ConfigError(f"--{role} is {number}; it must not be negative")
     if not any(numbers.values()):
-        raise ConfigError("no workers: say --prefill P --decode D (disaggregated) or --mixed N (not disaggregated)")
+        numbers[Role.MIXED] = 1
     ranks = {Role.PREFILL: prefill_tp, Role.DECODE: decode_tp}
     for role, num_ranks in ranks.items():
         if num_ranks and not numbers[role]:

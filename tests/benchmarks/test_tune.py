@@ -14,10 +14,12 @@ from splitserve.benchmarks.kernels.device_timing import TOLERANCE, relative_erro
 from splitserve.benchmarks.kernels.tune import Search, Tuner
 from splitserve.benchmarks.kernels.tune_compile import CompilePool
 from splitserve.common.errors import ConfigError
+from splitserve.kernels.experts.spec import RouterSpec
 from splitserve.kernels.tuning import parameters as tuning
 from splitserve.kernels.tuning.parameters import Params, TunedEntry
 from splitserve.kernels.tuning.tunables import OPERATIONS, TuneTarget, load_tunable
 from splitserve.models.demo.checkpoint import SHAPES
+from splitserve.models.experts import ExpertsSpec
 from splitserve.orchestration.cli import main as cli
 
 CPU = torch.device("cpu")
@@ -164,6 +166,24 @@ def test_tunables_agree_with_their_reference(operation: str, is_shard: bool) -> 
         for params in ({}, case.candidates({})[0]):
             with tuning.forced(operation, params):
                 assert relative_error(case.calls()[0](), expected) <= TOLERANCE[target.dtype]
+
+
+@pytest.mark.on_gpu
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("is_mxfp4", [False, True])
+def test_experts_agree_with_their_reference(is_mxfp4: bool) -> None:
+    pytest.importorskip("triton")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    experts = ExpertsSpec(RouterSpec(4, 2), 32, is_mxfp4=is_mxfp4)
+    target = TuneTarget(replace(SHAPES["tiny"], experts=experts), torch.float32, device, 4)
+    tunable = load_tunable("experts")
+    (key,) = tunable.shape_keys(target)
+    case = tunable.case(target, key, 2)
+    assert case is not None
+    expected = case.expected()
+    for params in ({}, case.candidates({})[1]):
+        with tuning.forced("experts", params):
+            assert relative_error(case.calls()[0](), expected) <= TOLERANCE[torch.float32]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for Triton's interpreter, which needs tiny shapes")

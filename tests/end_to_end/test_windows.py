@@ -6,8 +6,10 @@ import signal
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from mxfp4_checkpoints import pack_experts
 from serving import Reference, complete_all, transformers_greedy, wait_until_quiet, worker_metrics
 from small_clusters import BLOCK_SIZE, MAX_TOKENS, body, cluster
 from splitserve.orchestration.cluster.launcher import LocalCluster
@@ -84,6 +86,27 @@ def test_workers_of_different_sizes_hand_over_both_groups(
     spec = simple_spec(engine, port=0, num_prefill=1, num_decode=1, prefill_tp=prefill_tp, decode_tp=decode_tp)
     with LocalCluster(spec, log_level="warning") as running:
         check_twice(running, window_model, references, "disaggregated")
+
+
+@pytest.mark.parametrize(
+    ("prefill_tp", "decode_tp", "expert_parallel"),
+    [(1, 1, "auto"), *(pytest.param(*shape, marks=pytest.mark.slow) for shape in ((2, 1, "on"), (1, 2, "off")))],
+)
+def test_sinks_and_experts_in_mxfp4(
+    tiny_qwen3: Path, tmp_path: Path, prefill_tp: int, decode_tp: int, expert_parallel: str
+) -> None:
+    model = write_window_model(tmp_path / "gpt-oss", "GptOssForCausalLM", tiny_qwen3)
+    pack_experts(model)
+    engine = EngineConfig(
+        model=str(model), dtype="float32", block_size=BLOCK_SIZE, kv_memory_bytes=16 << 20, threads=1,
+        max_num_batched_tokens=64, max_num_seqs=16,
+    )  # fmt: skip
+    sizes = {"prefill_tp": prefill_tp, "decode_tp": decode_tp}
+    if (prefill_tp, decode_tp) != (1, 1):
+        engine = msgspec.structs.replace(engine, expert_parallel=expert_parallel)
+    spec = simple_spec(engine, port=0, num_prefill=1, num_decode=1, **sizes)
+    with LocalCluster(spec, log_level="warning") as running:
+        check_twice(running, model, transformers_greedy(model, PROMPTS, MAX_TOKENS), "disaggregated")
 
 
 def test_tokens_stay_right_when_a_decode_worker_dies(window_model: Path) -> None:

@@ -9,6 +9,7 @@ from attention_cases import Lengths, edge_lengths, paged_case, plain_attention
 from splitserve.kernels.api import AttentionShape, PagedAttention
 from splitserve.kernels.flashinfer.attention import unsupported_reason
 from splitserve.kernels.reference.attention import ReferencePagedAttention
+from splitserve.kernels.registry import Target, backends
 from splitserve.kernels.triton.attention import TritonPagedAttention
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.on_gpu]
@@ -39,4 +40,6 @@ def test_sinks_take_their_share(backend: Callable[[AttentionShape], PagedAttenti
 
 def test_backends_without_sinks_say_so() -> None:
     shape = AttentionShape(8, 2, 64, 16, 2, torch.bfloat16, DEVICE, has_sinks=True)
+    reasons = backends("make_attention", Target(torch.device("cuda"), torch.bfloat16, 64, has_sinks=True))
+    assert reasons["hybrid"] == reasons["flashinfer"] == "it takes no attention sinks"
     assert "no sinks; use the triton backend" in str(unsupported_reason(shape))

@@ -1,9 +1,6 @@
 """Each family of the registry against transformers: random checkpoints in which every weight changes the tokens."""
 
-import math
 import random
-import threading
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,28 +8,24 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
+from family_runs import CPU, NUM_BLOCKS, make_runner, tokens_of_two_ranks
+from family_runs import greedy as greedy_tokens
 from latent_families import LATENT_FAMILIES, LATENT_MISTAKES
 from splitserve.kernels.experts.spec import GroupScore, Score
 from splitserve.kernels.fp8.kv import FP8, DequantisingAttention
-from splitserve.kernels.reference import operations as reference
 from splitserve.kernels.reference.attention import ReferencePagedAttention
 from splitserve.kernels.registry import select_kernels
-from splitserve.models.config import ModelConfig, load_model_config
+from splitserve.models.config import load_model_config
 from splitserve.models.declared import declare
 from splitserve.models.families.registry import FAMILIES
-from splitserve.models.parallel.ranks import Alone, Collectives
 from splitserve.models.runner.runner import ModelRunner
-from splitserve.models.weights.loader import load_model
-from splitserve.models.weights.shard import Shard
-from splitserve.protocol.step import SampleSpec, ScheduledChunk, StepPlan
+from splitserve.models.weights.checkpoint import read_records
+from splitserve.models.weights.fused_experts import expert_records
+from splitserve.protocol.step import SampleSpec, ScheduledChunk
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-CPU = torch.device("cpu")
-BLOCK_SIZE = 16
-NUM_BLOCKS = 8
 NUM_NEW_TOKENS = 24
 NUM_AT_EDGES = 4  # after prompts whose length is the point
 VOCAB_SIZE = 500
@@ -97,6 +90,14 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
         "norm_topk_prob": True,
     },
     **LATENT_FAMILIES,
+    "GptOssForCausalLM": {
+        **WINDOW,
+        "num_experts_per_tok": 2,
+        "num_local_experts": 4,
+        "intermediate_size": 32,
+        "swiglu_limit": 3.0,
+        "rope_parameters": {**YARN, "truncate": False},
+    },
     "GraniteForCausalLM": {**BIASED, **SCALES},
     "LlamaForCausalLM": BIASED,
     "MiniMaxM2ForCausalLM": {
@@ -141,10 +142,9 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     model.config.eos_token_id = model.generation_config.eos_token_id = model.generation_config.pad_token_id = None
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if parameter.dim() == 1:
-                parameter.add_(
-                    (BIAS if name.endswith(".bias") and "norm" not in name else NOISE) * torch.randn_like(parameter)
-                )
+            if parameter.dim() == 1 or name.endswith("_bias"):
+                is_bias = name.endswith("bias") and "norm" not in name
+                parameter.add_((BIAS if is_bias else NOISE) * torch.randn_like(parameter))
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.add_(NOISE * torch.randn_like(buffer))
@@ -166,27 +166,8 @@ def reference_tokens(model: Any, prompt: list[int]) -> list[int]:
     return tokens
 
 
-def make_runner(
-    path: Path, group: Collectives | None = None, *, config: ModelConfig | None = None, **options: Any
-) -> ModelRunner:
-    model = load_model(path, config or load_model_config(path), dtype=torch.float32, device=CPU, group=group, **options)
-    local, dtype = model.config, options.get("kv_dtype", torch.float32)
-    shape = (NUM_BLOCKS, *local.block_shape(BLOCK_SIZE))
-    return ModelRunner(model, torch.full(shape, math.nan).to(dtype))
-
-
 def greedy(runner: ModelRunner, prompt: list[int], budget: int, count: int = NUM_NEW_TOKENS) -> list[int]:
-    """Tokens drawn after ``prompt``, computed in chunks of at most ``budget``."""
-    tokens, num_computed = list(prompt), 0
-    while len(tokens) < len(prompt) + count:
-        end = min(num_computed + budget, len(tokens))
-        spec = SampleSpec(0.0, 0, 1.0, 0, 0, end) if end == len(tokens) else None
-        chunk = ScheduledChunk(tokens[num_computed:end], num_computed, range(NUM_BLOCKS), spec)
-        (token,) = runner.run(StepPlan([chunk])).token_ids
-        num_computed = end
-        if token is not None:
-            tokens.append(token)
-    return tokens[len(prompt) :]
+    return greedy_tokens(runner, prompt, budget, count)
 
 
 @pytest.mark.parametrize("budget", [512, 16, 13])
@@ -239,6 +220,16 @@ MISTAKES: list[tuple[str, dict[str, Any]]] = [
     ("Glm4MoeForCausalLM", {"experts": {"router": {"kept_groups": 3}}}),
     ("Glm4MoeForCausalLM", {"experts": {"router": {"group_score": GroupScore.MAX}}}),
     ("Glm4MoeForCausalLM", {"experts": {"router": {"top_k": 1}}}),
+    ("GptOssForCausalLM", {"window": 7}),
+    ("GptOssForCausalLM", {"window": 9}),
+    ("GptOssForCausalLM", {"rope_scaling": None}),
+    ("GptOssForCausalLM", {"rope_scaling": {"truncate": True}}),
+    ("GptOssForCausalLM", {"rope_scaling": {"attention_factor": 1.0}}),
+    ("GptOssForCausalLM", {"experts": {"router": {"score": Score.SOFTMAX}}}),
+    ("GptOssForCausalLM", {"experts": {"activation": {"interleaved": False}}}),
+    ("GptOssForCausalLM", {"experts": {"activation": {"limit": None}}}),
+    ("GptOssForCausalLM", {"experts": {"activation": {"sigmoid_factor": 1.0}}}),
+    ("GptOssForCausalLM", {"experts": {"activation": {"up_offset": 0.0}}}),
     ("GraniteForCausalLM", {"attention_scale": None}),
     ("GraniteForCausalLM", {"embedding_scale": 1.0}),
     ("GraniteForCausalLM", {"residual_scale": 1.0}),
@@ -298,57 +289,12 @@ def test_the_text_model_of_a_checkpoint_with_other_parts_is_served(tmp_path: Pat
     assert greedy(make_runner(tmp_path), PROMPTS[1], 512) == reference_tokens(model, PROMPTS[1])
 
 
-class Ranks:
-    """Two ranks that are threads of this process."""
-
-    def __init__(self) -> None:
-        self.barrier = threading.Barrier(2, timeout=60)
-        self.shown: list[Tensor] = [torch.empty(0)] * 2
-
-    def exchange(self, rank: int, tensor: Tensor) -> Sequence[Tensor]:
-        self.barrier.wait()
-        self.shown[rank] = tensor.clone()
-        self.barrier.wait()
-        return list(self.shown)
-
-
-class Rank(Alone):
-    def __init__(self, rank: int, ranks: Ranks, *, has_whole_experts: bool = False) -> None:
-        self.shard = Shard(rank, 2, has_whole_experts)
-        self._ranks = ranks
-
-    def add_reduced(
-        self, residual: Tensor, parts: Tensor, norm: Tensor | None = None, eps: float = 0.0
-    ) -> Tensor | None:
-        first, second = self._ranks.exchange(self.shard.rank, parts.sum(0))
-        residual.add_(first + second)
-        return None if norm is None else reference.rms_norm(residual, norm, eps)
-
-    def gather_columns(self, part: Tensor) -> Tensor:
-        return torch.cat(tuple(self._ranks.exchange(self.shard.rank, part)), 1)
-
-
 def test_two_ranks_draw_the_same_tokens(family: tuple[Path, list[list[int]]]) -> None:
     path, expected = family
-    assert tokens_of_two_ranks(path) == {0: expected[:3], 1: expected[:3]}
+    prompts, same = PROMPTS[:3], {0: expected[:3], 1: expected[:3]}
+    assert tokens_of_two_ranks(path, prompts, NUM_NEW_TOKENS) == same
     if load_model_config(path).experts is not None:
-        assert tokens_of_two_ranks(path, has_whole_experts=True) == {0: expected[:3], 1: expected[:3]}
-
-
-def tokens_of_two_ranks(path: Path, *, has_whole_experts: bool = False) -> dict[int, list[list[int]]]:
-    ranks = Ranks()
-    tokens: dict[int, list[list[int]]] = {}
-
-    def run(rank: int) -> None:
-        runner = make_runner(path, Rank(rank, ranks, has_whole_experts=has_whole_experts))
-        tokens[rank] = [greedy(runner, prompt, 512) for prompt in PROMPTS[:3]]
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return tokens
+        assert tokens_of_two_ranks(path, prompts, NUM_NEW_TOKENS, has_whole_experts=True) == same
 
 
 def test_every_weight_changes_the_tokens(family: tuple[Path, list[list[int]]], tmp_path: Path) -> None:
@@ -366,9 +312,9 @@ def test_every_weight_changes_the_tokens(family: tuple[Path, list[list[int]]], t
 
 def test_dummy_weights_have_the_checkpoints_shape(family: tuple[Path, list[list[int]]]) -> None:
     path, _ = family
-    stored = load_file(path / "model.safetensors")
-    declared = {weight.name: weight.shape for weight in declare(load_model_config(path)).weights()}
-    assert declared == {name: tuple(tensor.shape) for name, tensor in stored.items()}
+    weights = list(declare(load_model_config(path)).weights())
+    stored = expert_records(read_records(path), weights)
+    assert {weight.name: weight.shape for weight in weights} == {name: each.shape for name, each in stored.items()}
     runner = make_runner(path, load_format="dummy")
     assert all(0 <= token < VOCAB_SIZE for token in greedy(runner, PROMPTS[0], 512, count=3))
 

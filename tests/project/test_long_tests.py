@@ -64,6 +64,16 @@ def test_another_tree_begins_anew(
     assert capfd.readouterr().out.count("piece 1 of 4") == 2
 
 
+def test_figures_add_up_and_lists_join(script: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    program = "import os; open(os.environ['SPLITSERVE_FIGURES'], 'w').write('{\"requests\": 5, \"each\": [\"a\"]}')"
+    pieces = [script.Piece((sys.executable, "-c", program))] * 2
+    monkeypatch.setattr(script, "matrices", lambda: {"schedules": pieces})
+    assert run(script, monkeypatch, "--pieces", "1") == 0
+    assert run(script, monkeypatch, "--result-dir", str(tmp_path)) == 0
+    result = json.loads((tmp_path / "long-tests-schedules-0a1b2c3.json").read_text())
+    assert (result["figures"], result["each"]) == ({"requests": 10}, ["a", "a"])
+
+
 def test_a_piece_that_fails_ends_the_run(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     failing = script.Piece((sys.executable, "-c", "raise SystemExit(3)"))
     monkeypatch.setattr(script, "matrices", lambda: {"schedules": [failing]})

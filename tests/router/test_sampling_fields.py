@@ -82,6 +82,21 @@ def test_values_within_the_bounds_are_accepted_and_others_refused_by_name(model:
             assert (caught.value.param or "").startswith(name), (name, value, caught.value.body())
 
 
+@pytest.mark.parametrize(
+    ("bias", "param", "message"),
+    [
+        ({"x": 1}, "logit_bias", 'logit_bias: keys must be token ids, got "x"'),
+        ({"-1": 1}, "logit_bias", 'logit_bias: keys must be token ids, got "-1"'),
+        ({"5": "much"}, "logit_bias.5", 'logit_bias.5 must be a number from -100 to 100, got "much"'),
+        ([5], "logit_bias", "logit_bias must be an object of numbers from -100 to 100 (at most 1024 fields), got [5]"),
+    ],
+)
+def test_a_fault_in_a_map_is_described(bias: Any, param: str, message: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        parsed(CompletionRequest, logit_bias=bias)
+    assert (caught.value.param, caught.value.message) == (param, message)
+
+
 def test_null_stands_for_the_neutral_value(tiny_qwen3: Path) -> None:
     request = parsed(CompletionRequest, **dict.fromkeys(TYPES))
     tokenizer = ModelTokenizer(tiny_qwen3)

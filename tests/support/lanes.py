@@ -64,6 +64,7 @@ BESIDE_OTHERS = {
     "router/test_add_a_routing_policy",
     "models/test_add_a_model_family",
     "models/test_families",
+    "models/experts/test_mxfp4",
     "models/test_demo",
     "models/test_loader",
     "models/test_fp8",

@@ -61,7 +61,7 @@ class RealStorm:
             found["tokens"] += sum(len(choice.token_ids) for choice in answer.choices)
             found["lost a worker"] += any(choice.failed_attempts for choice in answer.choices)
             found["lost a worker between first and last token"] += any(map(self._was_hit, answer.choices))
-            found["lost a worker during a hand-over"] += any(map(_was_in_handover, answer.choices))
+            found["lost a worker during a hand-over"] += any(map(self._was_hit_in_handover, answer.choices))
             found["answers with calls"] += any(choice.calls for choice in answer.choices)
             found["answers with reasoning"] += any(choice.reasoning for choice in answer.choices)
         found["documents checked"] = self.num_documents
@@ -71,12 +71,19 @@ class RealStorm:
 
     def _was_hit(self, choice: ChoiceAnswer) -> bool:
         """Return whether a worker of the choice was hit between its first and its last token."""
-        if not choice.failed_attempts or not choice.arrivals:
-            return False
-        lost = {attempt.worker.partition("@")[0] for attempt in choice.failed_attempts}
-        return any(
-            fault.worker in lost and choice.arrivals[0] <= fault.at <= choice.arrivals[-1] for fault in self.faults
-        )
+        return self._is_hit(choice, {attempt.worker for attempt in choice.failed_attempts})
+
+    def _was_hit_in_handover(self, choice: ChoiceAnswer) -> bool:
+        """Return whether a hand-over of the choice failed, or its prefill worker was hit after the first token, before
+        decode had all blocks: a later loss of that worker doesn't concern the choice."""
+        lost = {attempt.worker for attempt in choice.failed_attempts if attempt.reason == LOST}
+        is_failed = any(attempt.reason == HANDOVER for attempt in choice.failed_attempts)
+        return is_failed or self._is_hit(choice, {worker for worker in lost if worker.startswith("prefill")})
+
+    def _is_hit(self, choice: ChoiceAnswer, workers: set[str]) -> bool:
+        names = {worker.partition("@")[0] for worker in workers}
+        first, last = (choice.arrivals[0], choice.arrivals[-1]) if choice.arrivals else (0.0, 0.0)
+        return any(fault.worker in names and first <= fault.at <= last for fault in self.faults)
 
     def compare(self, expected: dict[str, StormAnswer], referee: StormReferee) -> None:
         """Compare all answers with those of the undisturbed worker, and check their documents."""
@@ -110,14 +117,6 @@ class RealStorm:
         attempts = [f"{each.worker} {each.reason}" for each in answer.choices[number].failed_attempts]
         body = {name: value for name, value in self.cases[answer.case].body.items() if name != "prompt"}
         self.problems.append(f"{answer.case}, choice {number}: {problem} (failed attempts: {attempts}): {body}")
-
-
-def _was_in_handover(choice: ChoiceAnswer) -> bool:
-    """Return whether a hand-over of the choice failed, or its prefill worker was lost before the end of one."""
-    return any(
-        attempt.reason == HANDOVER or (attempt.reason == LOST and attempt.worker.startswith("prefill"))
-        for attempt in choice.failed_attempts
-    )
 
 
 def undisturbed_answers(model: Path, cases: Sequence[StormCase]) -> dict[str, StormAnswer]:
@@ -225,7 +224,7 @@ def main() -> None:
     print(json.dumps(figures | {"seconds": round(time.monotonic() - began, 1)}, indent=2))
     print(*storm.near_ties, *storm.problems, sep="\n")
     if path := os.environ.get("SPLITSERVE_FIGURES"):
-        Path(path).write_text(json.dumps(figures))
+        Path(path).write_text(json.dumps(figures | {"near-ties, each": storm.near_ties}))
     is_short = len(storm.answers) < options.requests
     has_many_ties = len(storm.near_ties) > max(1, MAX_NEAR_TIES * options.requests)
     sys.exit(1 if storm.problems or is_short or has_many_ties else 0)

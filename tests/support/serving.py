@@ -14,7 +14,7 @@ from typing import Any
 import aiohttp
 import msgspec
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Mxfp4Config
 
 from splitserve.protocol.cluster_report import ClusterReport
 from splitserve.protocol.config import ProtocolConfig
@@ -44,7 +44,9 @@ class Reference:
 
 def transformers_greedy(model_path: Path, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[Reference]:
     """Return the tokens of ``generate`` for each prompt alone, in float32, past end-of-sequence tokens."""
-    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval()
+    is_packed = "mxfp4" in (model_path / "config.json").read_text()
+    options = {"quantization_config": Mxfp4Config(dequantize=True)} if is_packed else {}
+    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32, **options).eval()
     references = []
     for prompt in prompts:
         result = model.generate(

@@ -127,11 +127,12 @@ async def ask(session: aiohttp.ClientSession, url: str, path: str, name: str, bo
                 answer.error = f"HTTP {response.status}: {(await response.text())[:300]}"
                 return answer
             async for line in response.content:
+                if not line.startswith(b"data:"):  # an empty line, or a comment in a silence
+                    continue
                 payload = line.removeprefix(b"data:").strip()
                 if payload == b"[DONE]":
                     break
-                if payload:
-                    answer.take(msgspec.json.decode(payload), time.monotonic())
+                answer.take(msgspec.json.decode(payload), time.monotonic())
             else:
                 answer.error = "the stream ended without [DONE]"
     except (aiohttp.ClientError, TimeoutError, msgspec.DecodeError) as error:

@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
+import torch
 
 from schedules import Schedule, random_schedule, run_schedule
 from splitserve.protocol.request import RequestKey
@@ -166,6 +167,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=500, metavar="N", help="end after as many")
     parser.add_argument("--first", type=int, default=0, metavar="SEED", help="seed of the first schedule")
     options = parser.parse_args()
+    torch.set_num_threads(1)  # rows of small tensors: more threads only wait for each other
     began = time.monotonic()
     try:
         found = run_storm(options.requests, options.first)

@@ -26,6 +26,20 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
     "Cohere2ForCausalLM": {"layer_types": KINDS},
     "Gemma2ForCausalLM": {"layer_types": KINDS, "query_pre_attn_scalar": 16, "attn_logit_softcapping": 3.0},
     "Gemma3ForCausalLM": {"layer_types": KINDS, "query_pre_attn_scalar": 16},
+    "GptOssForCausalLM": {
+        "layer_types": KINDS,
+        "head_dim": 32,
+        "intermediate_size": 64,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1e4,
+            "factor": 16.0,
+            "truncate": False,
+            "original_max_position_embeddings": 64,
+        },
+    },
     "MistralForCausalLM": {},  # every layer has the window
     "Olmo3ForCausalLM": {"layer_types": KINDS},
 }
@@ -42,8 +56,8 @@ def write_window_model(path: Path, architecture: str, tokenizer: Path, **sizes: 
     model = model_class(config).eval()
     model.config.eos_token_id = model.generation_config.eos_token_id = model.generation_config.pad_token_id = None
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 1:
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 1 or name.endswith("_bias"):
                 parameter.add_(NOISE * torch.randn_like(parameter))
     model.save_pretrained(path)
     for name in ("tokenizer.json", "tokenizer_config.json"):

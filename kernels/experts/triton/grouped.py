@@ -11,11 +11,13 @@ from torch import Tensor
 
 from splitserve.kernels.experts.launch import ExpertLaunch
 from splitserve.kernels.experts.triton.activation import ACTIVATION_NUMBERS, activate
+from splitserve.kernels.experts.triton.mxfp4 import elements_of, power_of_two
 from splitserve.kernels.experts.triton.sorting import SortedPairs
 from splitserve.kernels.experts.weights import ExpertWeights
 from splitserve.kernels.fp8.triton_linear import quantise_rows
-from splitserve.kernels.fp8.weight import GROUP
+from splitserve.kernels.fp8.weight import GROUP as FP8_GROUP
 
+_PLAIN, _FP8, _MXFP4 = 0, 1, 2
 _SUM_BLOCK = 1024
 
 
@@ -26,15 +28,16 @@ def grouped_gate_up(
     num_pairs, inner_size, hidden_size = x.shape[0] * top_k, weights.inner_size, x.shape[1]
     out = torch.empty((num_pairs, inner_size), dtype=x.dtype, device=x.device)
     activation, scales = weights.activation, weights.gate_up_scales
-    x, x_scales = (x, x) if scales is None else quantise_rows(x, GROUP)
+    number_format = _format(scales)
+    x, x_scales = quantise_rows(x, FP8_GROUP) if number_format == _FP8 else (x, x)
     grid = (triton.cdiv(inner_size, launch.block_n), ordered.tile_experts.shape[0])
     _gate_up_kernel[grid](
         x, x_scales, weights.gate_up, x if scales is None else scales, _or(weights.gate_up_bias, x), out,
         ordered.pairs, ordered.tile_experts, num_pairs, activation.limit or 0.0, activation.sigmoid_factor,
-        activation.up_offset, HIDDEN=hidden_size, INNER=inner_size, TOP_K=top_k, IS_FP8=scales is not None,
+        activation.up_offset, HIDDEN=hidden_size, INNER=inner_size, TOP_K=top_k, FORMAT=number_format,
         HAS_BIAS=weights.gate_up_bias is not None, INTERLEAVED=activation.interleaved,
         HAS_LIMIT=activation.limit is not None, FUNCTION=ACTIVATION_NUMBERS[activation.function],
-        BLOCK_M=ordered.block_m, BLOCK_N=launch.block_n, BLOCK_K=GROUP if scales is not None else launch.block_k,
+        BLOCK_M=ordered.block_m, BLOCK_N=launch.block_n, BLOCK_K=FP8_GROUP if number_format == _FP8 else launch.block_k,
         num_warps=launch.num_warps, num_stages=launch.num_stages,
     )  # fmt: skip
     return out
@@ -49,13 +52,14 @@ def grouped_down(
     hidden_size = weights.down.shape[1]
     out = torch.empty((num_pairs, hidden_size), dtype=inner.dtype, device=inner.device)
     scales = weights.down_scales
-    x, x_scales = (inner, inner) if scales is None else quantise_rows(inner, GROUP)
+    number_format = _format(scales)
+    x, x_scales = quantise_rows(inner, FP8_GROUP) if number_format == _FP8 else (inner, inner)
     grid = (triton.cdiv(hidden_size, launch.down_block_n), ordered.tile_experts.shape[0])
     _down_kernel[grid](
         x, x_scales, weights.down, x if scales is None else scales, _or(weights.down_bias, x), factors, out,
         ordered.pairs, ordered.tile_experts, num_pairs, HIDDEN=hidden_size, INNER=inner_size,
-        IS_FP8=scales is not None, HAS_BIAS=weights.down_bias is not None, BLOCK_M=ordered.block_m,
-        BLOCK_N=launch.down_block_n, BLOCK_K=GROUP if scales is not None else launch.down_block_k,
+        FORMAT=number_format, HAS_BIAS=weights.down_bias is not None, BLOCK_M=ordered.block_m,
+        BLOCK_N=launch.down_block_n, BLOCK_K=FP8_GROUP if number_format == _FP8 else launch.down_block_k,
         num_warps=launch.num_warps, num_stages=launch.num_stages,
     )  # fmt: skip
     return out
@@ -73,25 +77,52 @@ def sum_of_choices(products: Tensor, experts: Tensor, first: int, num_experts: i
     return out
 
 
+def _format(scales: Tensor | None) -> int:
+    """Return the number that the kernels have for a weight's format, given its scales."""
+    if scales is None:
+        return _PLAIN
+    return _MXFP4 if scales.dtype == torch.uint8 else _FP8
+
+
 def _or(tensor: Tensor | None, other: Tensor) -> Tensor:
     return other if tensor is None else tensor
 
 
 @triton.jit
 def _tile(x_at, weight_at, x_scales_at, weight_scales_at, total, SIZE: tl.constexpr, BLOCK_K: tl.constexpr,
-          IS_FP8: tl.constexpr):  # fmt: skip
+          FORMAT: tl.constexpr):  # fmt: skip
     """Return ``total`` plus the product of a tile's rows of x and of the weight; pointers are those of the rows."""
+    if FORMAT == 2:
+        return _packed_tile(x_at, weight_at, weight_scales_at, total, SIZE, BLOCK_K)
     columns = tl.arange(0, BLOCK_K)
     for start in range(0, SIZE, BLOCK_K):
         inside = start + columns < SIZE
         rows = tl.load(x_at[:, None] + start + columns[None, :], mask=inside[None, :], other=0.0)
         weight = tl.load(weight_at[None, :] + start + columns[:, None], mask=inside[:, None], other=0.0)
-        if IS_FP8:
+        if FORMAT == 1:
             group = start // BLOCK_K
             scale = tl.load(x_scales_at + group)[:, None] * tl.load(weight_scales_at + group)[None, :]
             total += tl.dot(rows, weight) * scale
         else:
             total = tl.dot(rows, weight, total, input_precision="ieee")
+    return total
+
+
+@triton.jit
+def _packed_tile(x_at, blocks_at, scales_at, total, SIZE: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Return the same for a weight in MXFP4, whose bytes have the elements of two neighbouring columns."""
+    HALF: tl.constexpr = BLOCK_K // 2
+    pairs = tl.arange(0, HALF)
+    for start in range(0, SIZE // 2, HALF):
+        at = start + pairs
+        inside = at < SIZE // 2
+        even = tl.load(x_at[:, None] + 2 * at[None, :], mask=inside[None, :], other=0.0)
+        odd = tl.load(x_at[:, None] + 2 * at[None, :] + 1, mask=inside[None, :], other=0.0)
+        low, high = elements_of(tl.load(blocks_at[None, :] + at[:, None], mask=inside[:, None], other=0))
+        scales = tl.load(scales_at[None, :] + (at // 16)[:, None], mask=inside[:, None], other=127)
+        scales = power_of_two(scales)
+        total = tl.dot(even, (low * scales).to(even.dtype), total, input_precision="ieee")
+        total = tl.dot(odd, (high * scales).to(odd.dtype), total, input_precision="ieee")
     return total
 
 
@@ -112,7 +143,7 @@ def _gate_up_kernel(
     HIDDEN: tl.constexpr,
     INNER: tl.constexpr,
     TOP_K: tl.constexpr,
-    IS_FP8: tl.constexpr,
+    FORMAT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     HAS_LIMIT: tl.constexpr,
@@ -124,7 +155,8 @@ def _gate_up_kernel(
     expert = tl.load(tile_experts_ptr + tl.program_id(1)).to(tl.int64)
     if expert < 0:
         return
-    GROUPS: tl.constexpr = (HIDDEN + BLOCK_K - 1) // BLOCK_K
+    GROUPS: tl.constexpr = (HIDDEN + BLOCK_K - 1) // BLOCK_K if FORMAT != 2 else HIDDEN // 32
+    ROW: tl.constexpr = HIDDEN if FORMAT != 2 else HIDDEN // 2
     pairs = tl.load(pairs_ptr + tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M))
     has_pair = pairs < num_pairs
     tokens = tl.where(has_pair, pairs // TOP_K, 0).to(tl.int64)
@@ -136,8 +168,8 @@ def _gate_up_kernel(
     zeros = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     x_at, x_scales_at = x_ptr + tokens * HIDDEN, x_scales_ptr + tokens * GROUPS
     gate_scales, up_scales = weight_scales_ptr + gate_rows * GROUPS, weight_scales_ptr + up_rows * GROUPS
-    gate = _tile(x_at, weight_ptr + gate_rows * HIDDEN, x_scales_at, gate_scales, zeros, HIDDEN, BLOCK_K, IS_FP8)
-    up = _tile(x_at, weight_ptr + up_rows * HIDDEN, x_scales_at, up_scales, zeros, HIDDEN, BLOCK_K, IS_FP8)
+    gate = _tile(x_at, weight_ptr + gate_rows * ROW, x_scales_at, gate_scales, zeros, HIDDEN, BLOCK_K, FORMAT)
+    up = _tile(x_at, weight_ptr + up_rows * ROW, x_scales_at, up_scales, zeros, HIDDEN, BLOCK_K, FORMAT)
     if HAS_BIAS:
         gate += tl.load(bias_ptr + gate_rows).to(tl.float32)[None, :]
         up += tl.load(bias_ptr + up_rows).to(tl.float32)[None, :]
@@ -160,7 +192,7 @@ def _down_kernel(
     num_pairs,
     HIDDEN: tl.constexpr,
     INNER: tl.constexpr,
-    IS_FP8: tl.constexpr,
+    FORMAT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -169,7 +201,8 @@ def _down_kernel(
     expert = tl.load(tile_experts_ptr + tl.program_id(1)).to(tl.int64)
     if expert < 0:
         return
-    GROUPS: tl.constexpr = (INNER + BLOCK_K - 1) // BLOCK_K
+    GROUPS: tl.constexpr = (INNER + BLOCK_K - 1) // BLOCK_K if FORMAT != 2 else INNER // 32
+    ROW: tl.constexpr = INNER if FORMAT != 2 else INNER // 2
     pairs = tl.load(pairs_ptr + tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M))
     has_pair = pairs < num_pairs
     safe_pairs = tl.where(has_pair, pairs, 0).to(tl.int64)
@@ -177,8 +210,8 @@ def _down_kernel(
     has_output = outputs < HIDDEN
     rows = expert * HIDDEN + tl.where(has_output, outputs, 0)
     total = _tile(
-        inner_ptr + safe_pairs * INNER, weight_ptr + rows * INNER, inner_scales_ptr + safe_pairs * GROUPS,
-        weight_scales_ptr + rows * GROUPS, tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32), INNER, BLOCK_K, IS_FP8,
+        inner_ptr + safe_pairs * INNER, weight_ptr + rows * ROW, inner_scales_ptr + safe_pairs * GROUPS,
+        weight_scales_ptr + rows * GROUPS, tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32), INNER, BLOCK_K, FORMAT,
     )  # fmt: skip
     if HAS_BIAS:
         total += tl.load(bias_ptr + rows).to(tl.float32)[None, :]

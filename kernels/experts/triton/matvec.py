@@ -12,6 +12,7 @@ from torch import Tensor
 
 from splitserve.kernels.experts.launch import ExpertLaunch
 from splitserve.kernels.experts.triton.activation import ACTIVATION_NUMBERS, activate
+from splitserve.kernels.experts.triton.mxfp4 import elements_of, power_of_two
 from splitserve.kernels.experts.weights import ExpertWeights
 
 
@@ -25,7 +26,8 @@ def narrow_gate_up(x: Tensor, experts: Tensor, weights: ExpertWeights, launch: E
         x, weights.gate_up, x if scales is None else scales, x if bias is None else bias, experts, out,
         weights.first, weights.num_experts, activation.limit or 0.0, activation.sigmoid_factor, activation.up_offset,
         HIDDEN=hidden_size, INNER=inner_size, TOP_K=top_k, GROUP=weights.group(weights.gate_up, scales),
-        HAS_SCALES=scales is not None, HAS_BIAS=bias is not None, INTERLEAVED=activation.interleaved,
+        HAS_SCALES=scales is not None, IS_MXFP4=weights.is_mxfp4, HAS_BIAS=bias is not None,
+        INTERLEAVED=activation.interleaved,
         HAS_LIMIT=activation.limit is not None, FUNCTION=ACTIVATION_NUMBERS[activation.function],
         BLOCK_N=launch.block_n, BLOCK_K=launch.block_k, num_warps=launch.num_warps,
     )  # fmt: skip
@@ -37,22 +39,45 @@ def narrow_down(
 ) -> Tensor:
     """Return the sum of each token's products, times their factors [T, k] -> float32 [T, hidden]."""
     num_tokens, top_k = experts.shape
-    hidden_size, inner_size = weights.down.shape[1:]
+    hidden_size, inner_size = weights.down.shape[1], weights.inner_size
     out = torch.empty((num_tokens, hidden_size), dtype=torch.float32, device=inner.device)
     bias, scales = weights.down_bias, weights.down_scales
     _narrow_down_kernel[(triton.cdiv(hidden_size, launch.down_block_n), num_tokens)](
         inner, weights.down, inner if scales is None else scales, inner if bias is None else bias, experts, factors,
         out, weights.first, weights.num_experts, HIDDEN=hidden_size, INNER=inner_size, TOP_K=top_k,
-        GROUP=weights.group(weights.down, scales), HAS_SCALES=scales is not None, HAS_BIAS=bias is not None,
-        BLOCK_N=launch.down_block_n, BLOCK_K=launch.down_block_k, num_warps=launch.num_warps,
+        GROUP=weights.group(weights.down, scales), HAS_SCALES=scales is not None, IS_MXFP4=weights.is_mxfp4,
+        HAS_BIAS=bias is not None, BLOCK_N=launch.down_block_n, BLOCK_K=launch.down_block_k, num_warps=launch.num_warps,
     )  # fmt: skip
     return out
 
 
 @triton.jit
+def _packed_row_products(x_at, blocks_ptr, scales_ptr, rows, SIZE: tl.constexpr, GROUP: tl.constexpr,
+                         BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):  # fmt: skip
+    """Return the same for a weight in MXFP4: a byte has the elements of two neighbouring columns."""
+    HALF: tl.constexpr = BLOCK_K // 2
+    pairs = tl.arange(0, HALF)
+    total = tl.zeros((BLOCK_N, HALF), dtype=tl.float32)
+    for start in range(0, SIZE // 2, HALF):
+        at = start + pairs
+        inside = at < SIZE // 2
+        even = tl.load(x_at + 2 * at, mask=inside, other=0.0).to(tl.float32)
+        odd = tl.load(x_at + 2 * at + 1, mask=inside, other=0.0).to(tl.float32)
+        blocks = tl.load(blocks_ptr + rows[:, None] * (SIZE // 2) + at[None, :], mask=inside[None, :], other=0)
+        scales_at = scales_ptr + rows[:, None] * (SIZE // GROUP) + (2 * at // GROUP)[None, :]
+        scales = power_of_two(tl.load(scales_at, mask=inside[None, :], other=127))
+        low, high = elements_of(blocks)
+        total += (low * even[None, :] + high * odd[None, :]) * scales
+    return tl.sum(total, 1)
+
+
+@triton.jit
 def _row_products(x_at, weight_ptr, scales_ptr, rows, SIZE: tl.constexpr, GROUP: tl.constexpr,
-                  HAS_SCALES: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):  # fmt: skip
+                  HAS_SCALES: tl.constexpr, IS_MXFP4: tl.constexpr, BLOCK_N: tl.constexpr,
+                  BLOCK_K: tl.constexpr):  # fmt: skip
     """Return the products [BLOCK_N] of the vector at ``x_at`` with ``rows`` of the weight, in float32."""
+    if IS_MXFP4:
+        return _packed_row_products(x_at, weight_ptr, scales_ptr, rows, SIZE, GROUP, BLOCK_N, BLOCK_K)
     NUM_GROUPS: tl.constexpr = (SIZE + GROUP - 1) // GROUP
     columns = tl.arange(0, BLOCK_K)
     total = tl.zeros((BLOCK_N, BLOCK_K), dtype=tl.float32)
@@ -87,6 +112,7 @@ def _narrow_gate_up_kernel(
     TOP_K: tl.constexpr,
     GROUP: tl.constexpr,
     HAS_SCALES: tl.constexpr,
+    IS_MXFP4: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     HAS_LIMIT: tl.constexpr,
@@ -103,8 +129,8 @@ def _narrow_gate_up_kernel(
     gate_rows = expert * 2 * INNER + (safe * 2 if INTERLEAVED else safe)
     up_rows = gate_rows + (1 if INTERLEAVED else INNER)
     x_at = x_ptr + pair // TOP_K * HIDDEN
-    gate = _row_products(x_at, weight_ptr, scales_ptr, gate_rows, HIDDEN, GROUP, HAS_SCALES, BLOCK_N, BLOCK_K)
-    up = _row_products(x_at, weight_ptr, scales_ptr, up_rows, HIDDEN, GROUP, HAS_SCALES, BLOCK_N, BLOCK_K)
+    gate = _row_products(x_at, weight_ptr, scales_ptr, gate_rows, HIDDEN, GROUP, HAS_SCALES, IS_MXFP4, BLOCK_N, BLOCK_K)
+    up = _row_products(x_at, weight_ptr, scales_ptr, up_rows, HIDDEN, GROUP, HAS_SCALES, IS_MXFP4, BLOCK_N, BLOCK_K)
     if HAS_BIAS:
         gate += tl.load(bias_ptr + gate_rows).to(tl.float32)
         up += tl.load(bias_ptr + up_rows).to(tl.float32)
@@ -128,6 +154,7 @@ def _narrow_down_kernel(
     TOP_K: tl.constexpr,
     GROUP: tl.constexpr,
     HAS_SCALES: tl.constexpr,
+    IS_MXFP4: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -142,7 +169,16 @@ def _narrow_down_kernel(
         if (expert >= 0) & (expert < num_experts):
             rows = expert * HIDDEN + safe
             product = _row_products(
-                inner_ptr + pair * INNER, weight_ptr, scales_ptr, rows, INNER, GROUP, HAS_SCALES, BLOCK_N, BLOCK_K
+                inner_ptr + pair * INNER,
+                weight_ptr,
+                scales_ptr,
+                rows,
+                INNER,
+                GROUP,
+                HAS_SCALES,
+                IS_MXFP4,
+                BLOCK_N,
+                BLOCK_K,
             )
             if HAS_BIAS:
                 product += tl.load(bias_ptr + rows).to(tl.float32)

@@ -18,6 +18,7 @@ _MAX_SHOWN_CHARS = 60
 _MAX_SHOWN_ITEMS = 8
 _MAX_CHOICES = 16
 _DEFINITION = "#/$defs/"
+_KEY = "[key]"  # the last part of an issue's place if a key of a map is at fault
 _NOUNS = {
     "string": ("text", "texts"),
     "integer": ("a whole number", "whole numbers"),
@@ -50,6 +51,8 @@ def describe_fault(model: type[pydantic.BaseModel], issue: Any, field: str) -> s
     kind, loc = issue["type"], issue["loc"]
     if kind == "value_error":  # raised by a validator of ours, in its own words
         return f"{field}: {issue['ctx']['error']}"
+    if loc[-1] == _KEY:
+        return f"{field}: keys must be token ids, got {shown(issue['input'])}"
     schema = _schema_of(model)
     if kind == "extra_forbidden":
         names = sorted({name for node in _nodes_at(schema, loc[:-1]) for name in node.get("properties", ())})
@@ -66,12 +69,14 @@ def describe_fault(model: type[pydantic.BaseModel], issue: Any, field: str) -> s
 def field_path(model: type[pydantic.BaseModel], issue: Any) -> str:
     """Return the place of an issue as clients write it (``messages[0].content``), without names of union members."""
     schema, loc = _schema_of(model), issue["loc"]
+    if loc[-1] == _KEY:
+        loc = loc[:-2]  # the map, whose key is at fault
     path = ""
     for depth, part in enumerate(loc):
         is_last_extra = issue["type"] == "extra_forbidden" and depth == len(loc) - 1
         if isinstance(part, int):
             path += f"[{part}]"
-        elif is_last_extra or any(part in node.get("properties", ()) for node in _nodes_at(schema, loc[:depth])):
+        elif is_last_extra or any(_has_field(node, part) for node in _nodes_at(schema, loc[:depth])):
             path += f".{part}" if path else part
     return path or str(loc[0])
 
@@ -111,9 +116,19 @@ def _nodes_at(schema: Json, loc: Sequence[str | int]) -> list[Json]:
             found = [node["items"] for node in nodes if "items" in node]
         else:
             found = [node["properties"][part] for node in nodes if part in node.get("properties", ())]
+            found = found or [node["additionalProperties"] for node in nodes if _is_map(node)]
         if found:
             nodes = [each for node in found for each in _alternatives(node, definitions)]
     return nodes
+
+
+def _has_field(node: Json, name: str) -> bool:
+    return name in node.get("properties", ()) or _is_map(node)
+
+
+def _is_map(node: Json) -> bool:
+    """Return whether a schema is that of an object with any keys and values of one kind."""
+    return isinstance(node.get("additionalProperties"), dict)
 
 
 def _alternatives(node: Json, definitions: Json) -> list[Json]:
@@ -145,6 +160,9 @@ def _describe(node: Json, *, is_plural: bool = False) -> str:
         return f"{noun}{_length_words(node, 'Length', 'characters')}"
     if kind == "array":
         return f"{noun}{_items_words(node)}{_length_words(node, 'Items', 'items')}"
+    if _is_map(node):
+        values = _describe(node["additionalProperties"], is_plural=True)
+        return f"{noun} of {values}{_length_words(node, 'Properties', 'fields')}"
     return noun
 
 

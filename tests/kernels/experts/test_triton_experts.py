@@ -9,15 +9,18 @@ from torch import Tensor
 pytest.importorskip("triton")  # conftest.py chose its interpreter, if need be, before this import
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
-from splitserve.kernels.experts import reference
+from splitserve.kernels.experts import mxfp4, reference
+from splitserve.kernels.experts.launch import ExpertLaunch
 from splitserve.kernels.experts.spec import GatedActivation, GroupScore, RouterSpec, Score
 from splitserve.kernels.experts.triton.experts import TritonExperts
+from splitserve.kernels.experts.triton.matvec import narrow_gate_up
 from splitserve.kernels.experts.triton.routing import route
 from splitserve.kernels.experts.triton.sorting import sort_pairs
 from splitserve.kernels.experts.weights import ExpertWeights
 from splitserve.kernels.fp8.triton_linear import quantise_rows
 from splitserve.kernels.fp8.weight import GROUP
 from splitserve.kernels.tuning import parameters as tuning
+from splitserve.models.weights.fused_experts import dequantised_blocks
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.on_gpu]
 
@@ -241,6 +244,53 @@ def test_fp8_in_blocks(block_m: int) -> None:
     # A sum that is rounded another way may fall on the other side of a step of FP8
     assert_same(actual, expected, 2e-2)
     assert float((actual - expected).abs().mean()) < 1e-3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, NARROW])
+@pytest.mark.parametrize("block_m", [1, 16])
+def test_mxfp4(dtype: torch.dtype, block_m: int) -> None:
+    """Numbers of groups are no multiples of tiles; each group has a scale of its own, and one expert no token."""
+    hidden, inner, generator = 96, 160, torch.Generator().manual_seed(0)
+
+    def random_bytes(low: int, high: int, *shape: int) -> Tensor:
+        return torch.randint(low, high, shape, dtype=torch.uint8, generator=generator).to(DEVICE)
+
+    stored = ExpertWeights(
+        random_bytes(0, 256, 5, 2 * inner, hidden // 2),
+        random_bytes(0, 256, 5, hidden, inner // 2),
+        CLAMPED,
+        gate_up_bias=rand(5, 2 * inner, seed=3).to(dtype),
+        down_bias=rand(5, hidden, seed=4).to(dtype),
+        gate_up_scales=random_bytes(120, 125, 5, 2 * inner, hidden // 32),
+        down_scales=random_bytes(120, 125, 5, hidden, inner // 32),
+    )
+    assert stored.gate_up_scales is not None and stored.down_scales is not None
+    wide = replace(
+        stored,
+        gate_up=dequantised_blocks(stored.gate_up, stored.gate_up_scales, dtype),
+        down=dequantised_blocks(stored.down, stored.down_scales, dtype),
+        gate_up_scales=None,
+        down_scales=None,
+    )
+    x, (experts, factors) = rand(19, hidden).to(dtype), choices(19, 4, 2)
+    with tuning.forced("experts", {**TILES, "block_k": 64, "down_block_k": 64, "block_m": block_m}):
+        actual = TritonExperts(stored)(x, experts, factors)
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    assert_same(actual, reference.LoopedExperts(wide)(x, experts, factors), tolerance)
+
+
+@pytest.mark.filterwarnings("ignore:.* encountered:RuntimeWarning")
+def test_every_number_in_mxfp4() -> None:
+    """One column of x at a time shows each element of the weight, in both halves of its byte."""
+    blocks = torch.arange(256, dtype=torch.uint8, device=DEVICE).view(1, 16, 16)
+    scales = torch.tensor([1, 90, 126, 127, 128, 129, 160, 185], dtype=torch.uint8, device=DEVICE).repeat(2)
+    down = torch.zeros((1, 32, 4), dtype=torch.uint8, device=DEVICE)  # 8 columns; not looked at
+    weights = ExpertWeights(blocks, down, GatedActivation(), gate_up_scales=scales.view(1, 16, 1))
+    x, experts = torch.eye(32, device=DEVICE), torch.zeros((32, 1), dtype=torch.int32, device=DEVICE)
+    expected = mxfp4.dequantised(blocks[0], scales.view(16, 1), torch.float32).t()  # [column, row]
+    expected = reference.activate(expected, GatedActivation())
+    launch = ExpertLaunch(1, 4, 32)
+    torch.testing.assert_close(narrow_gate_up(x, experts, weights, launch), expected, rtol=1e-5, atol=1e-30)
 
 
 def test_few_tokens_are_not_sorted() -> None:
