@@ -94,6 +94,12 @@ class RouterMetrics:
     def _add_histograms(self, registry: CollectorRegistry) -> None:
         self.ttft_seconds = _histogram(registry, "ttft", "Arrival of an HTTP request to its first token", _TTFT_BUCKETS)
         self.itl_seconds = _histogram(registry, "itl", "Time between deliveries of tokens of a request", _ITL_BUCKETS)
+        self.prediction_error_seconds = _histogram(
+            registry,
+            "prediction_error",
+            "Difference of the predicted and the actual time from placement to first token",
+            _TTFT_BUCKETS,
+        )
         self.e2e_seconds = _histogram(
             registry, "e2e", "Arrival of an HTTP request to its end, whatever that was", _E2E_BUCKETS
         )

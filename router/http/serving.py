@@ -19,6 +19,7 @@ from splitserve.router.requests.dispatcher import ClientGoneError, Dispatcher
 from splitserve.router.text.preparation import Preparation
 
 SESSION_HEADER = "x-session-id"
+ROUTE_HEADER = "x-route"  # "disaggregated": for probes of hand-overs
 _MAX_SESSION_CHARS = 256
 
 
@@ -100,6 +101,7 @@ def context_of(request: Request, body: GenerationRequest) -> RequestContext:
         cache_salt=body.cache_salt or "",
         priority=body.priority or 0,
         session=request.headers.get(SESSION_HEADER, "")[:_MAX_SESSION_CHARS],
+        is_probe=request.headers.get(ROUTE_HEADER, "") == "disaggregated",
     )
 
 

@@ -1,4 +1,4 @@
-"""Index of the blocks that workers hold, by tier: a bit per worker, so that a prompt is looked up once for all. Pure."""
+"""Index of the blocks that workers hold, by tier, with a bit per worker: a prompt is looked up once for all. Pure."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field

@@ -10,11 +10,13 @@ counts so much more than a second in the queue. So the busier the workers are, t
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import TypeVar
 
 from splitserve.protocol.placement.step_model import StepWork, pairs
 from splitserve.protocol.request import Role
 from splitserve.router.placement.policies import (
+    NO_STEP_MODEL,
     NoWorker,
     Placed,
     Placement,
@@ -23,6 +25,7 @@ from splitserve.router.placement.policies import (
     WorkerView,
     alone,
     fits,
+    least_loaded,
     of_role,
     pair,
     why_not,
@@ -37,20 +40,25 @@ LAST_CHUNK_TOKENS = 1024
 USUAL_LINK_RATE = 1e9
 DEFAULT_CHUNK_TOKENS = 512
 MAX_UTILISATION = 0.9
-RESIDUAL = 0.5
-"""Share of a prompt's computing that is left, on average, when another one arrives meanwhile."""
+WHY = "predicted latency"
+WHY_SPARE = "spare time of a prefill worker"
+RESIDUAL = 0.75
+"""Share of a prompt's computing that is left when another one arrives meanwhile: 0.5 for prompts of one length, more
+for mixed ones."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Prediction:
     """Prediction for one route: compared by harm, then by delay; among equals prefill workers are kept for prompts,
-    and requests spread evenly."""
+    decode workers for outputs, and requests spread evenly."""
 
     harm_seconds: float
     delay_seconds: float  # the request's TTFT, and that which its computing adds to those of later ones
     decodes_on_prefill: bool
+    is_local: bool
     num_placed: int
     names: tuple[str, ...]
+    ttft_seconds: float = field(compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +85,8 @@ class _Prompt:
     worker: WorkerView
     matched: int
     own: float  # computing
-    delay: float  # queue, computing, and the later prompts' waits for it
+    ttft: float  # queue and computing
+    delay: float  # the same, and the later prompts' waits for it
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +98,16 @@ class _Decode:
     harm: float
 
 
+_JudgedT = TypeVar("_JudgedT", _Prompt, _Decode)
+
+
 def cost(snapshot: Snapshot, shape: RequestShape) -> Placement:
-    """Place a request on the route with the smallest predicted harm; local on any worker, or disaggregated."""
+    """Place a request on the route with the smallest predicted harm; local on any worker, or disaggregated.
+
+    While no worker has told a model of its steps, the least loaded ones take it.
+    """
+    if all(worker.step_model == NO_STEP_MODEL for worker in snapshot.workers):
+        return least_loaded(snapshot, shape)
     fitting = [worker for worker in snapshot.workers if fits(worker, shape)]
     request = _Request(
         num_tokens=shape.num_prompt_tokens + shape.num_output_tokens,
@@ -99,7 +116,8 @@ def cost(snapshot: Snapshot, shape: RequestShape) -> Placement:
         gap=snapshot.objectives.tpot_seconds,
         burden=_burden(snapshot.workers),
     )
-    best = min(_routes(fitting, request, shape), key=lambda route: route[0], default=None)
+    has_prefill = any(worker.role is Role.PREFILL for worker in snapshot.workers)
+    best = min(_routes(fitting, request, shape, has_prefill), key=lambda route: route[0], default=None)
     return NoWorker(why_not(snapshot, fitting, shape)) if best is None else best[1]
 
 
@@ -110,37 +128,39 @@ def _burden(workers: Iterable[WorkerView]) -> float:
 
 
 def _routes(
-    workers: Iterable[WorkerView], request: _Request, shape: RequestShape
+    workers: Iterable[WorkerView], request: _Request, shape: RequestShape, has_prefill: bool
 ) -> Iterator[tuple[Prediction, Placed]]:
     workers = list(workers)
-    prefills = _best(of_role(workers, Role.PREFILL), request, _prompt, lambda prompt: prompt.delay)
-    decodes = _best(of_role(workers, Role.DECODE), request, _decode, lambda decode: decode.harm + decode.room)
+    prompts = (_prompt(worker, request) for worker in of_role(workers, Role.PREFILL))
+    outputs = (_decode(worker, request) for worker in of_role(workers, Role.DECODE))
+    prefills = _best(prompts, lambda prompt: prompt.delay)
+    decodes = _best(outputs, lambda decode: decode.harm + decode.room)
     for prefill in prefills:
         for decode in decodes:
-            yield _predict_pair(prefill, decode, request), pair(prefill.worker, decode.worker, "predicted latency")
-    for worker in of_role(workers, Role.MIXED):
-        yield _predict_local(_prompt(worker, request), _decode(worker, request), request), alone(worker, "predicted latency")
-    for decode in decodes:
-        prompt = _prompt(decode.worker, request)
-        yield _predict_local(prompt, decode, request), alone(decode.worker, "predicted latency")
+            prediction = _predict_pair(prefill, decode, request)
+            yield prediction, pair(prefill.worker, decode.worker, WHY, prediction.ttft_seconds)
+    mixed = [_decode(worker, request) for worker in of_role(workers, Role.MIXED)]
+    for decode in (*mixed, *(decodes if has_prefill else ())):  # the router itself lets decode do without prefill
+        prediction = _predict_local(_prompt(decode.worker, request), decode, request)
+        yield prediction, alone(decode.worker, WHY, prediction.ttft_seconds)
     whole = shape.max_context_tokens
     for prefill in prefills:
         if decodes and prefill.worker.context_tokens_limit >= whole:  # without a decode worker, a cluster waits for one
-            decode = _decode(prefill.worker, request)
-            yield _predict_local(prefill, decode, request), alone(prefill.worker, "spare time of a prefill worker")
+            prediction = _predict_local(prefill, _decode(prefill.worker, request), request)
+            yield prediction, alone(prefill.worker, WHY_SPARE, prediction.ttft_seconds)
 
 
-def _best(workers, request, judge, seconds):
-    judged = [judge(worker, request) for worker in workers]
-    judged.sort(key=lambda each: (seconds(each), each.worker.num_placed, each.worker.party.engine_id))
-    return judged[:NUM_CANDIDATES]
+def _best(judged: Iterable[_JudgedT], seconds: Callable[[_JudgedT], float]) -> list[_JudgedT]:
+    ranked = sorted(judged, key=lambda each: (seconds(each), each.worker.num_placed, each.worker.party.engine_id))
+    return ranked[:NUM_CANDIDATES]
 
 
 def _prompt(worker: WorkerView, request: _Request) -> _Prompt:
     matched = min(worker.prefix_match_tokens, request.num_tokens - 1)
     chunk = worker.chunk_tokens or DEFAULT_CHUNK_TOKENS
     own = worker.step_model.prefill_seconds(matched, request.num_tokens - matched, chunk)
-    return _Prompt(worker, matched, own, worker.queue_seconds + own * (1.0 + request.burden))
+    ttft = worker.queue_seconds + own
+    return _Prompt(worker, matched, own, ttft, ttft + request.burden * own)
 
 
 def _decode(worker: WorkerView, request: _Request) -> _Decode:
@@ -155,7 +175,7 @@ def _predict_pair(prefill: _Prompt, decode: _Decode, request: _Request) -> Predi
     harm = request.late(delay) + request.slow(handover) + decode.harm
     num_placed = prefill.worker.num_placed + decode.worker.num_placed
     names = (prefill.worker.party.engine_id, decode.worker.party.engine_id)
-    return Prediction(harm, delay, False, num_placed, names)
+    return Prediction(harm, delay, False, False, num_placed, names, prefill.ttft + decode.room)
 
 
 def _predict_local(prompt: _Prompt, decode: _Decode, request: _Request) -> Prediction:
@@ -181,7 +201,10 @@ def _predict_local(prompt: _Prompt, decode: _Decode, request: _Request) -> Predi
     delayed = prompts * step if worker.role is Role.PREFILL else 0.0
     harm = request.late(delay) + others + interrupted + delayed + decode.harm
     is_prefill = worker.role is Role.PREFILL
-    return Prediction(harm, delay, is_prefill, 2 * worker.num_placed, (worker.party.engine_id,))
+    ttft = prompt.ttft + shared + decode.room
+    return Prediction(
+        harm, delay, is_prefill, worker.role is not Role.MIXED, 2 * worker.num_placed, (worker.party.engine_id,), ttft
+    )
 
 
 def _decode_harm(worker: WorkerView, request: _Request) -> float:

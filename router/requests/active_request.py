@@ -21,7 +21,8 @@ class RequestContext:
     client_id: str = ""  # the client's own name for it, which the request's id begins with
     cache_salt: str = ""  # its KV is shared with requests of the same salt only
     priority: int = 0  # lower is sooner; carried for policies, none of which reads it yet
-    session: str = ""  # the conversation that it belongs to, likewise
+    session: str = ""  # the conversation that it belongs to
+    is_probe: bool = False  # it is to be handed over where there is a pair
 
 
 NO_CONTEXT = RequestContext()
@@ -85,6 +86,7 @@ class ActiveRequest:
             num_output_tokens=len(self.state.delivered_ids),
             is_prompt_only=self.sampling.prompt_logprobs is not None and self.sampling.max_tokens == 1,
             session=self.context.session,
+            is_probe=self.context.is_probe,
         )
 
     def attempt_sampling(self) -> SamplingParams:

@@ -37,7 +37,7 @@ from splitserve.protocol.messages.requests import (
 )
 from splitserve.protocol.request import Party
 
-SCHEMA_VERSION = 12
+SCHEMA_VERSION = 13
 
 Body: TypeAlias = (
     Register

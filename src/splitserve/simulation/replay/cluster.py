@@ -4,6 +4,7 @@ import random
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from splitserve.protocol.config import ProtocolConfig, RouterConfig
@@ -118,7 +119,7 @@ class ReplayCluster:
         self.result.requests = [RequestFigures() for _ in requests]
         for number, request in enumerate(requests):
             if request.follows is None:
-                self.clock.at(request.arrives_at, lambda number=number: self._submit(number))
+                self.clock.at(request.arrives_at, partial(self._submit, number))
             else:
                 self._followers.setdefault(request.follows, []).append(number)
         self._heartbeat()
@@ -161,7 +162,7 @@ class ReplayCluster:
         self.result.requests[number].ended_at = self.clock.now
         self.result.num_ended += 1
         for follower in self._followers.pop(number, ()):
-            self.clock.after(self._requests[follower].arrives_at, lambda number=follower: self._submit(number))
+            self.clock.after(self._requests[follower].arrives_at, partial(self._submit, follower))
 
     # ---- messages to workers ----
 
@@ -248,7 +249,10 @@ class ReplayCluster:
         batch = KVEventBatch(
             party.engine_id, party.incarnation, self._batches[party], BLOCK_TOKENS, _ROOT, False, events
         )
-        self.clock.after(EVENT_SECONDS, lambda: self.prefixes.apply(batch))
+        self.clock.after(EVENT_SECONDS, partial(self._apply, batch))
+
+    def _apply(self, batch: KVEventBatch) -> None:
+        assert self.prefixes.apply(batch), "batches arrive in order"
 
     # ---- membership ----
 
@@ -277,6 +281,7 @@ class ReplayCluster:
             max_model_len=spec.kv_tokens,
             vocab_size=1,
             max_num_batched_tokens=spec.chunk_tokens,
+            max_num_prefill_tokens=spec.shared_chunk_tokens,
         )
         refusal = self.membership.register(party, info, 0.0).refusal
         assert refusal is None, refusal

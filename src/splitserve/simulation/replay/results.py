@@ -54,8 +54,8 @@ class ReplayResult:
     @property
     def queue_seconds(self) -> _Floats:
         """Times to first token less the requests' own prefill."""
-        own = np.array([each.own_seconds for each in self.requests])
-        return np.maximum(0.0, self.ttft_seconds - own)
+        times = [each.first_token_at - each.arrived_at - each.own_seconds for each in self.requests]
+        return np.array([max(0.0, seconds) for seconds in times])
 
     @property
     def hit_blocks(self) -> int:

@@ -96,8 +96,12 @@ class WorkerFigures:
 
 @dataclass(slots=True, eq=False)
 class PacedWorker:
-    """The worker. Calls ``on_prefilled(job)`` with the first token of a prompt, ``on_finished(job)`` after the last
-    token, ``on_events(worker)`` when its cache changed, ``on_gap(seconds, count)`` for gaps between tokens."""
+    """The worker.
+
+    Calls ``on_prefilled(worker, job)`` with the first token of a prompt, ``on_finished(worker, job)`` after the last
+    token, ``on_events(worker)`` when its cache changed, ``on_gap(seconds, count)`` for gaps between tokens, and
+    ``on_next(worker, job)`` when the turn of a prompt without a grant comes soon.
+    """
 
     clock: VirtualClock
     spec: WorkerSpec
@@ -105,7 +109,7 @@ class PacedWorker:
     on_finished: Callable[["PacedWorker", Job], None]
     on_events: Callable[["PacedWorker"], None]
     on_gap: Callable[[float, int], None]
-    on_next: Callable[["PacedWorker", Job], None] = lambda worker, job: None  # a prompt without a grant is due
+    on_next: Callable[["PacedWorker", Job], None]
     waiting: deque[Job] = field(default_factory=deque)
     active: list[Job] = field(default_factory=list)
     running: dict[Job, None] = field(default_factory=dict)
@@ -226,12 +230,12 @@ class PacedWorker:
         budget = self.spec.chunk_tokens - len(self.running)
         if self.running:
             budget = min(budget, self.spec.shared_chunk_tokens)
-        chunks = []
+        chunks: list[tuple[Job, int]] = []
         for job in self.active:
             budget -= self._plan_chunk(job, budget, chunks)
-        while budget > 0 and self.waiting and (job := self._next_prompt()) is not None:
-            self._admit(job)
-            budget -= self._plan_chunk(job, budget, chunks)
+        while budget > 0 and self.waiting and (following := self._next_prompt()) is not None:
+            self._admit(following)
+            budget -= self._plan_chunk(following, budget, chunks)
         self._ask_for_grants()
         return chunks
 
@@ -323,7 +327,9 @@ class PacedWorker:
 
     def _draw(self, num_steps: int) -> None:
         """Give each running sequence its next tokens; those of a leap are as far apart as on average."""
-        now, finished, begins = self.clock.now, [], {}
+        now = self.clock.now
+        finished: list[Job] = []
+        begins: dict[float, int] = {}  # sequences by the time since their last token
         for job in self.running:
             seconds = now - job.last_token_at
             begins[seconds] = begins.get(seconds, 0) + 1

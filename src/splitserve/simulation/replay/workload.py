@@ -116,4 +116,3 @@ def prompt_rate(requests: Sequence[ReplayRequest]) -> float:
 def at_prompt_rate(requests: Sequence[ReplayRequest], tokens_per_second: float) -> list[ReplayRequest]:
     """Return the workload sped up or slowed down to so many prompt tokens per second."""
     return sped_up(requests, tokens_per_second / prompt_rate(requests))
-
