@@ -55,6 +55,10 @@ BENCHES = {
         "splitserve.benchmarks.router.observability",
         "CPU time that timeline, log, metrics and traces add to the router",
     ),
+    "placement": (
+        "splitserve.benchmarks.placement.bench",
+        "placement on replayed traces, with the router's production core under virtual time",
+    ),
     "chaos": (
         "splitserve.benchmarks.chaos.chaos",
         "kills, freezes and drains under load: correct tokens, nothing left over",

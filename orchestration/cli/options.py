@@ -39,6 +39,7 @@ from splitserve.protocol.engine_config import (
     EngineConfig,
     SettingsError,
 )
+from splitserve.protocol.placement.policies import DEFAULT_POLICY
 from splitserve.protocol.request import Role
 
 _log = logging.getLogger(__name__)
@@ -234,6 +235,7 @@ def _spec_of_options(options: argparse.Namespace) -> ClusterSpec:
         num_mixed=options.mixed,
         prefill_tp=options.prefill_tp,
         decode_tp=options.decode_tp,
+        policy=DEFAULT_POLICY,
         **parts,
     )
 

@@ -4,8 +4,10 @@ import http.client
 import json
 import urllib.error
 import urllib.request
+from collections.abc import Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
+from types import MappingProxyType
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -56,8 +58,10 @@ class Endpoint:
         request = urllib.request.Request(self.url + path, headers=self._headers)  # noqa: S310 - http or https
         return self._ask(request, self._timeout_seconds)
 
-    def post(self, path: str, body: dict[str, Any], timeout_seconds: float) -> Answer:
-        headers = {**self._headers, "Content-Type": "application/json"}
+    def post(
+        self, path: str, body: dict[str, Any], timeout_seconds: float, headers: Mapping[str, str] = MappingProxyType({})
+    ) -> Answer:
+        headers = {**self._headers, "Content-Type": "application/json", **headers}
         data = json.dumps(body).encode()
         request = urllib.request.Request(self.url + path, data, headers, method="POST")  # noqa: S310
         return self._ask(request, timeout_seconds)

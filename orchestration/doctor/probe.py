@@ -87,7 +87,7 @@ def send_probe(endpoint: Endpoint, model: str, shape: Shape, num_decode: int) ->
     for _ in range(num_decode + 1):
         started = time.perf_counter()
         try:
-            answer = endpoint.post("/v1/completions", body, TIMEOUT_SECONDS)
+            answer = endpoint.post("/v1/completions", body, TIMEOUT_SECONDS, {"X-Route": "disaggregated"})
         except SplitserveError as error:
             probe.error = str(error)
             return probe

@@ -31,11 +31,11 @@ class Settings(TypedDict, total=False):
     host: str
     # port that the endpoint binds; 0 takes a free one
     port: int
-    # how requests are placed; least-loaded: the workers with the largest free share; cost: the route with the smallest
-    # predicted excess over the objectives; power-of-two: the less loaded of two workers drawn at random; prefix: the
+    # how requests are placed; cost: the route with the smallest predicted excess over the objectives; least-loaded: the
+    # workers with the largest free share; power-of-two: the less loaded of two workers drawn at random; prefix: the
     # workers with the longest cached part of the prompt; round-robin: workers in turn; session: the same workers for
     # all requests of an X-Session-Id
-    policy: Literal["least-loaded", "cost", "power-of-two", "prefix", "round-robin", "session"]
+    policy: Literal["cost", "least-loaded", "power-of-two", "prefix", "round-robin", "session"]
     # largest body of a request (413 beyond); parsing one MiB can hold all streams for 10 ms
     max_body_mib: int
     # form of the model's reasoning and tool calls: auto, none, the name of a known form, or a file of JSON

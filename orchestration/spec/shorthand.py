@@ -30,10 +30,13 @@ def simple_spec(
     prefill_tp: int = 0,
     decode_tp: int = 0,
     port: int = _ROUTER["port"],
+    policy: str = "least-loaded",
     protocol: ProtocolConfig = _PROTOCOL,
     **parts: Any,
 ) -> ClusterSpec:
     """Return a cluster whose pools are named after their roles and share ``engine``'s settings.
+
+    ``policy``: by default one that sends each request to a pair, for benches and demonstrations of hand-overs.
 
     Without any worker there is a mixed one. ``prefill_tp``, ``decode_tp``: ranks of the workers of that role, if they
     differ from the engine's. ``parts`` are further parts of :class:`ClusterSpec`. Raises :class:`ConfigError`, also for
@@ -55,7 +58,7 @@ def simple_spec(
         if not engine.disk_kv_dir and getattr(engine, name) != _ENGINE[name]:
             raise ConfigError(f"{flag} is for KV in files: say where, with --disk-kv-dir")
     document: dict[str, Any] = {
-        "router": RouterSpec(port=port),
+        "router": RouterSpec(port=port, policy=policy),
         **parts,
         "pools": [_pool(engine, role, number, ranks.get(role, 0)) for role, number in numbers.items() if number],
         "engine": _settings_of(EngineSettings, engine),

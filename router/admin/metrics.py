@@ -115,6 +115,12 @@ class RouterMetrics:
         self.predicted_ttft_seconds = _histogram(
             registry, "predicted_ttft", "Time to first token as predicted at the request's arrival", _TTFT_BUCKETS
         )
+        self.prediction_error_seconds = _histogram(
+            registry,
+            "prediction_error",
+            "Difference of the predicted and the actual time from placement to first token",
+            _TTFT_BUCKETS,
+        )
         self.e2e_seconds = _histogram(
             registry, "e2e", "Arrival of an HTTP request to its end, whatever that was", _E2E_BUCKETS
         )

@@ -24,6 +24,7 @@ from splitserve.router.text.preparation import Preparation
 CLASS_HEADER = "x-request-class"
 PRIORITY_HEADER = "x-priority"
 SESSION_HEADER = "x-session-id"
+ROUTE_HEADER = "x-route"  # "disaggregated": for probes of hand-overs
 
 
 class Serving:
@@ -106,6 +107,7 @@ class Serving:
             session=session,
             request_class=self.dispatcher.classes.of(name),
             tenant=tenant_of(request),
+            is_probe=headers.get(ROUTE_HEADER, "") == "disaggregated",
             trace=trace_of(request),
         )
 

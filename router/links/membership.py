@@ -34,7 +34,7 @@ from splitserve.router.placement.policies import (
     RequestShape,
     Snapshot,
 )
-from splitserve.router.placement.step_models import trusted_model
+from splitserve.router.placement.step_models import TRUSTED_STEPS, trusted_model
 
 MAX_WORKERS = 4096
 MAX_REPLACED_INCARNATIONS = 4096
@@ -114,7 +114,9 @@ class Membership:
         record.link_rates = {link.peer: link.bytes_per_second for link in links if link.bytes_per_second}
         record.own_model = step_model
         pool = (each.own_model for each in self._records.values() if each is not record and _are_alike(each, record))
-        record.step_model = trusted_model(step_model, pool)
+        if step_model.num_steps < TRUSTED_STEPS:
+            record.estimate = step_model
+        record.step_model = trusted_model(step_model, pool, record.estimate)
         if before is WorkerState.LOST:
             record.state = WorkerState.CONNECTING
         return before

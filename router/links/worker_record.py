@@ -54,6 +54,7 @@ class WorkerRecord:
     num_placed: int = 0
     breaker: Breaker = field(default_factory=Breaker)
     own_model: StepModel = NO_STEP_MODEL  # as the worker sent it
+    estimate: StepModel = NO_STEP_MODEL  # the last one that it sent before it had run enough steps
     step_model: StepModel = NO_STEP_MODEL  # as it is trusted
     prompts: PrefillQueue = field(default_factory=PrefillQueue)
     num_prefilling: int = 0
@@ -86,6 +87,7 @@ class WorkerRecord:
             prefix_match_tokens=prefix_match_tokens,
             step_model=self.step_model,
             chunk_tokens=info.max_num_batched_tokens,
+            shared_chunk_tokens=info.max_num_prefill_tokens,
             queue_seconds=self.prompts.seconds(now),
             prefill_busy=self.prompts.busy_share(now),
             num_decoding=self.num_requests - self.num_prefilling,

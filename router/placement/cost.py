@@ -3,14 +3,20 @@
 Harm is measured in seconds beyond the objectives: the request's TTFT and each of its later gaps, and the same of the
 requests that its route delays. Where nothing exceeds an objective, the smallest predicted TTFT decides. Without
 objectives every second counts.
+
+A prompt's own computing keeps later prompts waiting, those that a cached prefix saves doesn't. By Pollaczek and
+Khinchine, the wait of a queue with utilisation u is the mean residual work times u / (1 - u): a second of computing
+counts so much more than a second in the queue. So the busier the workers are, the farther a prompt goes for its prefix.
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import TypeVar
 
 from splitserve.protocol.placement.step_model import StepWork, pairs
 from splitserve.protocol.request import Role
 from splitserve.router.placement.policies import (
+    NO_STEP_MODEL,
     NoWorker,
     Placed,
     Placement,
@@ -19,6 +25,7 @@ from splitserve.router.placement.policies import (
     WorkerView,
     alone,
     fits,
+    least_loaded,
     of_role,
     pair,
     why_not,
@@ -32,28 +39,37 @@ LAST_CHUNK_TOKENS = 1024
 """Tokens whose KV is still to be read when the first token is out; earlier chunks travel during prefill."""
 USUAL_LINK_RATE = 1e9
 DEFAULT_CHUNK_TOKENS = 512
+MAX_UTILISATION = 0.9
+WHY = "predicted latency"
+WHY_SPARE = "spare time of a prefill worker"
+RESIDUAL = 0.75
+"""Share of a prompt's computing that is left when another one arrives meanwhile: 0.5 for prompts of one length, more
+for mixed ones."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Prediction:
-    """Prediction for one route: compared by harm, then by TTFT; among equals prefill workers are kept for prompts,
-    and requests spread evenly."""
+    """Prediction for one route: compared by harm, then by delay; among equals prefill workers are kept for prompts,
+    decode workers for outputs, and requests spread evenly."""
 
     harm_seconds: float
-    ttft_seconds: float
+    delay_seconds: float  # the request's TTFT, and that which its computing adds to those of later ones
     decodes_on_prefill: bool
+    is_local: bool
     num_placed: int
     names: tuple[str, ...]
+    ttft_seconds: float = field(compare=False)
 
 
 @dataclass(frozen=True, slots=True)
 class _Request:
-    """The request's sizes and the objectives. ``num_tokens`` are to be in KV, ``output_tokens`` are expected."""
+    """The request's sizes, the objectives, and the workers' utilisation."""
 
-    num_tokens: int
-    output_tokens: float
+    num_tokens: int  # to be in KV
+    output_tokens: float  # expected
     ttft: float
     gap: float
+    burden: float  # seconds that a second of computing adds to the waits of later prompts
 
     def late(self, seconds: float) -> float:
         return max(0.0, seconds - self.ttft)
@@ -62,80 +78,133 @@ class _Request:
         return max(0.0, seconds - self.gap)
 
 
+@dataclass(frozen=True, slots=True)
+class _Prompt:
+    """The prompt on one worker: tokens that it has, and seconds."""
+
+    worker: WorkerView
+    matched: int
+    own: float  # computing
+    ttft: float  # queue and computing
+    delay: float  # the same, and the later prompts' waits for it
+
+
+@dataclass(frozen=True, slots=True)
+class _Decode:
+    """The output on one worker: seconds of wait for room, and harm."""
+
+    worker: WorkerView
+    room: float
+    harm: float
+
+
+_JudgedT = TypeVar("_JudgedT", _Prompt, _Decode)
+
+
 def cost(snapshot: Snapshot, shape: RequestShape) -> Placement:
-    """Place a request on the route with the smallest predicted harm; local on any worker, or disaggregated."""
+    """Place a request on the route with the smallest predicted harm; local on any worker, or disaggregated.
+
+    While no worker has told a model of its steps, the least loaded ones take it.
+    """
+    if all(worker.step_model == NO_STEP_MODEL for worker in snapshot.workers):
+        return least_loaded(snapshot, shape)
     fitting = [worker for worker in snapshot.workers if fits(worker, shape)]
     request = _Request(
         num_tokens=shape.num_prompt_tokens + shape.num_output_tokens,
         output_tokens=max(1.0, min(shape.max_tokens, snapshot.output_tokens)),
         ttft=snapshot.objectives.ttft_seconds,
         gap=snapshot.objectives.tpot_seconds,
+        burden=_burden(snapshot.workers),
     )
-    best = min(_routes(fitting, request, shape), key=lambda route: route[0], default=None)
+    has_prefill = any(worker.role is Role.PREFILL for worker in snapshot.workers)
+    best = min(_routes(fitting, request, shape, has_prefill), key=lambda route: route[0], default=None)
     return NoWorker(why_not(snapshot, fitting, shape)) if best is None else best[1]
 
 
+def _burden(workers: Iterable[WorkerView]) -> float:
+    busy = [worker.prefill_busy for worker in workers if worker.role is not Role.DECODE]
+    utilisation = min(MAX_UTILISATION, sum(busy) / len(busy)) if busy else 0.0
+    return RESIDUAL * utilisation / (1.0 - utilisation)
+
+
 def _routes(
-    workers: Iterable[WorkerView], request: _Request, shape: RequestShape
+    workers: Iterable[WorkerView], request: _Request, shape: RequestShape, has_prefill: bool
 ) -> Iterator[tuple[Prediction, Placed]]:
     workers = list(workers)
-    prefills = _best(of_role(workers, Role.PREFILL), request, _prompt_seconds)
-    decodes = _best(of_role(workers, Role.DECODE), request, _decode_harm)
+    prompts = (_prompt(worker, request) for worker in of_role(workers, Role.PREFILL))
+    outputs = (_decode(worker, request) for worker in of_role(workers, Role.DECODE))
+    prefills = _best(prompts, lambda prompt: prompt.delay)
+    decodes = _best(outputs, lambda decode: decode.harm + decode.room)
     for prefill in prefills:
         for decode in decodes:
-            yield _predict_pair(prefill, decode, request), pair(prefill, decode, "predicted latency")
-    for worker in (*of_role(workers, Role.MIXED), *decodes):
-        yield _predict_local(worker, request), alone(worker, "predicted latency")
+            prediction = _predict_pair(prefill, decode, request)
+            yield prediction, pair(prefill.worker, decode.worker, WHY, prediction.ttft_seconds)
+    mixed = [_decode(worker, request) for worker in of_role(workers, Role.MIXED)]
+    for decode in (*mixed, *(decodes if has_prefill else ())):  # the router itself lets decode do without prefill
+        prediction = _predict_local(_prompt(decode.worker, request), decode, request)
+        yield prediction, alone(decode.worker, WHY, prediction.ttft_seconds)
     whole = shape.max_context_tokens
-    for worker in prefills:
-        if decodes and worker.context_tokens_limit >= whole:  # without a decode worker, a cluster waits for one
-            yield _predict_local(worker, request), alone(worker, "spare time of a prefill worker")
+    for prefill in prefills:
+        if decodes and prefill.worker.context_tokens_limit >= whole:  # without a decode worker, a cluster waits for one
+            prediction = _predict_local(prefill, _decode(prefill.worker, request), request)
+            yield prediction, alone(prefill.worker, WHY_SPARE, prediction.ttft_seconds)
 
 
-def _prompt_seconds(worker: WorkerView, request: _Request) -> float:
-    """Return the seconds until the worker has computed the prompt, after those that wait there."""
-    matched = min(worker.prefix_match_tokens, request.num_tokens - 1)
-    chunk = worker.chunk_tokens or DEFAULT_CHUNK_TOKENS
-    own = worker.step_model.prefill_seconds(matched, request.num_tokens - matched, chunk)
-    return worker.queue_seconds + own
-
-
-def _best(
-    workers: list[WorkerView], request: _Request, seconds: Callable[[WorkerView, _Request], float]
-) -> list[WorkerView]:
-    ranked = sorted(workers, key=lambda worker: (seconds(worker, request), worker.num_placed, worker.party.engine_id))
+def _best(judged: Iterable[_JudgedT], seconds: Callable[[_JudgedT], float]) -> list[_JudgedT]:
+    ranked = sorted(judged, key=lambda each: (seconds(each), each.worker.num_placed, each.worker.party.engine_id))
     return ranked[:NUM_CANDIDATES]
 
 
-def _predict_pair(prefill: WorkerView, decode: WorkerView, request: _Request) -> Prediction:
-    matched = min(prefill.prefix_match_tokens, request.num_tokens - 1)
-    last_tokens = min(request.num_tokens - matched, LAST_CHUNK_TOKENS)
-    rate = decode.link_rates.get(prefill.party.engine_id) or USUAL_LINK_RATE
-    handover = HANDOVER_SECONDS + last_tokens * decode.token_bytes / rate
-    ttft = _prompt_seconds(prefill, request) + _room_seconds(decode, request)
-    harm = request.late(ttft) + request.slow(handover) + _decode_harm(decode, request)
-    names = (prefill.party.engine_id, decode.party.engine_id)
-    return Prediction(harm, ttft, False, prefill.num_placed + decode.num_placed, names)
+def _prompt(worker: WorkerView, request: _Request) -> _Prompt:
+    matched = min(worker.prefix_match_tokens, request.num_tokens - 1)
+    chunk = worker.chunk_tokens or DEFAULT_CHUNK_TOKENS
+    own = worker.step_model.prefill_seconds(matched, request.num_tokens - matched, chunk)
+    ttft = worker.queue_seconds + own
+    return _Prompt(worker, matched, own, ttft, ttft + request.burden * own)
 
 
-def _predict_local(worker: WorkerView, request: _Request) -> Prediction:
+def _decode(worker: WorkerView, request: _Request) -> _Decode:
+    return _Decode(worker, _room_seconds(worker, request), _decode_harm(worker, request))
+
+
+def _predict_pair(prefill: _Prompt, decode: _Decode, request: _Request) -> Prediction:
+    last_tokens = min(request.num_tokens - prefill.matched, LAST_CHUNK_TOKENS)
+    rate = decode.worker.link_rates.get(prefill.worker.party.engine_id) or USUAL_LINK_RATE
+    handover = HANDOVER_SECONDS + last_tokens * decode.worker.token_bytes / rate
+    delay = prefill.delay + decode.room
+    harm = request.late(delay) + request.slow(handover) + decode.harm
+    num_placed = prefill.worker.num_placed + decode.worker.num_placed
+    names = (prefill.worker.party.engine_id, decode.worker.party.engine_id)
+    return Prediction(harm, delay, False, False, num_placed, names, prefill.ttft + decode.room)
+
+
+def _predict_local(prompt: _Prompt, decode: _Decode, request: _Request) -> Prediction:
     """Predict both phases on one worker, whose running requests see a gap for each chunk of the prompt."""
-    model, matched = worker.step_model, min(worker.prefix_match_tokens, request.num_tokens - 1)
-    chunk = min(worker.chunk_tokens or DEFAULT_CHUNK_TOKENS, request.num_tokens - matched)
-    num_chunks = -(-(request.num_tokens - matched) // chunk)
+    worker, matched = prompt.worker, prompt.matched
+    model, num_missed = worker.step_model, request.num_tokens - matched
+    limit = worker.chunk_tokens or DEFAULT_CHUNK_TOKENS
+    if worker.num_decoding or worker.role is Role.PREFILL:
+        limit = worker.shared_chunk_tokens or limit
+    chunk = min(limit, num_missed)
+    num_chunks = -(-num_missed // chunk)
     alone_seconds = model.decode_seconds(worker.num_decoding, worker.context_tokens) if worker.num_decoding else 0.0
-    work = StepWork(worker.num_decoding, worker.context_tokens, chunk, pairs(matched, chunk))
-    gap = model.seconds(work)
+    gap = model.seconds(StepWork(worker.num_decoding, worker.context_tokens, chunk, pairs(matched, chunk)))
     others = num_chunks * worker.num_decoding * (request.slow(gap) - request.slow(alone_seconds))
-    ttft = _prompt_seconds(worker, request) + num_chunks * alone_seconds + _room_seconds(worker, request)
+    # More and smaller steps than alone, each with the decoding sequences in it.
+    num_alone = -(-num_missed // (worker.chunk_tokens or DEFAULT_CHUNK_TOKENS))
+    shared = num_chunks * alone_seconds + max(0, num_chunks - num_alone) * model.base
+    delay = prompt.delay + shared + decode.room
     # Later prompts there interrupt this request, and its steps delay them.
     step = model.decode_seconds(worker.num_decoding + 1, worker.context_tokens + request.num_tokens)
     prompts = worker.prefill_busy * request.output_tokens
-    interrupted = prompts * (request.slow(gap) - request.slow(step)) if prompts else 0.0
+    interrupted = max(0.0, prompts * (request.slow(gap) - request.slow(step)))
     delayed = prompts * step if worker.role is Role.PREFILL else 0.0
-    harm = request.late(ttft) + others + max(0.0, interrupted) + delayed + _decode_harm(worker, request)
+    harm = request.late(delay) + others + interrupted + delayed + decode.harm
     is_prefill = worker.role is Role.PREFILL
-    return Prediction(harm, ttft, is_prefill, 2 * worker.num_placed, (worker.party.engine_id,))
+    ttft = prompt.ttft + shared + decode.room
+    return Prediction(
+        harm, delay, is_prefill, worker.role is not Role.MIXED, 2 * worker.num_placed, (worker.party.engine_id,), ttft
+    )
 
 
 def _decode_harm(worker: WorkerView, request: _Request) -> float:

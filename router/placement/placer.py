@@ -18,6 +18,7 @@ from splitserve.router.placement.policies import (
     RequestShape,
     Snapshot,
     context_limits,
+    least_loaded,
 )
 from splitserve.router.placement.prefix_view import MIN_GAIN_BLOCKS, PrefixMatch, PrefixView, PromptHashes, helper_of
 from splitserve.router.requests.active_request import ActiveRequest
@@ -64,7 +65,8 @@ class Placer:
         """Return the policy's choice for a request of this shape, with this prompt."""
         if self.is_closing:
             return NoWorker(SHUTTING_DOWN)
-        return self.policy(self.snapshot(prompt or PromptHashes(()), now), shape)
+        policy = least_loaded if shape.is_probe else self.policy
+        return policy(self.snapshot(prompt or PromptHashes(()), now), shape)
 
     def first(self, request: ActiveRequest, now: float) -> Placement:
         """Return the policy's choice for a new request; without a pair, a lone decode worker, if one fits."""
@@ -93,7 +95,8 @@ class Placer:
             if record is not None and record.state is not WorkerState.LOST and record.info.prefix_caching:
                 layout = record.info.layout
                 root, size = root_hash(layout), layout.block_size
-                self._prefixes.note_sent(party, root, prompt, size, record.info.num_blocks)
+                num_blocks = record.info.num_blocks + record.info.setup.host_kv_bytes // max(1, layout.block_bytes)
+                self._prefixes.note_sent(party, root, prompt, size, num_blocks)
 
     def note_output(self, request: ActiveRequest) -> None:
         """Take a finished output into account: its length, and its KV, which the next turn's prompt may begin with."""

@@ -33,9 +33,10 @@ class WorkerView:
     no computing there, as far as the router knows, less where it has to be onboarded from a tier.
 
     For predictions: ``step_model`` has the worker's step times, ``chunk_tokens`` the tokens of a step at most,
-    ``queue_seconds`` the time until it has computed the prompts placed there, ``prefill_busy`` the share of its recent
-    time that prompts took, ``num_decoding`` the requests that decode there, ``token_bytes`` the KV of a token, and
-    ``link_rates`` the bytes per second at which it reads from peers, by their engine ids.
+    ``shared_chunk_tokens`` the prompt tokens of one that also decodes, ``queue_seconds`` the time until it has computed
+    the prompts placed there, ``prefill_busy`` the share of its recent time that prompts took, ``num_decoding`` the
+    requests that decode there, ``token_bytes`` the KV of a token, and ``link_rates`` the bytes per second at which it
+    reads from peers, by their engine ids.
     """
 
     party: Party
@@ -51,6 +52,7 @@ class WorkerView:
     prefix_match_tokens: int = 0
     step_model: StepModel = NO_STEP_MODEL
     chunk_tokens: int = 0
+    shared_chunk_tokens: int = 0
     queue_seconds: float = 0.0
     prefill_busy: float = 0.0
     num_decoding: int = 0
@@ -77,7 +79,7 @@ class RequestShape:
     """Sizes of a request, as placement needs them. ``num_output_tokens`` counts tokens that the client already has.
 
     ``is_prompt_only``: log-probabilities of the prompt, and one token: there is nothing to decode. ``session``: the
-    client's name for the conversation; "" if it gave none.
+    client's name for the conversation; "" if it gave none. ``is_probe``: it is to be handed over where there is a pair.
     """
 
     num_prompt_tokens: int
@@ -85,6 +87,7 @@ class RequestShape:
     num_output_tokens: int = 0
     is_prompt_only: bool = False
     session: str = ""
+    is_probe: bool = False
 
     @property
     def max_context_tokens(self) -> int:
@@ -95,12 +98,13 @@ class RequestShape:
 @dataclass(frozen=True, slots=True)
 class Disaggregated:
     """Prefill and decode on two workers. ``matched_tokens`` of the prompt need no computing, as far as known; ``why``:
-    the policy's reason, in a few words."""
+    the policy's reason, in a few words; ``ttft_seconds``: its prediction, if it made one."""
 
     prefill: Party
     decode: Party
     matched_tokens: int = field(default=0, compare=False)
     why: str = field(default="", compare=False)
+    ttft_seconds: float | None = field(default=None, compare=False)
 
     @property
     def parties(self) -> tuple[Party, ...]:
@@ -114,6 +118,7 @@ class Local:
     worker: Party
     matched_tokens: int = field(default=0, compare=False)
     why: str = field(default="", compare=False)
+    ttft_seconds: float | None = field(default=None, compare=False)
 
     @property
     def parties(self) -> tuple[Party, ...]:
@@ -150,14 +155,14 @@ def least_loaded(snapshot: Snapshot, shape: RequestShape) -> Placement:
     return NoWorker(why_not(snapshot, fitting, shape))
 
 
-def pair(prefill: WorkerView, decode: WorkerView, why: str) -> Disaggregated:
+def pair(prefill: WorkerView, decode: WorkerView, why: str, ttft_seconds: float | None = None) -> Disaggregated:
     """Return the placement on two workers."""
-    return Disaggregated(prefill.party, decode.party, prefill.prefix_match_tokens, why)
+    return Disaggregated(prefill.party, decode.party, prefill.prefix_match_tokens, why, ttft_seconds)
 
 
-def alone(worker: WorkerView, why: str) -> Local:
+def alone(worker: WorkerView, why: str, ttft_seconds: float | None = None) -> Local:
     """Return the placement on one worker."""
-    return Local(worker.party, worker.prefix_match_tokens, why)
+    return Local(worker.party, worker.prefix_match_tokens, why, ttft_seconds)
 
 
 def context_limits(snapshot: Snapshot) -> tuple[int, int] | None:

@@ -29,6 +29,7 @@ class RequestContext:
     session: str = ""  # the conversation that it belongs to
     request_class: RequestClass = DEFAULT
     tenant: str = OWN
+    is_probe: bool = False  # it is to be handed over where there is a pair
     trace: TraceContext | None = None  # its place in a trace; None: tracing is off
 
     def of_prompt(self, index: int) -> "RequestContext":
@@ -108,6 +109,7 @@ class ActiveRequest:
             num_output_tokens=len(self.state.delivered_ids),
             is_prompt_only=self.sampling.prompt_logprobs is not None and self.sampling.max_tokens == 1,
             session=self.context.session,
+            is_probe=self.context.is_probe,
         )
 
     def attempt_sampling(self) -> SamplingParams:

@@ -10,7 +10,7 @@ The same function runs in the router and in the fault simulator.
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from splitserve.protocol.request import Party, Role
@@ -63,7 +63,7 @@ def next_step(snapshot: Snapshot, shape: RequestShape, policy: Policy, history: 
     if num_handovers < MAX_HANDOVERS and not shape.is_prompt_only:
         others = [worker for worker in helpers if worker.role is not Role.DECODE or worker.party == previous]
         for candidates in (others, helpers):
-            placement = policy(Snapshot(tuple(candidates)), shape)
+            placement = policy(replace(snapshot, workers=tuple(candidates)), shape)
             if isinstance(placement, Disaggregated):
                 return Step(Rung.HANDOVER, placement)
     local = local_placement(helpers, shape, previous)

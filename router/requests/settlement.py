@@ -37,7 +37,16 @@ class Settlement:
             request.charge.first_token_out(now)  # of each attempt: a retry computes the prompt again
         are_first = not request.timeline.num_tokens
         self.num_freed += are_first
+        if are_first:
+            self._note_prediction(request, now)
         self._outbox.put(CountTokens(count, request.timeline.on_tokens(count, now), are_first))
+
+    def _note_prediction(self, request: ActiveRequest, now: float) -> None:
+        """Observe how far the predicted time to first token was off, where the first attempt succeeded."""
+        placement = request.state.placement
+        if placement is not None and placement.ttft_seconds is not None and request.state.num_attempts == 1:
+            seconds = now - request.timeline.attempts[0].began_at
+            self._outbox.put(Observe("prediction_error_seconds", abs(seconds - placement.ttft_seconds)))
 
     def on_handover(self, request: ActiveRequest, update: Update, now: float) -> None:
         """Record the duration of a hand-over when decode reports that it is ready.

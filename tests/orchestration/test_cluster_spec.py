@@ -185,7 +185,7 @@ def test_options_that_apply_to_nobody_are_refused(
         ),
         (BASE + "connector: {name: mooncake}\n", "connector.name: is 'mooncake'; choose one of nixl"),
         (BASE + "tiers: []\n", "tiers: there is no such setting"),
-        (BASE + "router: {policy: best}\n", "spec:5: router.policy: is 'best'; choose one of least-loaded"),
+        (BASE + "router: {policy: best}\n", "spec:5: router.policy: is 'best'; choose one of cost"),
         (BASE + "devices: {share: maybe}\n", "spec:5: devices.share: must be true or false, but is text"),
         (
             BASE.replace("2}", "2, engine: {kv_cache_dtype: fp8}}"),

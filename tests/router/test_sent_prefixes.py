@@ -8,7 +8,8 @@ import pytest
 from splitserve.protocol.block_hash import extend_hashes
 from splitserve.protocol.kv_event_batch import KVEvent, KVEventBatch
 from splitserve.protocol.request import Party
-from splitserve.router.placement.prefix_view import OTHER_WORTH, SENT, TIER_WORTH, PrefixView, PromptHashes
+from splitserve.router.placement.block_index import OTHER_WORTH, SENT, TIER_WORTH
+from splitserve.router.placement.prefix_view import PrefixView, PromptHashes
 
 ROOT = b"r" * 16
 SIZE = 4
@@ -113,4 +114,4 @@ def test_the_index_agrees_with_sets(seed: int) -> None:
                 assert tokens == expected[0] and (certain or worth == expected[1])
     for party in PARTIES:
         view.forget(party)
-    assert not view._blocks and not view._holdings, "nothing is left of workers that have gone"
+    assert not len(view._blocks) and not view._holdings, "nothing is left of workers that have gone"

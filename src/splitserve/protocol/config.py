@@ -7,7 +7,7 @@ import msgspec
 from msgspec import Meta
 
 from splitserve.protocol.engine_config import ENDPOINT, MAX_MEMORY_BYTES, MAX_SECONDS, EngineConfig
-from splitserve.protocol.placement.policies import PLACEMENT_POLICIES, POLICIES_IN_WORDS
+from splitserve.protocol.placement.policies import DEFAULT_POLICY, PLACEMENT_POLICIES, POLICIES_IN_WORDS
 from splitserve.protocol.request import Role
 from splitserve.protocol.settings import Setting, problems_of
 
@@ -240,7 +240,7 @@ class RouterConfig(Confidential, frozen=True, kw_only=True):
         str,
         Meta(description=f"How requests are placed; {POLICIES_IN_WORDS}."),
         Setting(flags=("--policy",), choices=tuple(PLACEMENT_POLICIES), group=ENDPOINT, location="router.policy"),
-    ] = "least-loaded"
+    ] = DEFAULT_POLICY
     max_requests_in_flight: Annotated[
         int,
         Meta(ge=1, description="Requests in flight; clients get 429 beyond."),

@@ -220,6 +220,7 @@ def _worker_info(
         setup=setup,
         prefix_caching=config.engine.enable_prefix_caching,
         max_num_batched_tokens=config.engine.max_num_batched_tokens,
+        max_num_prefill_tokens=config.engine.max_num_prefill_tokens_beside_decode,
     )
 
 

@@ -18,12 +18,13 @@ class PlacementPolicy:
 
 
 PLACEMENT_POLICIES: Mapping[str, PlacementPolicy] = {
-    "least-loaded": PlacementPolicy("policies", "least_loaded", "the workers with the largest free share"),
     "cost": PlacementPolicy("cost", "cost", "the route with the smallest predicted excess over the objectives"),
+    "least-loaded": PlacementPolicy("policies", "least_loaded", "the workers with the largest free share"),
     "power-of-two": PlacementPolicy("simple", "power_of_two", "the less loaded of two workers drawn at random"),
     "prefix": PlacementPolicy("simple", "prefix", "the workers with the longest cached part of the prompt"),
     "round-robin": PlacementPolicy("simple", "round_robin", "workers in turn"),
     "session": PlacementPolicy("simple", "session", "the same workers for all requests of an X-Session-Id"),
 }
 """Policies by the names that `router.policy` of a cluster spec and `--policy` have for them."""
+DEFAULT_POLICY = "cost"
 POLICIES_IN_WORDS = "; ".join(f"{name}: {policy.help}" for name, policy in PLACEMENT_POLICIES.items())

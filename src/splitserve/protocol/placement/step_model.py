@@ -50,7 +50,9 @@ class StepModel(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
 
     def seconds(self, work: StepWork) -> float:
         """Return the predicted seconds of a step."""
-        return self.base + sum(map(float.__mul__, self.coefficients[1:], map(float, work)))
+        num_decodes, context, num_tokens, num_pairs = work
+        of_decodes = self.per_decode * num_decodes + self.per_context * context
+        return self.base + of_decodes + self.per_token * num_tokens + self.per_pair * num_pairs
 
     def prefill_seconds(self, start: int, num_tokens: int, chunk_tokens: int) -> float:
         """Return the seconds of ``num_tokens`` prompt tokens after ``start``, alone on a worker, in chunks."""

@@ -1,0 +1,1 @@
+"""Benches of placement: workloads replayed on the router's production core, under virtual time."""

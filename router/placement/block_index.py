@@ -1,0 +1,102 @@
+"""Index of the blocks that workers hold, by tier, with a bit per worker: a prompt is looked up once for all. Pure."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from splitserve.protocol.kv_event_batch import DEVICE
+
+SENT = "sent"
+"""The tier of blocks that a worker was sent and has not announced; they are taken to be on its device."""
+TIER_WORTH = {DEVICE: 1.0, "host": 0.9, "disk": 0.6}
+"""Worth of a block in a tier, relative to one on the device, which costs nothing to use; the highest is preferred."""
+OTHER_WORTH = 0.5
+
+
+@dataclass(slots=True)
+class BlockIndex:
+    """Workers of each block, as bits of a number per tier. The tiers are in the order of their worth."""
+
+    tiers: list[str] = field(default_factory=lambda: [SENT, *TIER_WORTH])  # others follow in order of appearance
+    _blocks: dict[bytes, list[int]] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def put(self, bit: int, block_hash: bytes, tier: str) -> bool:
+        """Add a block of the worker ``bit``; return False if it was in this tier already."""
+        number = self._number(tier)
+        masks = self._blocks.get(block_hash)
+        if masks is None:
+            masks = self._blocks[block_hash] = [0] * len(self.tiers)
+        elif len(masks) <= number:
+            masks.extend([0] * (len(self.tiers) - len(masks)))
+        if masks[number] & bit:
+            return False
+        masks[number] |= bit
+        return True
+
+    def take(self, bit: int, block_hash: bytes, tier: str) -> tuple[bool, bool]:
+        """Remove a block from a worker's tier. Return whether it was there, and whether the worker has it elsewhere."""
+        number, masks = self._number(tier), self._blocks.get(block_hash)
+        if masks is None or len(masks) <= number or not masks[number] & bit:
+            return False, masks is not None and any(mask & bit for mask in masks)
+        masks[number] ^= bit
+        if any(masks):
+            return True, any(mask & bit for mask in masks)
+        del self._blocks[block_hash]
+        return True, False
+
+    def forget(self, bit: int, block_hashes: Iterable[bytes]) -> None:
+        """Remove blocks from all tiers of a worker."""
+        for block_hash in block_hashes:
+            masks = [mask & ~bit for mask in self._blocks[block_hash]]
+            if any(masks):
+                self._blocks[block_hash] = masks
+            else:
+                del self._blocks[block_hash]
+
+    def leading(self, chain: Iterable[bytes], *, certain: bool) -> dict[int, tuple[int, float]]:
+        """Return the number of leading blocks of ``chain`` that each worker holds, and their worth, by the workers'
+        bits. ``certain``: without those that were only sent. What a block costs doesn't depend on the number of workers
+        that hold it on their device."""
+        counts: dict[int, int] = {}
+        lost: dict[int, float] = {}  # worth that blocks in lower tiers lack
+        left, number = -1, 0  # workers that hold all blocks so far; at first any
+        for number, block_hash in enumerate(chain, start=1):
+            masks = self._blocks.get(block_hash, _NOWHERE)
+            full = masks[1] if certain else masks[0] | masks[1]
+            holders = full
+            for mask in masks[2:]:
+                holders |= mask
+            if left & ~holders and number > 1:
+                counts |= dict.fromkeys(_bits(left & ~holders), number - 1)
+            left &= holders
+            if not left:
+                break
+            if lesser := left & ~full:
+                self._note_lost(lesser, masks, lost)
+        else:
+            if number:
+                counts |= dict.fromkeys(_bits(left), number)
+        return {bit: (count, count - lost.get(bit, 0.0)) for bit, count in counts.items()}
+
+    def _note_lost(self, lesser: int, masks: list[int], lost: dict[int, float]) -> None:
+        for tier, mask in zip(self.tiers[2:], masks[2:], strict=False):
+            for bit in _bits(lesser & mask):
+                lost[bit] = lost.get(bit, 0.0) + 1.0 - TIER_WORTH.get(tier, OTHER_WORTH)
+            lesser &= ~mask
+
+    def _number(self, tier: str) -> int:
+        if tier not in self.tiers:
+            self.tiers.append(tier)
+        return self.tiers.index(tier)
+
+
+_NOWHERE = [0, 0]
+
+
+def _bits(mask: int) -> Iterator[int]:
+    while mask:
+        bit = mask & -mask
+        yield bit
+        mask ^= bit

@@ -1,0 +1,185 @@
+"""Replays of workloads: exact times of small cases, readers of traces, and the placement's aims in a short form."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from documents import ROOT
+from splitserve.benchmarks.placement import cases
+from splitserve.benchmarks.placement.clusters import CACHE_TOKENS, figures, replayed, trace_workers
+from splitserve.benchmarks.placement.policies import ALWAYS, NEVER, fixed_threshold, unweighted
+from splitserve.common.errors import ConfigError
+from splitserve.protocol.placement.step_model import StepModel
+from splitserve.protocol.request import Role
+from splitserve.simulation.replay.cluster import (
+    HANDOVER_SECONDS,
+    LAST_CHUNK_TOKENS,
+    MESSAGE_SECONDS,
+    ClusterSpec,
+    ReplayCluster,
+    pool,
+)
+from splitserve.simulation.replay.generated import Conversations
+from splitserve.simulation.replay.results import pooled_hits
+from splitserve.simulation.replay.worker import WorkerSpec
+from splitserve.simulation.replay.workload import (
+    BLOCK_TOKENS,
+    ReplayRequest,
+    at_prompt_rate,
+    prompt_rate,
+    read_azure,
+    read_mooncake,
+    spread,
+)
+
+MODEL = StepModel(base=4e-3, per_decode=1e-4, per_context=1e-6, per_token=1e-5, per_pair=0.0, num_steps=1000)
+WORKER = WorkerSpec("w", Role.MIXED, MODEL, kv_tokens=100_000, chunk_tokens=1000, shared_chunk_tokens=100)
+TRACES = ROOT.parent / "shared" / "traces"
+
+
+def run(requests, *workers, **options):
+    return ReplayCluster(ClusterSpec(workers or (WORKER,), **options)).run(requests)
+
+
+def pair_of(**changes):
+    worker = replace(WORKER, **changes)
+    return (*pool(Role.PREFILL, 1, worker), *pool(Role.DECODE, 1, worker))
+
+
+def test_times_of_one_request_add_up() -> None:
+    result = run([ReplayRequest(1.0, 2500, 11)])
+    (figures,) = result.requests
+    prefill = 3 * 4e-3 + 2500 * 1e-5  # chunks of 1000, 1000 and 500
+    assert figures.first_token_at - 1.0 == pytest.approx(prefill + 2 * MESSAGE_SECONDS)
+    assert figures.own_seconds == pytest.approx(prefill)
+    steps = sum(4e-3 + 1e-4 + 1e-6 * (2500 + n) for n in range(10))
+    assert figures.ended_at - figures.first_token_at == pytest.approx(steps)
+
+
+def test_a_handover_takes_its_bytes_and_its_messages() -> None:
+    worker = pair_of()
+    result = run([ReplayRequest(0.0, 2500, 2)], *worker, policy=fixed_threshold(ALWAYS))
+    (figures,) = result.requests
+    assert not figures.is_local and figures.prefill == "prefill-0"
+    read = HANDOVER_SECONDS + LAST_CHUNK_TOKENS * WORKER.token_bytes / WORKER.link_rate
+    step = 4e-3 + 1e-4 + 1e-6 * 2500
+    assert figures.ended_at - figures.first_token_at == pytest.approx(read + step)
+    memory = result.memories["decode-0"]
+    assert memory.used_tokens == 0 and 0 < memory.empty_token_seconds < memory.token_seconds
+
+
+def test_a_leap_that_is_interrupted_changes_nothing() -> None:
+    alone = run([ReplayRequest(0.0, 500, 200)])
+    (first,) = alone.requests
+    late = first.first_token_at + 0.1001
+    both = run([ReplayRequest(0.0, 500, 200), ReplayRequest(late, 100, 1)])
+    steps = both.requests[0].ended_at - first.ended_at
+    assert steps == pytest.approx(100 * 1e-5, abs=1e-6), "one step of the first has the second's prompt in it"
+    assert both.requests[1].first_token_at - late < 3 * (4e-3 + 100 * 1e-5 + 2e-3)
+
+
+def test_a_batch_that_outgrows_its_memory_is_preempted_and_ends() -> None:
+    small = replace(WORKER, kv_tokens=1200, max_num_seqs=8)
+    result = run([ReplayRequest(0.0, 400, 300), ReplayRequest(0.0, 400, 300)], small)
+    assert result.num_ended == 2 and result.workers["w"].num_preempted >= 1
+    assert result.memories["w"].used_tokens == 0
+
+
+@pytest.mark.parametrize("late_grants", [False, True])
+@pytest.mark.parametrize("threshold", [ALWAYS, NEVER])
+def test_all_requests_end_where_memory_is_short(late_grants: bool, threshold: float) -> None:
+    requests = Conversations((200, 3000), (1, 120), 3, (10, 400), 0.5).requests(60, 8.0, seed=5)
+    workers = pair_of(kv_tokens=9000, max_num_seqs=6)
+    result = run(requests, *workers, policy=fixed_threshold(threshold), late_grants=late_grants)
+    assert result.num_ended == len(requests) and result.num_refused == 0
+    assert all(memory.used_tokens == 0 for memory in result.memories.values())
+
+
+def test_late_grants_leave_less_room_empty() -> None:
+    requests = Conversations((1000, 6000), (50, 200)).requests(150, 12.0, seed=6)
+    workers = pair_of(kv_tokens=400_000, max_num_seqs=256)
+    shares = [
+        figures(run(requests, *workers, policy=fixed_threshold(ALWAYS), late_grants=late))["empty_share"]
+        for late in (False, True)
+    ]
+    assert shares[1] < shares[0]
+
+
+def test_a_turn_finds_its_conversation_with_and_without_events() -> None:
+    requests = Conversations((2000, 3000), (600, 700), 4, (600, 800), 1.0).requests(20, 2.0, seed=7)
+    most = sum(request.num_full_blocks(request.num_prompt_tokens - 1) for request in requests) - 20 * 4
+    for events in (True, False):
+        row = figures(replayed(trace_workers(), "cost", requests, kv_events=events, sends_sessions=False))
+        assert row["hit_blocks"] >= 0.5 * most
+
+
+def test_the_same_workload_gives_the_same_figures() -> None:
+    requests = Conversations((100, 5000), (10, 200), 3, (10, 900), 2.0).requests(60, 6.0, seed=8)
+    first, second = (figures(replayed(trace_workers(), "cost", requests)) for _ in range(2))
+    assert first == second
+
+
+def test_traces_are_read_and_mistakes_named(tmp_path: Path) -> None:
+    lines = [{"timestamp": 1500 * n, "input_length": 1200, "output_length": 5, "hash_ids": [0, n, n]} for n in (1, 2)]
+    (tmp_path / "t.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    first, second = read_mooncake(tmp_path / "t.jsonl")
+    assert (first.arrives_at, second.arrives_at) == (1.5, 3.0)
+    assert first.blocks == [b"0", b"1"] and first.num_full_blocks(1200) == 2
+    (tmp_path / "bad.jsonl").write_text('{"timestamp": 1}\n')
+    with pytest.raises(ConfigError, match=r"line 1 of .*bad\.jsonl"):
+        read_mooncake(tmp_path / "bad.jsonl")
+    (tmp_path / "a.csv").write_text(
+        "TIMESTAMP,ContextTokens,GeneratedTokens\n"
+        "2023-11-16 18:17:03.9799600,4808,10\n2023-11-16 18:17:05.9799600,7,8\n"
+    )
+    assert [(r.arrives_at, r.num_prompt_tokens) for r in read_azure(tmp_path / "a.csv")] == [(0.0, 4808), (2.0, 7)]
+    (tmp_path / "b.csv").write_text("TIMESTAMP,ContextTokens,GeneratedTokens\nnow,1,2\n")
+    with pytest.raises(ConfigError, match=r"line 2 of .*b\.csv"):
+        read_azure(tmp_path / "b.csv")
+
+
+def test_speed_and_ticks_of_a_workload_can_be_set() -> None:
+    requests = [ReplayRequest(3.0 * (n // 3), 100, 1) for n in range(9)]
+    assert [r.arrives_at for r in spread(requests, 3.0)] == pytest.approx([float(n) for n in range(9)])
+    assert prompt_rate(at_prompt_rate(requests, 50.0)) == pytest.approx(50.0)
+
+
+def test_a_pooled_cache_finds_what_any_worker_had() -> None:
+    blocks = [b"%d" % n for n in range(4)]
+    requests = [ReplayRequest(0.0, 4 * BLOCK_TOKENS + 1, 1, blocks)] * 3
+    assert pooled_hits(requests, CACHE_TOKENS) == 8
+    assert pooled_hits(requests, 2 * BLOCK_TOKENS) == 4
+
+
+@pytest.mark.skipif(not TRACES.is_dir(), reason="the traces are not here")
+@pytest.mark.parametrize("name", ["conversation", "synthetic"])
+def test_the_beginning_of_a_trace_is_placed_well(name: str) -> None:
+    requests = cases.trace(TRACES, name, 0.7, 1500)
+    row = figures(replayed(trace_workers(), "cost", requests))
+    base = figures(replayed(trace_workers(), unweighted, requests))
+    assert row["hit_blocks"] >= 0.9 * pooled_hits(requests, CACHE_TOKENS)
+    assert row["ttft_p99_ms"] <= 1.03 * base["ttft_p99_ms"] and row["queue_max_over_mean"] < 2.5
+
+
+def test_load_is_placed_better_than_without_predictions() -> None:
+    requests = Conversations((500, 9000), (100, 400), 5, (100, 2000), 5.0).requests(150, 5.0, seed=9)
+    least = figures(replayed(trace_workers(0.5), "least-loaded", requests, knows_prefixes=False))
+    cost = figures(replayed(trace_workers(0.5), "cost", requests))
+    assert cost["ttft_p50_ms"] < 0.7 * least["ttft_p50_ms"]
+
+
+def test_a_worker_that_lies_gets_no_crowd() -> None:
+    requests = Conversations((500, 4000), (50, 200)).requests(300, 25.0, seed=10)
+    liar = StepModel(0.0, 0.0, 0.0, 1e-9, 0.0, num_steps=10**6)
+    honest, lied_to = (
+        replayed(trace_workers(), "cost", requests, published=published) for published in ({}, {"prefill-3": liar})
+    )
+    assert lied_to.workers["prefill-3"].num_prompts <= 4 * len(requests) / 8
+    assert figures(lied_to)["ttft_p99_ms"] <= 6 * figures(honest)["ttft_p99_ms"]
+
+
+def test_a_prompt_that_all_share_gathers_no_crowd() -> None:
+    rows = {row["arm"]: row for row in cases.sessions(600)}
+    assert rows["system prompt of all"]["holds"] and rows["cost, no keys"]["holds"]
