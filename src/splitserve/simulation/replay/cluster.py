@@ -65,6 +65,10 @@ class BlockNames(PromptHashes):
         """Return the names of the blocks of prompt and output."""
         return BlockNames(self._request, self._num_tokens + len(output_ids))
 
+    def longest_computed(self) -> tuple[Sequence[bytes], int] | None:
+        """Return the names of the prompt's full blocks, and their size."""
+        return self.chain(_ROOT, BLOCK_TOKENS), BLOCK_TOKENS
+
     def chain(self, root_hash: bytes, block_size: int) -> Sequence[bytes]:  # noqa: ARG002
         """Return the names of the full blocks before the last token."""
         return self._request.blocks[: self._request.num_full_blocks(self._num_tokens - 1)]
