@@ -99,6 +99,7 @@ def test_every_engine_option_reaches_the_engine() -> None:
         "--tensor-parallel-size": "2",
         "--kv-cache-dtype": "fp8",
         "--expert-parallel": "on",
+        "--model-backend": "native",
     }
     needs = {"--disk-kv-size": ["--disk-kv-dir", "/kv"], "--disk-kv-backend": ["--disk-kv-dir", "/kv"]}
     parser = argparse.ArgumentParser()
@@ -146,7 +147,6 @@ def test_help_shows_defaults_that_say_something(capsys: pytest.CaptureFixture[st
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "--prefill P --decode D"),
         (["--prefill", "1"], "no decode worker.*--decode N"),
         (["--decode", "2"], "no prefill worker.*--prefill N"),
         (["--mixed", "1", "--block-size", "-1"], "--block-size: must be between 0 and 4096, got -1"),
