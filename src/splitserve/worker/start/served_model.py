@@ -130,8 +130,9 @@ def _load(
         kernels = _select_kernels(engine, device, dtype, model_config)
     local = local_config(model_config, group.shard.size)
     shape = AttentionShape(
-        local.num_heads, local.num_kv_heads, local.head_dim, engine.block_size, local.num_layers, dtype, device
-    )
+        local.num_heads, local.num_kv_heads, local.head_dim, engine.block_size, local.num_layers, dtype, device,
+        has_sinks=local.sinks,
+    )  # fmt: skip
     preloads = device.type == "cuda" and model_config.latent is None
     preload = AttentionPreload(kernels, shape, clock) if preloads else None
     with clock.phase("weights"):
@@ -186,7 +187,7 @@ def _select_kernels(
     operation = "make_attention" if model_config.latent is None else "make_latent_attention"
     overrides = {} if backend == "auto" else {operation: backend}
     try:
-        kernels = select_kernels(device, dtype, overrides, model_config.head_dim)
+        kernels = select_kernels(device, dtype, overrides, model_config.head_dim, model_config.sinks)
     except ValueError as error:
         raise ConfigError(f"--attention-backend {backend}: {error}") from error
     logger.info("kernels: %s", ", ".join(f"{name} {choice}" for name, choice in kernels.backends.items()))
