@@ -59,7 +59,7 @@ CONFIG = {
         ({"eos_token_id": "x"}, "eos_token_id is 'x'"),
         ({"bos_token_id": 400}, "bos_token_id is 400"),
         ({"architectures": "Qwen3ForCausalLM"}, "architectures is 'Qwen3ForCausalLM'; a list is needed"),
-        ({"architectures": [{}] * 100}, "architectures is a list; supported"),
+        ({"architectures": [{}] * 100}, "architectures is a list; neither Splitserve nor transformers"),
         ({"layer_types": [["x"]] * 10**5}, r"layer_types has \['x'\], \['x'\], \['x'\] and 99997 more"),
         ({"rope_parameters": 5}, "rope_parameters is 5; an object is needed"),
         ({"quantization_config": "fp8"}, "quantization_config is 'fp8'; an object is needed"),

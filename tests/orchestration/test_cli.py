@@ -38,7 +38,7 @@ def test_defaults_are_those_of_the_config() -> None:
     config = EngineConfig(model="/dir/my-model", served_model_name="my-model")
     assert spec.engine_config(spec.pools[0]) == config
     assert spec.served_model_name == "my-model"
-    assert (spec.router.host, spec.router.port, spec.router.policy) == ("127.0.0.1", 8000, "cost")
+    assert (spec.router.host, spec.router.port, spec.router.policy) == ("127.0.0.1", 8000, "least-loaded")
 
 
 def test_options_reach_the_configs_of_all_processes() -> None:

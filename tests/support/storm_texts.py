@@ -18,7 +18,7 @@ from splitserve.router.output.forced import ForcedCalls, Reasoning
 from splitserve.router.output.parts import Message, Part, assembled
 from splitserve.router.output.splitter import Splitter
 from splitserve.router.text.choice import Choice
-from splitserve.router.text.detokenizer import Detokenizer
+from splitserve.router.text.detokenizer import WindowDetokenizer
 from splitserve.router.text.grammars import json_schema_grammar, schema_text
 from splitserve.simulation.router.client import SimClient
 from storm_vocabulary import ADDED, ENDS, tokenizer
@@ -114,7 +114,7 @@ def _parts(
     splitter = Splitter(_format().with_tools, _PROMPT, [], max_calls=1 if seed % 5 == 0 else None)
     special = {tokenizer().token_to_id(text): text for text in ENDS}
     choice = Choice(
-        Detokenizer(tokenizer(), skip_special_tokens=False),
+        WindowDetokenizer(tokenizer(), skip_special_tokens=False),
         _stops_of(client),
         include_stop=seed % 2 == 0,
         min_tokens=client.sampling.min_tokens,
