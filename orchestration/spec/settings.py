@@ -61,6 +61,8 @@ def _settings_in(struct: type[msgspec.Struct], outer: str) -> Iterator[SpecSetti
         elif part is not None and not (field.name in _CONFIGS and outer):
             if setting.flags:
                 yield SpecSetting(setting.location, "", str, meta_of(hint), setting, "")
+            if location in _DECLARED:
+                yield _setting(location, hint, field)
             yield from (each for each in _settings_in(part, f"{location}.") if each.location != setting.location)
         elif part is None:
             yield _setting(location, hint, field)

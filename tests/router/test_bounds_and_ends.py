@@ -118,6 +118,7 @@ def test_an_answer_that_gets_nowhere_is_given_up(caplog):
         dispatcher = Dispatcher(config, RouterMetrics())
         try:
             kind = CompletionFormat("m", include_usage=False, return_token_ids=False)
+            dispatcher.admit(0, "prompt")
             arrived_at = asyncio.get_running_loop().time() - 10.0 - READ_GRACE_SECONDS
             how = {"stream": True, "return_route": False}
             response = GenerationResponse(dispatcher, [], kind, arrived_at=arrived_at, **how)

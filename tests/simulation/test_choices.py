@@ -84,7 +84,8 @@ def siblings_uncounted(patch: pytest.MonkeyPatch) -> None:
     def retire(self: RequestTable, request: Any, now: float) -> None:
         original(self, request, now)
         for sibling in request.siblings:
-            self._requests.pop(sibling.request_id, None)
+            if self._requests.pop(sibling.request_id, None) is not None:
+                self.num_of_tenant[sibling.context.tenant] -= 1
 
     patch.setattr(RequestTable, "_retire", retire)
 

@@ -190,6 +190,7 @@ def retries_have_no_timer(patch: pytest.MonkeyPatch) -> None:
 def timers_outlive_their_requests(patch: pytest.MonkeyPatch) -> None:
     def retire(self: RequestTable, request: ActiveRequest, now: float) -> None:
         del self._requests[request.request_id]
+        self.num_of_tenant[request.context.tenant] -= 1
         self._settlement.on_end(request, now)
 
     patch.setattr(RequestTable, "_retire", retire)

@@ -264,10 +264,10 @@ class RouterConfig(Confidential, frozen=True, kw_only=True):
         Setting(location="objectives.tpot_ms"),
     ] = 0.0
     classes: Annotated[
-        tuple[RequestClass, ...],
+        list[RequestClass],
         Meta(max_length=64, description="Classes of requests; one named default replaces that of these objectives."),
         Setting(location="objectives.classes"),
-    ] = ()
+    ] = []
     tenants_file: Annotated[
         str,
         Meta(description="YAML file with the tenants' keys, shares and limits, read again on SIGHUP; empty: none."),
