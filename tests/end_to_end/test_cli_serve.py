@@ -49,7 +49,9 @@ def serving(model: Path, *arguments: str) -> Iterator[tuple[subprocess.Popen[str
 def complete(url: str, model: str) -> dict:
     body = {"model": model, "prompt": list(range(40)), "max_tokens": 4, "ignore_eos": True, "return_route": True}
     request = urllib.request.Request(
-        f"{url}/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        f"{url}/completions",
+        json.dumps(body).encode(),
+        {"Content-Type": "application/json", "X-Route": "disaggregated"},
     )
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     with opener.open(request, timeout=PATIENCE_SECONDS) as response:
