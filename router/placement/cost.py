@@ -42,7 +42,7 @@ DEFAULT_CHUNK_TOKENS = 512
 MAX_UTILISATION = 0.9
 WHY = "predicted latency"
 WHY_SPARE = "spare time of a prefill worker"
-RESIDUAL = 0.75
+RESIDUAL = 0.7
 """Share of a prompt's computing that is left when another one arrives meanwhile: 0.5 for prompts of one length, more
 for mixed ones."""
 
