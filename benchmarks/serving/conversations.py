@@ -7,9 +7,11 @@ several.
 
 import asyncio
 import contextlib
-import multiprocessing
+import pickle
+import subprocess
+import sys
 import time
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -102,21 +104,44 @@ def run_in_processes(
     if num_processes == 1:
         return asyncio.run(run_conversations(endpoint, workload, prompts, id_prefix))
     start = time.perf_counter() + PROCESS_START_SECONDS  # one clock for all processes of a machine
-    parts = [Workload(workload.name, workload.conversations[number::num_processes]) for number in range(num_processes)]
-    with ProcessPoolExecutor(num_processes, mp_context=multiprocessing.get_context("spawn")) as pool:
-        futures = [
-            pool.submit(_run_part, endpoint, part, prompts, f"{id_prefix}{number}-" if id_prefix else "", start)
-            for number, part in enumerate(parts)
-            if part.conversations
-        ]
-        records = [record for future in futures for record in future.result()]
+    parts = [
+        _Part(endpoint, Workload(workload.name, found), prompts, f"{id_prefix}{number}-" if id_prefix else "", start)
+        for number in range(num_processes)
+        if (found := workload.conversations[number::num_processes])
+    ]
+    with ThreadPoolExecutor(len(parts)) as threads:  # each waits for its process
+        records = [record for found in threads.map(_run_in_child, parts) for record in found]
     return sorted(records, key=lambda each: each.record.due_seconds)
 
 
-def _run_part(
-    endpoint: Endpoint, workload: Workload, prompts: Prompts, id_prefix: str, start: float
-) -> list[TurnRecord]:
-    return asyncio.run(run_conversations(endpoint, workload, prompts, id_prefix, start))
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """The share of one client process, as its arguments for :func:`run_conversations`."""
+
+    endpoint: Endpoint
+    workload: Workload
+    prompts: Prompts
+    id_prefix: str
+    start: float
+
+
+def _run_in_child(part: _Part) -> list[TurnRecord]:
+    command = [sys.executable, "-m", "splitserve.benchmarks.serving.conversations"]
+    done = subprocess.run(command, input=pickle.dumps(part), stdout=subprocess.PIPE, check=True)
+    records: list[TurnRecord] = pickle.loads(done.stdout)  # noqa: S301 - of a process of our own
+    return records
+
+
+def main() -> int:
+    """Run the part that a parent writes to this process, and write its records back."""
+    from splitserve.benchmarks.serving import conversations  # under its own name, which pickled values have
+
+    part = pickle.load(sys.stdin.buffer)  # noqa: S301 - from our parent
+    records = asyncio.run(
+        conversations.run_conversations(part.endpoint, part.workload, part.prompts, part.id_prefix, part.start)
+    )
+    sys.stdout.buffer.write(pickle.dumps(records))
+    return 0
 
 
 @dataclass(slots=True)
@@ -162,3 +187,7 @@ def _new_tokens(turn: Turn, prompts: Prompts) -> list[int]:
 @lru_cache(_MAX_CACHED_PIECES)
 def _tokens(piece: Piece, vocabulary: range, seed: int) -> tuple[int, ...]:
     return tuple(piece.token_ids(vocabulary, seed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
