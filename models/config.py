@@ -41,7 +41,7 @@ class Fp8Format:
 
 @dataclass(frozen=True, slots=True)
 class TransformersSizes:
-    """What is known of a model of transformers' code beside its attention. Elements are those of weights."""
+    """Facts on a model of transformers' code beside its attention. Elements are those of weights."""
 
     backbone: str  # the module that makes the last layer's output
     read_elements: int  # that a step reads

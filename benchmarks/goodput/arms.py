@@ -34,7 +34,7 @@ class Arm:
 
     @property
     def is_conditional(self) -> bool:
-        """Whether the policy chooses, request by request, if prefill and decode run apart."""
+        """Return whether the policy chooses, request by request, if prefill and decode run apart."""
         return not self.is_mixed and self.policy == CONDITIONAL_POLICY
 
     @property

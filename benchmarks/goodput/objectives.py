@@ -41,7 +41,7 @@ class Objectives:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a load's requests experienced, in the order of their arrival."""
+    """Latencies of a load's requests, in the order of their arrival."""
 
     ttft_ms: NDArray[np.float64]  # of each request
     gaps_ms: tuple[NDArray[np.float64], ...]  # of each request, its gaps between tokens

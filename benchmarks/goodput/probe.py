@@ -38,7 +38,7 @@ OFFERED_SHARE = 0.01
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What all probes of a comparison have in common."""
+    """Settings that all probes of a comparison have in common."""
 
     source: Source
     objectives: Objectives
@@ -82,7 +82,7 @@ class ProbeResult(msgspec.Struct, kw_only=True):
 
     @property
     def kept_the_rate(self) -> bool:
-        """Whether the client offered the rate that it should."""
+        """Return whether the client offered the rate that it should."""
         return abs(self.offered_rate - self.rate) <= OFFERED_SHARE * self.rate + 1e-9
 
 

@@ -48,7 +48,7 @@ class Difference:
 
     @property
     def is_clear(self) -> bool:
-        """Whether the interval of the difference excludes zero."""
+        """Return whether the interval of the difference excludes zero."""
         return self.difference_interval.low > 0 or self.difference_interval.high < 0
 
 

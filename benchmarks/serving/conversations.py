@@ -7,7 +7,6 @@ several.
 
 import asyncio
 import contextlib
-import pickle
 import subprocess
 import sys
 import time
@@ -127,20 +126,16 @@ class _Part:
 
 def _run_in_child(part: _Part) -> list[TurnRecord]:
     command = [sys.executable, "-m", "splitserve.benchmarks.serving.conversations"]
-    done = subprocess.run(command, input=pickle.dumps(part), stdout=subprocess.PIPE, check=True)
-    records: list[TurnRecord] = pickle.loads(done.stdout)  # noqa: S301 - of a process of our own
-    return records
+    given = msgspec.json.encode(part, enc_hook=lambda ids: [ids.start, ids.stop])
+    done = subprocess.run(command, input=given, stdout=subprocess.PIPE, check=True)
+    return msgspec.json.decode(done.stdout, type=list[TurnRecord])
 
 
 def main() -> int:
     """Run the part that a parent writes to this process, and write its records back."""
-    from splitserve.benchmarks.serving import conversations  # under its own name, which pickled values have
-
-    part = pickle.load(sys.stdin.buffer)  # noqa: S301 - from our parent
-    records = asyncio.run(
-        conversations.run_conversations(part.endpoint, part.workload, part.prompts, part.id_prefix, part.start)
-    )
-    sys.stdout.buffer.write(pickle.dumps(records))
+    part = msgspec.json.decode(sys.stdin.buffer.read(), type=_Part, dec_hook=lambda _, ends: range(*ends))
+    records = asyncio.run(run_conversations(part.endpoint, part.workload, part.prompts, part.id_prefix, part.start))
+    sys.stdout.buffer.write(msgspec.json.encode(records))
     return 0
 
 

@@ -35,7 +35,7 @@ _WINDOW_FIELDS = ("window", "chunk_size")  # parts of names of fields that bound
 
 @dataclass(frozen=True, slots=True)
 class LayerFacts:
-    """What a layer asks of attention."""
+    """Properties that a layer asks of attention."""
 
     num_heads: int
     num_kv_heads: int
@@ -49,7 +49,7 @@ class LayerFacts:
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """What a forward pass without weights shows."""
+    """Result of a forward pass without weights."""
 
     layers: tuple[LayerFacts, ...]
     vocab_size: int

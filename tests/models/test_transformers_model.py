@@ -56,7 +56,7 @@ def make_runner(path: Path, device: torch.device = CPU) -> ModelRunner:
 def test_scored_prompts_have_the_log_probabilities_of_transformers(
     checkpoint: Path, expected: torch.Tensor, at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a chunk that draws nothing, then in one that draws, in pieces of any size."""
+    """Score a chunk that draws nothing, then one that draws, in pieces of any size."""
     monkeypatch.setattr(backend_model, "SCORED_ROWS_AT_ONCE", at_once)
     runner = make_runner(checkpoint)
     scores = torch.log_softmax(expected, 1)
