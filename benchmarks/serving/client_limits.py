@@ -37,6 +37,7 @@ class Measured:
 
     asked: float  # requests per second
     offered: float
+    num_events: int  # received
     events_per_second: float
     expected_events_per_second: float
     lag_p99_ms: float
@@ -82,11 +83,13 @@ def measure(point: Point, seconds: float, num_processes: int = 1) -> Measured:
     end = max(record.end_seconds for record in records)
     first = min(record.sent_seconds for record in records)
     span = max(end - first, 1e-9)
+    num_events = sum(len(record.chunk_seconds) for record in records)
     planned = workload.conversations[-1].start_seconds + 1e-3 * point.interval_ms * (point.num_tokens - 1)
     return Measured(
         asked=point.rate,
         offered=offered_rate(point.rate, workload, turns),
-        events_per_second=sum(len(record.chunk_seconds) for record in records) / span,
+        num_events=num_events,
+        events_per_second=num_events / span,
         expected_events_per_second=workload.num_output_tokens / max(planned, 1e-9),
         lag_p99_ms=percentiles_ms([record.sent_seconds - record.due_seconds for record in records])["p99"],
         client_cpu_share=cpu / span if num_processes == 1 else float("nan"),
