@@ -60,7 +60,7 @@ class Sequence:
     # Marks for the next message; None after its first token here.
     marks: MarkList | None = field(default_factory=MarkList)
     decodes_here: bool = True  # False: after the first token a decode worker takes over
-    stage: Stage = Stage.NEW  # its place in the worker; changed by :meth:`enter` alone
+    stage: Stage = Stage.NEW  # its state in the worker; changed by :meth:`enter` alone
     block_ids: list[int] = field(
         default_factory=list
     )  # blocks of the first group that it holds, from its first token on
