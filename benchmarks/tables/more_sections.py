@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from splitserve.benchmarks.tables.cells import Section, awake, commit, run_link, number, of_bench, percent
+from splitserve.benchmarks.tables.cells import Section, awake, commit, number, of_bench, percent, run_link
 from splitserve.benchmarks.tables.runs import Run
 
 

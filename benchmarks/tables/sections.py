@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from splitserve.benchmarks.tables.cells import Section, awake, commit, extent, run_link, number, of_bench, percent
+from splitserve.benchmarks.tables.cells import Section, awake, commit, extent, number, of_bench, percent, run_link
 from splitserve.benchmarks.tables.runs import Run
 
 SHAPE = "llama-3.1-8b"
@@ -112,8 +112,8 @@ def latency(runs: Sequence[Run]) -> Section:
     names = ["mixed_ttft_ms", "1P1D_ttft_ms", "ttft_ratio", "mixed_second_ms", "1P1D_second_ms"]
     names += ["mixed_step_ms", "1P1D_step_ms", "second_beyond_step_ms"]
     rows = [
-        [str(result["prompt_tokens"]), run_link(run), awake(run), str(run.last_chunk), *(number(result[n]) for n in names),
-         commit(run)]
+        [str(result["prompt_tokens"]), run_link(run), awake(run), str(run.last_chunk),
+         *(number(result[n]) for n in names), commit(run)]
         for run in of_bench(runs, "latency")
         for result in run.content["results"]
     ]  # fmt: skip
@@ -140,8 +140,8 @@ def last_chunk(runs: Sequence[Run], small: str, large: str) -> Section:
     headers = ["prompt", "TTFT at 512, ms", "at 1024", "difference", "2nd token at 512, ms", "at 1024", "difference"]
     headers += ["beyond a step at 512, ms", "at 1024", "difference"]
     text = (
-        f"Runs {run_link(pair[0])} and {run_link(pair[1])}, one after the other on one machine, idle, greedy, cores kept "
-        "awake, medians of 9. One pair: the scatter between runs isn't known."
+        f"Runs {run_link(pair[0])} and {run_link(pair[1])}, one after the other on one machine, idle, greedy, cores "
+        "kept awake, medians of 9. One pair: the scatter between runs isn't known."
     )
     return Section("Last chunk: 512 against 1024 tokens", text, headers, rows)
 
