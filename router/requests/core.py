@@ -1,6 +1,6 @@
 """Decisions of the router about requests, pure: ``handle(event, now)`` returns the effects to perform.
 
-    Submit -> admission's places, placement -> Send to the workers, or a place in the waiting room
+    Submit -> admission's slots, placement -> Send to the workers, or a wait in the waiting room
     FromWorker, WorkerLost, NotSent, TimerFired -> RequestState -> Deliver, Send(Abort), the next attempt
     WorkerReady -> stranded requests continue, then those in the waiting room begin, in order of arrival
 

@@ -128,7 +128,7 @@ class Dispatcher:
     # ---- for the HTTP layer; times of arrival are the event loop's ----
 
     def admit(self, count: int, param: str | None = None, tenant: str = OWN) -> None:
-        """Take ``count`` places among the requests in flight, all and the tenant's. Raises :class:`ApiError` 429, or
+        """Take ``count`` slots among the requests in flight, all and the tenant's. Raises :class:`ApiError` 429, or
         400 if it never fits."""
         self.core.admission.admit(count, param)
         try:
@@ -138,7 +138,7 @@ class Dispatcher:
             raise
 
     def release(self, count: int, tenant: str = OWN) -> None:
-        """Release places that ``admit`` took."""
+        """Release slots that ``admit`` took."""
         self.core.admission.release(count)
         self._usage.release(tenant, count)
 

@@ -38,7 +38,7 @@ def cluster(tiny_qwen3: Path, traces: Collector) -> Iterator[LocalCluster]:
     engine = EngineConfig(
         model=str(tiny_qwen3), dtype="float32", kv_memory_bytes=16 << 20, max_num_batched_tokens=64, threads=1
     )
-    router = {"otlp_endpoint": traces.url, "trace_ratio": 0.0}
+    router = {"otlp_endpoint": traces.url, "trace_ratio": 0.0, "policy": "least-loaded"}
     spec = simple_spec(engine, num_prefill=1, num_decode=1, port=0, protocol=PATIENT, router=router)
     with LocalCluster(spec, log_level="warning") as running:
         yield running
