@@ -25,7 +25,7 @@ import torch
 from splitserve.benchmarks.common.arguments import not_negative, positive
 from splitserve.benchmarks.common.report import add_result_options, keep_result, table
 from splitserve.benchmarks.engine.decode_steps import DecodeRun, HitExperts
-from splitserve.benchmarks.engine.sampling_modes import GREEDY, SamplingModes
+from splitserve.benchmarks.engine.sampling_modes import GREEDY, sampling_modes
 from splitserve.benchmarks.engine.sampling_modes import NAMES as MODES
 from splitserve.benchmarks.engine.step_costs import (
     Ceilings,
@@ -201,7 +201,6 @@ class EngineBench:
         self._arguments = arguments
         self._itemsize = dtype.itemsize
         self._names = [GREEDY, *(name for name in arguments.sampling if name != GREEDY)]
-        self._modes = SamplingModes(config.vocab_size)
         started = time.perf_counter()
         kernels = replace(kernels, route=self._hits)
         model = load_model("", config, dtype=dtype, device=device, load_format="dummy", kernels=kernels)
@@ -213,7 +212,7 @@ class EngineBench:
             config, cases, block_size=arguments.block_size, dtype=dtype, device=device, most_bytes=free_bytes()
         )
         self._files = tempfile.TemporaryDirectory(prefix="splitserve-bench-")
-        self._modes.prepare(self._names, Path(self._files.name))
+        self._modes = sampling_modes(self._names, config.vocab_size, Path(self._files.name))
         self._runner: CudaRunner | None = CudaRunner(
             model,
             self._memory.tensors,
@@ -264,7 +263,7 @@ class EngineBench:
         assert self._runner is not None
         tables = self._memory.tables(case)
         prompt = range(min(_NUM_PROMPT_TOKENS, self._config.vocab_size))
-        runs = {name: DecodeRun(tables, case.start, self._modes.by_name[name], prompt) for name in self._names}
+        runs = {name: DecodeRun(tables, case.start, self._modes[name], prompt) for name in self._names}
         seconds: dict[str, list[float]] = {name: [] for name in self._names}
         for _ in range(options.repeat):
             for name, run in runs.items():
@@ -298,7 +297,7 @@ class EngineBench:
             return None
         assert self._runner is not None
         case = self._decoded(batch, context)
-        run = DecodeRun(self._memory.tables(case), case.start, self._modes.by_name[GREEDY])
+        run = DecodeRun(self._memory.tables(case), case.start, self._modes[GREEDY])
         run.seconds(self._runner, 1, 1)  # compiles
         with self._hits.noting() as mean_hit:
             run.seconds(self._runner, 1, 3)
@@ -314,7 +313,7 @@ class EngineBench:
             print(f"prefill of {num_tokens} tokens doesn't fit this device's memory", flush=True)
             return []
         table, others = self._memory.tables(case)[0].upto(case.start, case.length)
-        spec = self._modes.by_name[GREEDY].spec(0, case.length, None)
+        spec = self._modes[GREEDY].spec(0, case.length, None)
         tokens = torch.randint(0, self._config.vocab_size, (num_tokens,)).tolist()
         plan = StepPlan([ScheduledChunk(tokens, case.start, table, spec, other_tables=others)])
         runner = self._runner

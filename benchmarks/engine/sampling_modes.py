@@ -1,13 +1,10 @@
 """Ways to draw tokens that ``splitserve bench engine`` compares: requests' sampling parameters, used as in workers."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llguidance import LLMatcher
-
-from splitserve.benchmarks.engine.sampling_costs import write_vocabulary
 from splitserve.protocol.request import SamplingParams
 from splitserve.protocol.sampling_features import Constraint
 from splitserve.protocol.step import FeatureStart, FeatureUse, SampleSpec
@@ -52,30 +49,27 @@ class SamplingMode:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class SamplingModes:
-    """All modes for a vocabulary, whose tokenizer :meth:`prepare` writes where one is needed."""
+def sampling_modes(names: Sequence[str], vocab_size: int, model_dir: Path) -> dict[str, SamplingMode]:
+    """Return modes by name; for a grammar, write its tokenizer to ``model_dir``."""
+    penalties = {"repetition_penalty": 1.1, "presence_penalty": 0.5, "frequency_penalty": 0.5}
+    modes = {
+        GREEDY: SamplingMode(GREEDY, _params()),
+        "top-p": SamplingMode("top-p", _params(temperature=0.8, top_p=0.95, top_k=50)),
+        "logprobs": SamplingMode("logprobs", _params(logprobs=_NUM_TOP_LOGPROBS)),
+        "penalties": SamplingMode("penalties", _params(**penalties), has_features=True),
+    }
+    return {name: modes[name] if name in modes else _json_mode(vocab_size, model_dir) for name in names}
 
-    vocab_size: int
-    by_name: Mapping[str, SamplingMode] = field(init=False)
 
-    def __post_init__(self) -> None:
-        ends = (self.vocab_size - 2, self.vocab_size - 1)
-        json_schema = Constraint(LLMatcher.grammar_from_json_schema(_SCHEMA), ends)
-        penalties = {"repetition_penalty": 1.1, "presence_penalty": 0.5, "frequency_penalty": 0.5}
-        modes = (
-            SamplingMode(GREEDY, _params()),
-            SamplingMode("top-p", _params(temperature=0.8, top_p=0.95, top_k=50)),
-            SamplingMode("logprobs", _params(logprobs=_NUM_TOP_LOGPROBS)),
-            SamplingMode("penalties", _params(**penalties), has_features=True),
-            SamplingMode("json", _params(constraint=json_schema), has_features=True, waits=True),
-        )
-        object.__setattr__(self, "by_name", {mode.name: mode for mode in modes})
+def _json_mode(vocab_size: int, model_dir: Path) -> SamplingMode:
+    """Return the mode of a JSON schema. What it imports may be missing on a machine that measures other modes."""
+    from llguidance import LLMatcher
 
-    def prepare(self, names: Sequence[str], directory: Path) -> None:
-        """Write the tokenizer that grammars need to ``directory``."""
-        if any(self.by_name[name].params.constraint is not None for name in names):
-            write_vocabulary(directory, self.vocab_size)
+    from splitserve.benchmarks.engine.sampling_costs import write_vocabulary
+
+    write_vocabulary(model_dir, vocab_size)
+    constraint = Constraint(LLMatcher.grammar_from_json_schema(_SCHEMA), (vocab_size - 2, vocab_size - 1))
+    return SamplingMode("json", _params(constraint=constraint), has_features=True, waits=True)
 
 
 NAMES = (GREEDY, "top-p", "logprobs", "penalties", "json")
