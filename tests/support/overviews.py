@@ -298,7 +298,16 @@ PLANTED: dict[str, Plant] = {
 def idle() -> Overview:
     view = healthy()
     resting = [
-        replace(each, num_running=0, blocks_used=0, blocks_reserved=0, max_used_share=0.0, busy_share=0.0)
+        replace(
+            each,
+            num_running=0,
+            blocks_used=0,
+            blocks_reserved=0,
+            max_used_share=0.0,
+            busy_share=0.0,
+            prompt_tokens_per_second=0.0,
+            output_tokens_per_second=0.0,
+        )
         for each in view.workers
     ]
     return Overview(

@@ -3,7 +3,7 @@
 const COLORS = {
   prepare: "blue", queue: "amber", dispatch: "amber", grant_wait: "amber", prefix_read: "green", prefill_queue: "amber",
   chunk: "blue", first_token: "blue", reserve: "amber", await_offer: "grey", await_last_offer: "grey", post: "green",
-  wire: "green", verify: "green", decode_queue: "amber", first_step: "blue", stream: "pale", gap: "red",
+  wire: "green", verify: "green", decode_queue: "amber", first_step: "blue", write: "blue", stream: "pale", gap: "red",
 };
 const KINDS = [
   { name: "computes", color: "blue" }, { name: "waits", color: "amber" }, { name: "waits for prefill", color: "grey" },
