@@ -111,17 +111,24 @@ class Run:
         self.figures["with more than 1 ms unexplained"] += unexplained > 1e-3
 
     def check_order(self, trace: RequestTrace) -> None:
-        """Check that effects come after their causes in other processes, whatever the clocks show."""
+        """Check that effects come after their causes in other processes of an attempt, whatever the clocks show."""
         ends: dict[tuple[str, str], float] = {}
         for span in trace.spans:
+            if span.name == "attempt":
+                self._check_order(trace.summary.request_id, ends)
+                ends = {}
             ends[span.process.partition("-")[0], span.name] = span.begin + span.seconds
+        self._check_order(trace.summary.request_id, ends)
+
+    def _check_order(self, request_id: str, ends: dict[tuple[str, str], float]) -> None:
+        """Check one attempt, whose spans end so."""
         for cause, effect in (
             (("decode", "reserve"), ("prefill", "grant_wait")),
             (("prefill", "chunk"), ("decode", "verify")),
             (("prefill", "chunk"), ("decode", "await_last_offer")),
         ):
             if cause in ends and effect in ends and ends[effect] < ends[cause] - CAUSALITY_SECONDS:
-                self.problems.append(f"{trace.summary.request_id}: {effect} ends before {cause}: {ends}")
+                self.problems.append(f"{request_id}: {effect} ends before {cause}: {ends}")
 
     def compare_clients(
         self, name: str, traces: dict[int, RequestTrace], times: dict[int, tuple[float, float]]
