@@ -18,7 +18,6 @@ from starlette.types import ASGIApp
 
 from splitserve.common.errors import ConfigError
 from splitserve.common.security import is_loopback
-from splitserve.common.short_slices import ask_for_short_slices
 from splitserve.protocol.config import RouterConfig
 from splitserve.router.admin.metrics import RouterMetrics
 from splitserve.router.http.access.cross_origin import ANY_ORIGIN
@@ -63,7 +62,6 @@ def run_router(config: RouterConfig, progress: Progress) -> None:
             config.host,
         )
     _allow_many_files()
-    ask_for_short_slices()
     # Threads for each text of a batch cost more than they save, and their cores belong to the workers.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     with listening_socket(config.host, config.port) as listener:

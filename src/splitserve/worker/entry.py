@@ -42,6 +42,7 @@ from splitserve.protocol.request import Party, Role
 from splitserve.worker.build import BlockMemory, ModelBounds, build_core
 from splitserve.worker.machine.awake_cores import kept_awake
 from splitserve.worker.machine.pinning import pin_threads
+from splitserve.worker.machine.priority import give_way
 from splitserve.worker.ranks.others import RankError, Ranks
 from splitserve.worker.ranks.runner import RankedLauncher, RankedRunner
 from splitserve.worker.ranks.team import Team, start_team
@@ -75,6 +76,7 @@ def run_worker(config: WorkerConfig, progress: Progress) -> None:
     problems = list(machine_problems(config.engine, os.cpu_count() or 1))
     if problems:
         raise SettingsError(problems)
+    give_way(device)
     threads = max(1, (config.engine.threads or len(usable_cpus())) // size)
     torch.set_num_threads(threads)
     config = msgspec.structs.replace(
