@@ -14,9 +14,12 @@ counts the bytes that it feeds to the parser, and records since when each connec
 
 import asyncio
 import enum
+import fcntl
 import logging
 import resource
+import termios
 import time
+from array import array
 from typing import Any
 
 import httptools
@@ -124,12 +127,15 @@ class BoundedHttp(HttpToolsProtocol):
         self._num_headers = 0
         self._timer: asyncio.TimerHandle | None = None
         self._unread_timer: asyncio.TimerHandle | None = None
+        self._sent_by: float | None = None  # bytes of the first request were there when the connection was accepted
         self._fault: ApiError | None = None  # error for which a callback of the parser has stopped it
 
     # ---- the connection ----
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        if _num_bytes_there(transport):
+            self._sent_by = time.monotonic()
         if self._shared.has_room(len(self.connections)):
             self._shared.incomplete[self] = None
             self._start_timer(self._limits.header_seconds, self._on_late_headers)
@@ -180,6 +186,7 @@ class BoundedHttp(HttpToolsProtocol):
         self._num_fed += len(data)
         try:
             self.parser.feed_data(data)
+            self._sent_by = None  # further bytes came later
         except httptools.HttpParserUpgrade:
             pass  # answer as if it hadn't requested another protocol
         except httptools.HttpParserError as error:
@@ -210,7 +217,7 @@ class BoundedHttp(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         if self.cycle is None or self.cycle.response_complete:  # else the request waits for the answer before it
-            note_arrival(self.scope, time.monotonic())
+            note_arrival(self.scope, self._sent_by, time.monotonic())
         super().on_headers_complete()
         self._stop_timer()
         self._input = _Input.BODY
@@ -331,3 +338,10 @@ class BoundedHttp(HttpToolsProtocol):
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+
+def _num_bytes_there(transport: asyncio.Transport) -> int:
+    """Return the number of bytes that a client sent and nothing has read."""
+    count = array("i", [0])
+    fcntl.ioctl(transport.get_extra_info("socket").fileno(), termios.FIONREAD, count)
+    return count[0]

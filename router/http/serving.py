@@ -8,7 +8,7 @@ from starlette.requests import ClientDisconnect, Request
 
 from splitserve.router.http.access.api_key import tenant_of
 from splitserve.router.http.access.content_type import check_json
-from splitserve.router.http.access.request_id import request_id_of, trace_of
+from splitserve.router.http.access.request_id import reading_of, request_id_of, trace_of
 from splitserve.router.http.answers import GenerationResponse, Prompt
 from splitserve.router.http.api_error import ApiError, clipped
 from splitserve.router.http.bodies.reader import BodyReader
@@ -108,6 +108,7 @@ class Serving:
             request_class=self.dispatcher.classes.of(name),
             tenant=tenant_of(request),
             is_probe=headers.get(ROUTE_HEADER, "") == "disaggregated",
+            read_at=reading_of(request),
             trace=trace_of(request),
         )
 

@@ -30,6 +30,7 @@ class RequestContext:
     request_class: RequestClass = DEFAULT
     tenant: str = OWN
     is_probe: bool = False  # it is to be handed over where there is a pair
+    read_at: float = 0.0  # its head was read; 0.0: not known
     trace: TraceContext | None = None  # its position in a trace; None: tracing is off
 
     def of_prompt(self, index: int) -> "RequestContext":
@@ -74,14 +75,14 @@ class ActiveRequest:
         """Return a new request; ``prepared_at``: when its prompt was tokens, by default at its arrival."""
         state = _new_state(request_id, len(token_ids), sampling)
         hashes = PromptHashes(token_ids, context.cache_salt)
-        timeline = Timeline(arrived_at, arrived_at if prepared_at is None else prepared_at)
+        timeline = Timeline(arrived_at, arrived_at if prepared_at is None else prepared_at, context.read_at)
         return cls(token_ids, sampling, timeline, state, hashes, context)
 
     def add_sibling(self, request_id: str, choice: int) -> "ActiveRequest":
         """Add another choice of the prompt, and return its request."""
         sampling = msgspec.structs.replace(self.sampling, choice=choice)
         state = _new_state(request_id, len(self.token_ids), sampling)
-        timeline = Timeline(self.arrived_at, self.timeline.prepared_at)
+        timeline = Timeline(self.arrived_at, self.timeline.prepared_at, self.timeline.read_at)
         context = self.context.of_prompt(choice)
         sibling = ActiveRequest(self.token_ids, sampling, timeline, state, self.hashes, context)
         self.siblings += (sibling,)

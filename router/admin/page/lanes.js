@@ -1,7 +1,7 @@
 // Slow requests as lanes over processes: a lane per process, a bar per span.
 
 const COLORS = {
-  prepare: "blue", queue: "amber", dispatch: "amber", grant_wait: "amber", prefix_read: "green", prefill_queue: "amber",
+  receive: "amber", prepare: "blue", queue: "amber", dispatch: "amber", grant_wait: "amber", prefix_read: "green", prefill_queue: "amber",
   chunk: "blue", first_token: "blue", reserve: "amber", await_offer: "grey", await_last_offer: "grey", post: "green",
   wire: "green", verify: "green", decode_queue: "amber", first_step: "blue", write: "blue", stream: "pale", gap: "red",
 };

@@ -216,7 +216,7 @@ function renderObjectives(view) {
   }));
 }
 
-const STAGE_COLORS = { prepare: "grey", queue: "amber", retries: "red", dispatch: "amber", grant_wait: "hatch", prefix_read: "green", prefill_queue: "amber", prefill: "blue", handover: "green", choice: "pale", delivery: "grey", write: "grey", unexplained: "grey" };
+const STAGE_COLORS = { receive: "amber", prepare: "grey", queue: "amber", retries: "red", dispatch: "amber", grant_wait: "hatch", prefix_read: "green", prefill_queue: "amber", prefill: "blue", handover: "green", choice: "pale", delivery: "grey", write: "grey", unexplained: "grey" };
 
 function renderStages(view) {
   if (!view.stages.length) return show("stages", h("p", { class: "note" }, "No first token in this time."));

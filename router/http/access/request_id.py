@@ -20,6 +20,7 @@ _HEADER = b"x-request-id"
 _KEY = "splitserve.request_id"
 _TRACE_KEY = "splitserve.trace"
 _ARRIVAL_KEY = "splitserve.arrived_at"
+_READ_KEY = "splitserve.read_at"
 _ID = re.compile(rb"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
 _NUM_RANDOM_BYTES = 12
 
@@ -61,15 +62,22 @@ def trace_of(request: Request) -> TraceContext | None:
     return trace
 
 
-def note_arrival(scope: Any, now: float) -> None:
-    """Note the time at which the head of a request was complete."""
-    scope[_ARRIVAL_KEY] = now
+def note_arrival(scope: Any, sent_by: float | None, now: float) -> None:
+    """Note that the head of a request has been read now; ``sent_by``: it, or its begin, was there at that time."""
+    scope[_ARRIVAL_KEY] = now if sent_by is None else sent_by
+    scope[_READ_KEY] = now
 
 
 def arrival_of(request: Request) -> float:
     """Return the time at which the request arrived, on the monotonic clock."""
     arrived_at: float | None = request.scope.get(_ARRIVAL_KEY)
     return time.monotonic() if arrived_at is None else arrived_at
+
+
+def reading_of(request: Request) -> float:
+    """Return the time at which the request's head was read, likewise; 0.0: not known."""
+    read_at: float = request.scope.get(_READ_KEY, 0.0)
+    return read_at
 
 
 def _given(headers: Iterable[tuple[bytes, bytes]]) -> bytes:

@@ -11,6 +11,7 @@ ROUTER = "router"
 
 ROUTER_SPANS = {
     "request": "The whole request, from the arrival of its HTTP request to its end",
+    "receive": "Wait on a new connection until the head of the request was read",
     "prepare": "Until its prompt is tokens: body, chat template, tokenizer",
     "queue": "Wait until a worker can take it",
     "attempt": "One attempt on the chosen workers; one that failed has the reason",
@@ -56,7 +57,10 @@ def spans_of(timeline: Timeline) -> list[TraceSpan]:
     if timeline.attempts:
         first_began_at = timeline.attempts[0].began_at
         prepared_at = min(max(timeline.prepared_at, origin), first_began_at)
-        spans.append(TraceSpan("prepare", ROUTER, 0.0, prepared_at - origin))
+        read_at = min(max(timeline.read_at, origin), prepared_at)
+        if read_at > origin:
+            spans.append(TraceSpan("receive", ROUTER, 0.0, read_at - origin))
+        spans.append(TraceSpan("prepare", ROUTER, read_at - origin, prepared_at - read_at))
         spans.append(TraceSpan("queue", ROUTER, prepared_at - origin, first_began_at - prepared_at))
     for number, attempt in enumerate(timeline.attempts):
         later = timeline.attempts[number + 1 :]

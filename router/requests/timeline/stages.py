@@ -12,7 +12,8 @@ from splitserve.router.requests.timeline.timeline import AttemptTimeline, Timeli
 UNEXPLAINED = "unexplained"
 
 TTFT_STAGES = {
-    "prepare": "Arrival of the HTTP request until its prompt is tokens: body, chat template, tokenizer",
+    "receive": "A new connection was accepted with the request waiting on it until the request's head was read",
+    "prepare": "Head of the HTTP request read until its prompt is tokens: body, chat template, tokenizer",
     "queue": "Wait in the router until a worker can take the request",
     "retries": "Attempts that failed before the one with the first token",
     "dispatch": "Way of the request to the worker that computes the prompt, and its wait in that worker's inbox",
@@ -65,6 +66,8 @@ def _ttft_stages(timeline: Timeline, attempt: AttemptTimeline, times: tuple[Time
         return {}
     first = timeline.attempts[0]
     boundaries: list[Boundary] = [("prepare", timeline.prepared_at or None), ("queue", first.began_at)]
+    if timeline.read_at > timeline.arrived_at:
+        boundaries.insert(0, ("receive", timeline.read_at))
     if attempt is not first:
         boundaries.append(("retries", attempt.began_at))
     boundaries += _worker_boundaries(attempt, times)

@@ -93,6 +93,7 @@ class Timeline:
 
     arrived_at: float
     prepared_at: float = 0.0  # the prompt's tokens were known
+    read_at: float = 0.0  # its head was read from the connection
     gap_seconds: float = math.inf  # the objective for the time between tokens
     attempts: list[AttemptTimeline] = field(default_factory=list)
     first_token_at: float = 0.0  # it came from a worker

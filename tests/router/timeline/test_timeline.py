@@ -227,3 +227,13 @@ def test_nothing_is_written_before_the_first_token() -> None:
     timeline = Timeline(1.0)
     timeline.on_written(1.5)
     assert timeline.ttft_seconds is None and not timeline.first_written_at
+
+
+def test_the_wait_on_a_new_connection_is_a_stage_of_its_own() -> None:
+    timeline = disaggregated()
+    timeline.read_at = 10.003
+    stages = ttft_stages(timeline)
+    assert stages["receive"] == pytest.approx(0.003) and stages["prepare"] == pytest.approx(0.001)
+    assert sum(stages.values()) == pytest.approx(0.21, abs=EXACT)
+    names = [span.name for span in spans_of(timeline)]
+    assert names[:4] == ["request", "receive", "prepare", "queue"]
