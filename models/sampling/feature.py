@@ -52,7 +52,9 @@ class Rows:
 
     @cached_property
     def _numbers(self) -> Tensor:
-        return to_device(torch.tensor([[draw.row for draw in self.draws], [draw.slot for draw in self.draws]]), self.device)
+        return to_device(
+            torch.tensor([[draw.row for draw in self.draws], [draw.slot for draw in self.draws]]), self.device
+        )
 
     @property
     def rows(self) -> Tensor:

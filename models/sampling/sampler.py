@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from splitserve.kernels.api import Sample, SamplingBatch
-from splitserve.models.sampling.feature import Draw, Feature, Rows
+from splitserve.models.sampling.feature import Draw, Feature, Rows, to_device
 from splitserve.models.sampling.logprobs import RawDraws
 from splitserve.protocol.request import SamplingParams
 from splitserve.protocol.sampling_features import SAMPLING_FEATURES, wanted_features
-from splitserve.protocol.step import FeatureStart, SampleSpec, ScheduledChunk, StepPlan
+from splitserve.protocol.step import FeatureStart, FeatureUse, SampleSpec, ScheduledChunk, StepPlan, draws_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,21 +70,31 @@ class Sampler:
         for state_id in plan.released:
             self._release(state_id)
         for chunk in plan.chunks:
-            use = None if chunk.sample is None else chunk.sample.features
-            if use is not None and use.start is not None:
-                self._release(use.state_id)
-                self._states[use.state_id] = self._begin(use.start)
-            elif use is not None:
-                states = self._states[use.state_id]
-                for feature in states.noting:
-                    feature.note_token(states.slot, chunk.token_ids[-1])
+            for spec in (chunk.sample, *chunk.others):
+                if spec is not None and spec.features is not None:
+                    self._prepare(spec.features, chunk.token_ids[-1])
+
+    def _prepare(self, use: FeatureUse, last_token: int) -> None:
+        """Make the states that begin, or let present ones know the token before the draw."""
+        if use.start is not None:
+            self._release(use.state_id)
+            self._states[use.state_id] = self._begin(use.start)
+        else:
+            states = self._states[use.state_id]
+            for feature in states.noting:
+                feature.note_token(states.slot, last_token)
 
     def draw(self, logits: Tensor, chunks: Sequence[ScheduledChunk]) -> Tensor:
-        """Return the drawn tokens of the chunks that draw -> int64 [R]; -1 for a row that isn't finite.
+        """Return the tokens of the step's draws (:func:`draws_of`) -> int64 [N]; -1 for a row that isn't finite.
 
-        ``logits`` [R, vocab], which may be changed, are raw up to the call of :meth:`_apply`.
+        ``logits`` [R, vocab], which may be changed, are the raw ones of the chunks that draw; with draws of other
+        choices they are repeated.
         """
-        specs = [chunk.sample for chunk in chunks if chunk.sample is not None]
+        draws = draws_of(chunks)
+        specs = [spec for _, spec in draws]
+        if len(draws) > logits.shape[0]:
+            row_of_chunk = {index: row for row, (index, _) in enumerate(draws[: logits.shape[0]])}
+            logits = logits[to_device(torch.tensor([row_of_chunk[index] for index, _ in draws]), logits.device)]
         self.raw = RawDraws.of(logits, specs) if self._is_lead else None
         wanted = self._rows(specs)
         if wanted:
