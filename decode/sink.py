@@ -286,7 +286,7 @@ class SinkSide:
         elif self._state.blocks.missing_hashes(sequence):
             self._state.blocks.give_back(sequence)
             self._state.counters.handover_failures += 1
-            self._on_failed(sequence, "the blocks changed before they were read, and are in no other place", now)
+            self._on_failed(sequence, "the blocks changed before they were read, and are offered nowhere else", now)
         else:
             sequence.token_ids.pop()
             self._state.counters.other_copies += 1

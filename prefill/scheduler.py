@@ -130,7 +130,7 @@ class PrefillScheduler:
             wanted = remaining - self._budget.tail_chunk_tokens
         if wanted == remaining and remaining <= budget:
             return remaining
-        start = sequence.num_computed + sequence.launched.num_tokens
+        start = sequence.num_launched
         aligned = (start + min(wanted, budget)) // block_size * block_size - start
         return aligned if aligned > 0 else min(wanted, budget)
 

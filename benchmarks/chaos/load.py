@@ -176,10 +176,10 @@ def new_session() -> aiohttp.ClientSession:
 async def ask_all(url: str, cases: Sequence[Case], concurrency: int) -> list[Answer]:
     """Send all cases, ``concurrency`` at a time; returns their answers in order. Raises :class:`SplitserveError` if one
     fails."""
-    places = asyncio.Semaphore(concurrency)
+    slots = asyncio.Semaphore(concurrency)
 
     async def one(session: aiohttp.ClientSession, case: Case) -> Answer:
-        async with places:
+        async with slots:
             return await ask(session, url, case)
 
     async with new_session() as session:

@@ -1,6 +1,6 @@
 """Judgement of an answer that differs from the quiet run's: a near-tie that rounding decided, or a wrong token.
 
-The order in which a GPU adds depends on the batch, so two tokens whose scores are almost equal may change places. Each
+The order in which a GPU adds depends on the batch, so two tokens whose scores are almost equal may swap. Each
 token of the answer is compared with the float64 draw after the tokens before it.
 """
 

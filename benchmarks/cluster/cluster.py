@@ -164,8 +164,8 @@ def live(machines: Machines, options: argparse.Namespace, model: str, cases: lis
     with life.step("cluster on Ray, from nothing to answering"):
         output = control("up", "--ray", machines.ray_address, "--spec", str(spec))
     url = output.split("Ready: ")[1].split("/v1")[0]
-    places = [worker["place"] for worker in control.status()["workers"]]
-    print(table([[place, places.count(place)] for place in sorted(set(places))], ["machine", "workers"]))
+    locations = [worker["runs_on"] for worker in control.status()["workers"]]
+    print(table([[name, locations.count(name)] for name in sorted(set(locations))], ["machine", "workers"]))
     answers = asyncio.run(ask_all(url, cases, 1))
     expected = {answer.case: answer for answer in local_answers(model, options, cases, life)}
     life.problems += same_everywhere(answers, list(expected.values()))
@@ -187,13 +187,13 @@ def lose_machine(machines: Machines, control: Control, death: str, kill: Callabl
     """Wait until the machine's workers are ready elsewhere, and none of the cluster's processes runs on it once it is
     reachable."""
     victim = machines.machines[-1]
-    names = {worker["name"] for worker in control.status()["workers"] if worker["place"] == victim.address}
+    names = {worker["name"] for worker in control.status()["workers"] if worker["runs_on"] == victim.address}
     died_at = time.time()
     with life.step(f"{death}: all its workers are back elsewhere, and it was seen"):
         kill(victim)
         status = control.wait_until(lambda status: lost_and_back(status, names, died_at) and is_whole(status))
     life.recovered[death] = recoveries(status, names, died_at)
-    if any(worker["place"] == victim.address for worker in status["workers"]):
+    if any(worker["runs_on"] == victim.address for worker in status["workers"]):
         life.problems.append(f"{death}: a worker is still said to run on {victim.address}")
     machines.reconnect(victim)
     with life.step(f"{death}: the machine has ended what it ran"):
@@ -217,7 +217,7 @@ def grow(machines: Machines, control: Control, pairs: int, life: Life) -> None:
 
 
 def check_newcomer(status: dict[str, Any], newcomer: Machine, life: Life) -> None:
-    if newcomer.address not in {worker["place"] for worker in status["workers"]}:
+    if newcomer.address not in {worker["runs_on"] for worker in status["workers"]}:
         life.problems.append(f"the machine that joined ({newcomer.address}) got no worker")
 
 

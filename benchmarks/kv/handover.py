@@ -24,7 +24,7 @@ from splitserve.benchmarks.common.arguments import finite, not_negative, positiv
 from splitserve.benchmarks.common.report import add_result_options, keep_result, table
 from splitserve.benchmarks.engine.engine_options import add_switches
 from splitserve.benchmarks.kv import handover_served
-from splitserve.benchmarks.kv.handover_ranks import RankPlace, Sinks, Timing, two_workers
+from splitserve.benchmarks.kv.handover_ranks import RankSetup, Sinks, Timing, two_workers
 from splitserve.common.cores import awake_cpus, usable_cpus
 from splitserve.common.errors import ConfigError
 from splitserve.kvconnector.layout.shape import num_blocks_for
@@ -171,7 +171,7 @@ def run(options: argparse.Namespace, device: str) -> Iterator[dict[str, Any]]:
         num_blocks = largest + max(2, largest // 2)
         layouts = [layout_of(options.shape, options.dtype, block_size, ranks) for ranks in (num_sources, num_sinks)]
         placed = [
-            [RankPlace(layout, rank, num_blocks, name) for rank, name in enumerate(names)]
+            [RankSetup(layout, rank, num_blocks, name) for rank, name in enumerate(names)]
             for layout, names in zip(layouts, devices(device, *layouts, one_rank=options.one_rank), strict=True)
         ]
         with two_workers(placed[0], placed[1], options.serve_poll_us / 1e6) as sinks:

@@ -37,7 +37,7 @@ START_TIMEOUT_SECONDS = 180.0
 
 
 @dataclass(frozen=True, slots=True)
-class RankPlace:
+class RankSetup:
     """Rank of a worker, and its device."""
 
     layout: LayoutRecord
@@ -61,25 +61,25 @@ class Timing:
     path: str
 
 
-def _content(place: RankPlace, block_ids: Sequence[int], device: torch.device) -> torch.Tensor:
+def _content(setup: RankSetup, block_ids: Sequence[int], device: torch.device) -> torch.Tensor:
     """Return the source's content of each block's heads, ``[len(block_ids), heads]``."""
     blocks = torch.tensor(list(block_ids), device=device).unsqueeze(1)
-    heads = torch.tensor(list(place.layout.block_layout.heads(place.rank)), device=device).unsqueeze(0)
+    heads = torch.tensor(list(setup.layout.block_layout.heads(setup.rank)), device=device).unsqueeze(0)
     return (blocks * 7 + heads) % PATTERN
 
 
-def serve_source(place: RankPlace, serve_poll_seconds: float, pipe: Connection) -> None:
+def serve_source(setup: RankSetup, serve_poll_seconds: float, pipe: Connection) -> None:
     """Serve KV with known content until the parent closes the pipe: main of a source rank."""
-    memory = place.memory()
-    for first in range(0, place.num_blocks, 64):
-        ids = range(first, min(first + 64, place.num_blocks))
-        content = _content(place, ids, memory.device).to(memory.blocks.dtype)
+    memory = setup.memory()
+    for first in range(0, setup.num_blocks, 64):
+        ids = range(first, min(first + 64, setup.num_blocks))
+        content = _content(setup, ids, memory.device).to(memory.blocks.dtype)
         memory.blocks[first : first + len(ids)] = content[:, None, :, None, None, None]
-    memory.generations[:] = FIRST_GENERATION + np.arange(place.num_blocks, dtype=np.uint64)
+    memory.generations[:] = FIRST_GENERATION + np.arange(setup.num_blocks, dtype=np.uint64)
     if memory.device.type == "cuda":
         torch.cuda.synchronize()
     settings = ReadSettings.of(memory.kind, num_threads=1, serve_poll_seconds=serve_poll_seconds)
-    connector = NixlConnector(SOURCE, memory, lambda: None, rank=place.rank, settings=settings)
+    connector = NixlConnector(SOURCE, memory, lambda: None, rank=setup.rank, settings=settings)
     connector.serve(True)
     pipe.send(connector.served())
     pipe.recv()
@@ -90,10 +90,10 @@ class SinkRank:
     """Reading rank, in its own process: commands are its methods' names with arguments. ``source_devices``: devices
     from which it reads, an even part from each."""
 
-    def __init__(self, place: RankPlace, source_devices: Sequence[str]) -> None:
-        self._place = place
+    def __init__(self, setup: RankSetup, source_devices: Sequence[str]) -> None:
+        self._setup = setup
         self._source_devices = [torch.device(name) for name in source_devices]
-        self._memory = place.memory()
+        self._memory = setup.memory()
         self._woken = threading.Event()
         self._connector: NixlConnector | None = None
         self._num_reads = 0
@@ -103,7 +103,7 @@ class SinkRank:
     def connect(self, welcome: PeerWelcome, settings: ReadSettings) -> Link | None:
         self.close()
         self._welcome = welcome
-        rank = self._place.rank
+        rank = self._setup.rank
         self._connector = NixlConnector(SINK, self._memory, self._woken.set, rank=rank, settings=settings)
         self._connector.connect(SOURCE, welcome)
         event = self._wait()
@@ -126,7 +126,7 @@ class SinkRank:
 
     def check(self, local: Sequence[int], remote: Sequence[int]) -> None:
         """Check all heads of all blocks. Raises RuntimeError unless they have the source's content."""
-        expected = _content(self._place, remote, self._memory.device).to(self._memory.blocks.dtype)
+        expected = _content(self._setup, remote, self._memory.device).to(self._memory.blocks.dtype)
         for low in range(0, len(local), 64):
             ids = torch.tensor(list(local[low : low + 64]), device=self._memory.device)
             landed = self._memory.blocks[ids]
@@ -143,7 +143,7 @@ class SinkRank:
         if self._memory.kind is MemoryKind.VRAM:
             return self._copy_between_gpus(num_bytes)
         if self._baseline is None:
-            self._baseline = KVMemory(self._place.layout, self._place.num_blocks).blocks
+            self._baseline = KVMemory(self._setup.layout, self._setup.num_blocks).blocks
         started = time.perf_counter()
         for mine, theirs in zip(local, remote, strict=True):
             self._memory.blocks[mine].copy_(self._baseline[theirs])
@@ -174,9 +174,9 @@ class SinkRank:
         count = num_bytes // piece_bytes
         rows = []
         for region in (ours, theirs):
-            places = np.random.default_rng(seed).permutation(region.num_blocks * region.block_bytes // piece_bytes)
+            order = np.random.default_rng(seed).permutation(region.num_blocks * region.block_bytes // piece_bytes)
             table = np.empty((count, 3), dtype=np.uint64)
-            table[:, 0] = region.blocks_address + places[:count].astype(np.uint64) * np.uint64(piece_bytes)
+            table[:, 0] = region.blocks_address + order[:count].astype(np.uint64) * np.uint64(piece_bytes)
             table[:, 1:] = piece_bytes, region.device_id
             rows.append(table)
             seed += 1
@@ -207,9 +207,9 @@ class SinkRank:
         raise RuntimeError(f"no answer from the connector within {EVENT_TIMEOUT_SECONDS:.0f} s")
 
 
-def run_sink(place: RankPlace, source_devices: Sequence[str], pipe: Connection) -> None:
+def run_sink(setup: RankSetup, source_devices: Sequence[str], pipe: Connection) -> None:
     """Carry out commands until the parent closes the pipe: main of a sink rank."""
-    rank = SinkRank(place, source_devices)
+    rank = SinkRank(setup, source_devices)
     pipe.send("ready")
     while (order := pipe.recv()) is not None:
         name, arguments = order
@@ -240,16 +240,16 @@ class Sinks:
 
 
 @contextmanager
-def two_workers(sources: Sequence[RankPlace], sinks: Sequence[RankPlace], serve_poll_seconds: float) -> Iterator[Sinks]:
+def two_workers(sources: Sequence[RankSetup], sinks: Sequence[RankSetup], serve_poll_seconds: float) -> Iterator[Sinks]:
     """Start all ranks of both workers; they aren't connected yet."""
     context = multiprocessing.get_context("spawn")
     pipes, children = [], []
     try:
-        for target, places in ((serve_source, sources), (run_sink, sinks)):
-            for place in places:
+        for target, setups in ((serve_source, sources), (run_sink, sinks)):
+            for setup in setups:
                 ours, theirs = context.Pipe()
-                extra = serve_poll_seconds if target is serve_source else _read_from(place, sources)
-                child = context.Process(target=target, args=(place, extra, theirs), daemon=True)
+                extra = serve_poll_seconds if target is serve_source else _read_from(setup, sources)
+                child = context.Process(target=target, args=(setup, extra, theirs), daemon=True)
                 child.start()
                 theirs.close()
                 pipes.append(ours)
@@ -268,7 +268,7 @@ def two_workers(sources: Sequence[RankPlace], sinks: Sequence[RankPlace], serve_
                 child.kill()
 
 
-def _read_from(sink: RankPlace, sources: Sequence[RankPlace]) -> list[str]:
+def _read_from(sink: RankSetup, sources: Sequence[RankSetup]) -> list[str]:
     return [
         sources[span.rank].device for span in sink.layout.block_layout.spans(sink.rank, sources[0].layout.block_layout)
     ]

@@ -27,7 +27,7 @@ from splitserve.protocol.counters import WorkerLoad
 from splitserve.protocol.memory_records import LayoutRecord
 from splitserve.protocol.messages.envelope import Body, Envelope
 from splitserve.protocol.messages.membership import Heartbeat, Leave, Register, Registered, RegisterRefused, WorkerInfo
-from splitserve.protocol.messages.requests import PeerRef
+from splitserve.protocol.messages.requests import ClockReading, PeerRef, ReadClock
 from splitserve.protocol.request import Party, Role
 from splitserve.protocol.wire import decode, encode
 
@@ -51,8 +51,8 @@ class WorkerOptions:
 
 class InstantWorker:
     """Worker that answers by a script. Binds its socket when created; ``run`` serves until ``stop``. ``received`` keeps
-    every message from the router, ``requests`` the requests among them; ``refusal`` is the router's reason for refusing
-    this worker."""
+    every message from the router but ReadClock, ``requests`` the requests among them; ``refusal`` is the router's
+    reason for refusing this worker."""
 
     def __init__(self, membership: str, script: Script, options: WorkerOptions | None = None) -> None:
         self.options = options or WorkerOptions()
@@ -168,6 +168,10 @@ class InstantWorker:
             self._handle(identity, envelope)
 
     def _handle(self, identity: bytes, envelope: Envelope) -> None:
+        if isinstance(envelope.body, ReadClock):
+            reading = ClockReading(envelope.body.asked_at, time.monotonic())
+            self._requests.send_multipart([identity, encode(Envelope(self.party, envelope.sender, reading))])
+            return
         if self.keep_record:
             self.received.append(envelope.body)
         if not isinstance(envelope.body, Request):

@@ -95,9 +95,9 @@ async def run_load(
         timeout=aiohttp.ClientTimeout(total=endpoint.timeout_seconds),
         headers=endpoint.headers,
     ) as session:
-        places = asyncio.Semaphore(max_concurrency) if max_concurrency else contextlib.nullcontext()
+        slots = asyncio.Semaphore(max_concurrency) if max_concurrency else contextlib.nullcontext()
         with no_collections():
-            client = Client(session, endpoint.completions_url, places, start=time.perf_counter())
+            client = Client(session, endpoint.completions_url, slots, start=time.perf_counter())
             async with asyncio.TaskGroup() as tasks:
                 for body, record in zip(encoded, records, strict=True):
                     await asyncio.sleep(max(0.0, client.start + record.due_seconds - time.perf_counter()))
@@ -144,12 +144,12 @@ class Client:
 
     session: aiohttp.ClientSession
     url: str
-    places: contextlib.AbstractAsyncContextManager[None]
+    slots: contextlib.AbstractAsyncContextManager[None]
     start: float  # perf_counter() at the load's start
 
     async def send(self, body: bytes, record: RequestRecord, request_id: str = "") -> None:
         """Send a request and fill its record; never raises. ``request_id``: its X-Request-Id, "" for none."""
-        async with self.places:
+        async with self.slots:
             record.sent_seconds = time.perf_counter() - self.start
             try:
                 await self._exchange(body, record, request_id)

@@ -35,7 +35,7 @@ def extent(values: Sequence[float], text: Callable[[float], str] = number, *, hi
     return best if best == worst else f"{best} to {worst}"
 
 
-def link(run: Run) -> str:
+def run_link(run: Run) -> str:
     return f"[{run.label}]({run.path.name})"
 
 

@@ -2,13 +2,13 @@
 
 from collections.abc import Sequence
 
-from splitserve.benchmarks.tables.cells import Section, awake, commit, link, number, of_bench, percent
+from splitserve.benchmarks.tables.cells import Section, awake, commit, number, of_bench, percent, run_link
 from splitserve.benchmarks.tables.runs import Run
 
 
 def hits(runs: Sequence[Run]) -> Section:
     rows = [
-        [str(hit["tokens"]), link(run), awake(run), number(hit["without_ttft_ms"]), number(hit["with_ttft_ms"]),
+        [str(hit["tokens"]), run_link(run), awake(run), number(hit["without_ttft_ms"]), number(hit["with_ttft_ms"]),
          number(hit["speedup"]), number(hit["resident_ttft_ms"]), number(hit["load_ms"]), commit(run)]
         for run in of_bench(runs, "tiers")
         for hit in run.content.get("hits", [])
@@ -30,7 +30,7 @@ def pace(runs: Sequence[Run]) -> Section:
             share = f"{found['loads_over_quiet'] - 1:+.1%}"
             resident = f"{found['resident_itl_ms'] / found['quiet_itl_ms'] - 1:+.1%}"
             cells = [number(found[name]) for name in names]
-            rows.append([link(run), awake(run), *cells, resident, share, str(found["loads"]), commit(run)])
+            rows.append([run_link(run), awake(run), *cells, resident, share, str(found["loads"]), commit(run)])
     headers = ["run", "cores", "mean ITL alone, ms", "p99", "beside prompts found on the device", "p99"]
     headers += ["beside loads", "p99", "found on the device: mean", "loads: mean", "loads", "commit"]
     text = (
@@ -48,7 +48,15 @@ def throughput(runs: Sequence[Run]) -> Section:
                 rates = [number(found[f"{arm}_requests_per_second"]) for arm in ("without", "with")]
                 ratios = found.get("throughput_ratios", [])
                 spread = f"{min(ratios):.4f} to {max(ratios):.4f}" if ratios else "not kept"
-                row = [name, link(run), awake(run), *rates, f"{found['throughput_ratio']:.4f}", spread, commit(run)]
+                row = [
+                    name,
+                    run_link(run),
+                    awake(run),
+                    *rates,
+                    f"{found['throughput_ratio']:.4f}",
+                    spread,
+                    commit(run),
+                ]
                 rows.append(row)
     headers = [
         "load",
@@ -76,7 +84,7 @@ def tensor_parallel(runs: Sequence[Run]) -> Section:
                 ms = other["milliseconds"][case]
                 busy = [percent(each["busy"].get(case, float("nan"))) for each in (one, other)]
                 cells = [case, str(other["ranks"]), number(milliseconds), number(ms), number(milliseconds / ms)]
-                rows.append([*cells, *busy, link(run), commit(run)])
+                rows.append([*cells, *busy, run_link(run), commit(run)])
     headers = ["case", "ranks", "one rank ms", "these ranks ms", "times as fast", "busy, one rank", "rank 0", "run"]
     text = (
         "`bench tensor-parallel`: a GPU for each rank, greedy, without HTTP, nothing else on them; `after_us` of "
@@ -90,7 +98,7 @@ def all_reduce(runs: Sequence[Run]) -> Section:
     for run in of_bench(runs, "all-reduce"):
         for result in run.content["results"]:
             times = [number(result["microseconds"][n]) if n in result["microseconds"] else "-" for n in WAYS]
-            rows.append([f"{result['num_bytes'] // 1024} KiB", *times, result["best"], link(run), commit(run)])
+            rows.append([f"{result['num_bytes'] // 1024} KiB", *times, result["best"], run_link(run), commit(run)])
     text = "`bench all-reduce`: sums over 2 ranks, microseconds of one in a CUDA graph, nothing else on the GPUs."
     return Section("Sums over ranks", text, ["size", *WAYS, "best", "run", "commit"], rows)
 
@@ -102,7 +110,7 @@ def tier_copies(runs: Sequence[Run]) -> Section:
     rows = [
         [f"{result['block_kib']:.0f} KiB", *(number(result[name]) for name in ("plain_up_gb_per_s", "up_gb_per_s")),
          percent(result["up_share"]), number(result["plain_down_gb_per_s"]), number(result["down_gb_per_s"]),
-         percent(result["down_share"]), number(result["both_gb_per_s"]), link(run), commit(run)]
+         percent(result["down_share"]), number(result["both_gb_per_s"]), run_link(run), commit(run)]
         for run in of_bench(runs, "tier-copies")
         for result in run.content["results"]
     ]  # fmt: skip
@@ -116,7 +124,7 @@ def awake_cores(runs: Sequence[Run]) -> Section:
     for run in of_bench(runs, "awake-cores"):
         for name, found in run.content["results"].items():
             late = [number(found[f"late_{which}_us"]) for which in ("p50", "p99", "p999", "max")]
-            rows.append([name, *late, f"{1e4 * found['held_up_share']:.2f}", link(run), commit(run)])
+            rows.append([name, *late, f"{1e4 * found['held_up_share']:.2f}", run_link(run), commit(run)])
     headers = ["cores", "wake up late by p50 us", "p99", "p99.9", "max", "held up per 10,000 turns", "run", "commit"]
     text = "`bench awake-cores`: threads that sleep and compute, no model; all cores of the machine were idle else."
     return Section("Cores kept awake", text, headers, rows)
@@ -131,7 +139,7 @@ def chaos(runs: Sequence[Run]) -> Section:
         for fault, hit in found["recovery"].items():
             times = [number(hit[name]) if name in hit else "-" for name in ("p50_ms", "p99_ms")]
             rows.append(
-                [link(run), str(found["requests"]), "none" if wrong == "ok" else str(len(wrong)), str(ties), fault,
+                [run_link(run), str(found["requests"]), "none" if wrong == "ok" else str(len(wrong)), str(ties), fault,
                  str(hit["faults"]), str(hit["requests"]), *times, commit(run)]
             )  # fmt: skip
     headers = ["run", "requests", "wrong answers", "near-ties", "fault", "times", "requests hit", "next token p50 ms"]

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from splitserve.benchmarks.tables.cells import Section, awake, commit, extent, link, number, of_bench, percent
+from splitserve.benchmarks.tables.cells import Section, awake, commit, extent, number, of_bench, percent, run_link
 from splitserve.benchmarks.tables.runs import Run
 
 SHAPE = "llama-3.1-8b"
@@ -13,7 +13,7 @@ def all_runs(runs: Sequence[Run], notes: dict[str, str]) -> Section:
     rows = []
     for run in runs:
         note = notes.get(run.label, "")
-        rows.append([link(run), run.bench, commit(run), run.torch, run.gpus, run.unusual, note])
+        rows.append([run_link(run), run.bench, commit(run), run.torch, run.gpus, run.unusual, note])
     headers = ["run", "bench", "commit", "torch", "GPUs of the machine", "options off by default", "note"]
     return Section("Runs", "", headers, rows)
 
@@ -30,7 +30,7 @@ def steps(runs: Sequence[Run]) -> Section:
     rows = []
     for (model, phase, size, context), found in sorted(cases.items()):
         figures = [figure for _, figure in found]
-        labels = ", ".join(link(run) for run, _ in found)
+        labels = ", ".join(run_link(run) for run, _ in found)
         if phase == "decode":
             reads = [figure["read_floor_share"] for figure in figures if "read_floor_share" in figure]
             shares = [extent([f["floor_share"] for f in figures], percent, high=True)]
@@ -59,7 +59,7 @@ def serving(runs: Sequence[Run]) -> Section:
         busy = [f"{percent(each['device_busy_share'])} of {each['seconds']:.2f} s" for each in reports]
         ttft, itl = found["ttft_ms"], found["itl_ms"]
         rows.append(
-            [link(run), load, lengths, *(number(ttft[name]) for name in ("p50", "p99")),
+            [run_link(run), load, lengths, *(number(ttft[name]) for name in ("p50", "p99")),
              *(number(itl[name]) for name in ("p50", "p99", "max")), number(found["output_tokens_per_second"]),
              ", ".join(busy) or "-", commit(run)]
         )  # fmt: skip
@@ -93,7 +93,7 @@ def isolation(runs: Sequence[Run]) -> Section:
             ]  # fmt: skip
             chunk = str(run.last_chunk) if result["arrangement"] == "1P1D" else "-"
             gpus = str(result["gpus_or_workers"])
-            head = [isolation_load(run), result["arrangement"], gpus, link(run), awake(run), chunk]
+            head = [isolation_load(run), result["arrangement"], gpus, run_link(run), awake(run), chunk]
             rows.append([*head, *figures, commit(run)])
     rows.sort(key=lambda row: (row[0], ["1P1D", "mixed", "2 mixed"].index(row[1]), row[3]))
     headers = ["load", "arrangement", "GPUs", "run", "cores", "last chunk", "TTFT p50 ms", "p99", "2nd token p50 ms"]
@@ -112,8 +112,8 @@ def latency(runs: Sequence[Run]) -> Section:
     names = ["mixed_ttft_ms", "1P1D_ttft_ms", "ttft_ratio", "mixed_second_ms", "1P1D_second_ms"]
     names += ["mixed_step_ms", "1P1D_step_ms", "second_beyond_step_ms"]
     rows = [
-        [str(result["prompt_tokens"]), link(run), awake(run), str(run.last_chunk), *(number(result[n]) for n in names),
-         commit(run)]
+        [str(result["prompt_tokens"]), run_link(run), awake(run), str(run.last_chunk),
+         *(number(result[n]) for n in names), commit(run)]
         for run in of_bench(runs, "latency")
         for result in run.content["results"]
     ]  # fmt: skip
@@ -140,8 +140,8 @@ def last_chunk(runs: Sequence[Run], small: str, large: str) -> Section:
     headers = ["prompt", "TTFT at 512, ms", "at 1024", "difference", "2nd token at 512, ms", "at 1024", "difference"]
     headers += ["beyond a step at 512, ms", "at 1024", "difference"]
     text = (
-        f"Runs {link(pair[0])} and {link(pair[1])}, one after the other on one machine, idle, greedy, cores kept "
-        "awake, medians of 9. One pair: the scatter between runs isn't known."
+        f"Runs {run_link(pair[0])} and {run_link(pair[1])}, one after the other on one machine, idle, greedy, cores "
+        "kept awake, medians of 9. One pair: the scatter between runs isn't known."
     )
     return Section("Last chunk: 512 against 1024 tokens", text, headers, rows)
 
@@ -169,7 +169,7 @@ def reads(runs: Sequence[Run]) -> Section:
         rows.append(
             [f"{prefill}:{decode}", reader, gpus, str(tokens), cores, path, extent(ms), number(max(p99)),
              number(results[0]["bytes_per_rank"] / 1e6), extent(shares, percent, high=True),
-             ", ".join(dict.fromkeys(link(run) for run, _ in found))]
+             ", ".join(dict.fromkeys(run_link(run) for run, _ in found))]
         )  # fmt: skip
     headers = ["ranks, prefill:decode", "readers", "GPUs", "prompt", "cores", "path", "median ms", "worst p99 ms"]
     text = (
@@ -187,7 +187,7 @@ def served(runs: Sequence[Run]) -> Section:
         for result in run.content["results"] if run.is_served else []:
             names = ("handover_p50_ms", "handover_p99_ms", "exposed_p50_ms", "exposed_p99_ms", "prefill_ms")
             rows.append(
-                [result["mode"], str(result["prompt_tokens"]), result["place"], link(run), awake(run),
+                [result["mode"], str(result["prompt_tokens"]), result["place"], run_link(run), awake(run),
                  str(run.last_chunk) if result["mode"] == "chunks" else "-", *(number(result[name]) for name in names),
                  percent(result["exposed_share"]), commit(run)]
             )  # fmt: skip

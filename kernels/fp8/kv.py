@@ -39,8 +39,8 @@ class DequantisingAttention:
             for table, context in zip(batch.block_tables, batch.context_lens, strict=True)
         ]
         block_ids = sorted({block_id for table in tables for block_id in table})
-        place = {block_id: index for index, block_id in enumerate(block_ids)}
-        compact = [[place[block_id] for block_id in table] for table in tables]
+        compact_id = {block_id: index for index, block_id in enumerate(block_ids)}
+        compact = [[compact_id[block_id] for block_id in table] for table in tables]
         inner = self._inner.plan(PagedBatch(batch.query_lens, batch.context_lens, compact))
         return _Plan(torch.tensor(block_ids, device=self._device), inner)
 

@@ -30,7 +30,7 @@ def keep_thresholds(logits: Tensor, numbers: Tensor, heats: Tensor, *, has_top_k
     num_parts = triton.cdiv(vocab_size, _PART)
     device, options = logits.device, overlapped(logits.device)
     largest = torch.empty((num_rows, num_parts), dtype=torch.float32, device=device)
-    kept = torch.empty(num_rows, dtype=torch.int64, device=device)  # place of the smallest logit kept so far
+    kept = torch.empty(num_rows, dtype=torch.int64, device=device)  # order key of the smallest logit kept so far
     surplus = torch.empty(num_rows, dtype=torch.float64, device=device)  # tokens that ties add to those k
     thresholds = torch.empty(num_rows, dtype=torch.float32, device=device)
     grid = (num_rows, num_parts)
@@ -57,16 +57,16 @@ def keep_thresholds(logits: Tensor, numbers: Tensor, heats: Tensor, *, has_top_k
 
 
 @triton.jit
-def _place(x):
+def _order_key(x):
     """Map float32 to int64 in [0, 2**32) with the same order."""
     bits = x.to(tl.int32, bitcast=True)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) + 2147483648
 
 
 @triton.jit
-def _logit(place):
-    """Return the float32 of a place: the inverse of ``_place``."""
-    bits = (place - 2147483648).to(tl.int32)
+def _logit(key):
+    """Return the float32 of an order key: the inverse of ``_order_key``."""
+    bits = (key - 2147483648).to(tl.int32)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
@@ -202,12 +202,12 @@ def _narrow_kernel(
             columns = part * PART + first + tl.arange(0, CHUNK)
             inside = columns < VOCAB_SIZE
             x = tl.load(logits_ptr + row * row_stride + columns, mask=inside, other=float("-inf")).to(tl.float32)
-            place = _place(x)
+            key = _order_key(x)
             if BY_MASS:
-                weight = tl.where(inside & (place >= kept), tl.exp((x - largest) / heat), 0.0)
+                weight = tl.where(inside & (key >= kept), tl.exp((x - largest) / heat), 0.0)
             else:
                 weight = inside.to(tl.float32)
-            enough = place[:, None] >= candidates[None, :]
+            enough = key[:, None] >= candidates[None, :]
             measured += tl.sum(tl.where(enough, weight[:, None], 0.0), axis=0).to(tl.float64)
         tl.store(digits_ptr + ((index * num_rows + row) * NUM_PARTS + part) * WAYS + ways, measured)
 
@@ -235,11 +235,11 @@ def _settle_kernel(
     wait(OVERLAPPED)
     row = tl.program_id(0).to(tl.int64)
     if _is_filtered(numbers_ptr, heats_ptr, row, num_rows, VOCAB_SIZE, BY_MASS):
-        place, goal, measured = _resolved(
+        key, goal, measured = _resolved(
             numbers_ptr, heats_ptr, digits_ptr, prefixes_ptr, goals_ptr, row, num_rows, index, 0.0,
             NUM_PARTS, PARTS, BY_MASS, BITS,
         )  # fmt: skip
-        tl.store(kept_ptr + row, place)
+        tl.store(kept_ptr + row, key)
         if not BY_MASS:
             tl.store(surplus_ptr + row, measured - goal)
-        tl.store(thresholds_ptr + row, tl.where(place == 0, float("-inf"), _logit(place)))
+        tl.store(thresholds_ptr + row, tl.where(key == 0, float("-inf"), _logit(key)))

@@ -1,1 +1,1 @@
-"""KV memory: its one allocation, the kernels' view of it, and its place on a NUMA node."""
+"""KV memory: its one allocation, the kernels' view of it, and its NUMA node."""

@@ -151,9 +151,9 @@ def pages_by_node(address: int, num_bytes: int) -> dict[int, int]:
         high = min(low + PAGES_LOOKED_AT_ONCE * mmap.PAGESIZE, num_bytes)
         pages = np.arange(address + low, address + high, mmap.PAGESIZE, dtype=np.uint64)
         status = np.full(len(pages), -1, dtype=np.int32)
-        places = ctypes.c_void_p(pages.ctypes.data), None, ctypes.c_void_p(status.ctypes.data)
+        pointers = ctypes.c_void_p(pages.ctypes.data), None, ctypes.c_void_p(status.ctypes.data)
         if libc.syscall(
-            ctypes.c_long(numbers[1]), ctypes.c_int(0), ctypes.c_ulong(len(pages)), *places, ctypes.c_int(0)
+            ctypes.c_long(numbers[1]), ctypes.c_int(0), ctypes.c_ulong(len(pages)), *pointers, ctypes.c_int(0)
         ):
             return {}
         nodes, counts = np.unique(status[status >= 0], return_counts=True)

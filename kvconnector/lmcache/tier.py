@@ -72,10 +72,10 @@ class LMCacheStore:
         first, end = copy.first_block // size, (copy.first_block + len(copy.block_ids)) // size
         with self._down.session(copy, epoch) as session:
             key = session.key(first, end)
-            places = session.call(Operation.PREPARE_STORE, key, epoch.instance_id, kind=StorePrepared).context
-            if not places.slots:
+            prepared = session.call(Operation.PREPARE_STORE, key, epoch.instance_id, kind=StorePrepared).context
+            if not prepared.slots:
                 return 0  # all chunks exist or are being stored, or there is no room
-            for number, slot in zip(places.chunk_indices, places.slots, strict=True):
+            for number, slot in zip(prepared.chunk_indices, prepared.slots, strict=True):
                 if not 0 <= number < end - first:
                     raise LMCacheError(f"it requested chunk {number} of {end - first}")
                 part = slice(number * size, (number + 1) * size)
@@ -83,7 +83,7 @@ class LMCacheStore:
                 epoch.chunks.write(session.chunk(slot), copy.hashes[part], contents)
             if not session.call(Operation.COMMIT_STORE, key, epoch.instance_id, b"", kind=bool):
                 raise LMCacheError("it no longer knows the store that was prepared")
-            return len(places.slots) * size
+            return len(prepared.slots) * size
 
     # ---- onboard ----
 

@@ -111,8 +111,8 @@ class BlockReads:
                 self._access.gather = None
                 yield from copies
                 return False
-            place = staging.half(index % 2, len(remote[part]) * self._access.piece_bytes(span))
-            yield gather.read(span.rank, wait.slot, place)
+            target = staging.half(index % 2, len(remote[part]) * self._access.piece_bytes(span))
+            yield gather.read(span.rank, wait.slot, target)
             yield gather.check(span.rank, wait.slot, tickets[index])
             gather.done(span.rank, tickets[index])
             copies[index % 2] = staging.scatter_pieces(index % 2, local_blocks[part], span)
@@ -125,10 +125,10 @@ class BlockReads:
         posted = []
         for span in self._access.spans:
             region = self._access.welcome.ranks[span.rank].region
-            places = rows_of_blocks(local_region, local, ours.rows(span.local_head, span.num_heads, span.field))
+            targets = rows_of_blocks(local_region, local, ours.rows(span.local_head, span.num_heads, span.field))
             pieces = rows_of_blocks(region, remote, theirs.rows(span.source_head, span.num_heads, span.field))
             posted.append(
-                self._access.agent.read_rows(self._access.remote_names[span.rank], region.kind, places, pieces)
+                self._access.agent.read_rows(self._access.remote_names[span.rank], region.kind, targets, pieces)
             )
         yield from posted
 

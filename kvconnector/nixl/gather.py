@@ -38,12 +38,12 @@ class GatherReader:
     def wait(self, rank: int, ticket: int) -> "TicketWait":
         return TicketWait(self, rank, ticket)
 
-    def read(self, rank: int, slot: int, place: MemoryRegion) -> Transfer:
-        """Start reading the first bytes of a slot into ``place``, one piece."""
+    def read(self, rank: int, slot: int, target: MemoryRegion) -> Transfer:
+        """Start reading the first bytes of a slot into ``target``, one piece."""
         slots = self._memories[rank].slots
         address = slots.blocks_address + slot * slots.block_bytes
-        source = MemoryRegion(slots.kind, slots.device_id, address, 1, place.block_bytes)
-        return self._agent.read_rows(self._names[rank], slots.kind, region_rows(place), region_rows(source))
+        source = MemoryRegion(slots.kind, slots.device_id, address, 1, target.block_bytes)
+        return self._agent.read_rows(self._names[rank], slots.kind, region_rows(target), region_rows(source))
 
     def check(self, rank: int, slot: int, ticket: int) -> "TicketCheck":
         return TicketCheck(self, rank, slot, ticket)
@@ -54,9 +54,9 @@ class GatherReader:
 
     def read_tickets(self, rank: int, row: int) -> Transfer:
         memory, num_bytes = self._memories[rank], self._memories[rank].slots.num_blocks * 8
-        place: Rows = np.array([[self.seen[row].ctypes.data, num_bytes, 0]], dtype=np.uint64)
+        target: Rows = np.array([[self.seen[row].ctypes.data, num_bytes, 0]], dtype=np.uint64)
         source: Rows = np.array([[memory.tickets_address, num_bytes, 0]], dtype=np.uint64)
-        return self._agent.read_rows(self._names[rank], MemoryKind.DRAM, place, source)
+        return self._agent.read_rows(self._names[rank], MemoryKind.DRAM, target, source)
 
 
 class TicketWait:

@@ -53,7 +53,7 @@ class GenerationReads:
     ) -> Transfer:
         first, last = min(ids), max(ids)
         num_bytes = (last - first + 1) * 8
-        place = self.scratch[scratch_row].ctypes.data + (offset + first) * 8
-        local = np.array([[place, num_bytes, 0]], dtype=np.uint64)
+        target = self.scratch[scratch_row].ctypes.data + (offset + first) * 8
+        local = np.array([[target, num_bytes, 0]], dtype=np.uint64)
         remote = np.array([[address_of_0 + first * 8, num_bytes, 0]], dtype=np.uint64)
         return self._agent.make_read(remote_name, MemoryKind.DRAM, local, remote)

@@ -63,7 +63,7 @@ class GroupAccess:
             region = self._welcome.ranks[span.rank].regions[self._group]
             ours = self._ours.rows(span.local_head, span.num_heads, span.field)
             theirs = self._theirs.rows(span.source_head, span.num_heads, span.field)
-            places = rows_of_blocks(self._region, local, ours)
+            targets = rows_of_blocks(self._region, local, ours)
             pieces = rows_of_blocks(region, remote, theirs)
-            posted.append(self._agent.read_rows(self._names[span.rank], region.kind, places, pieces))
+            posted.append(self._agent.read_rows(self._names[span.rank], region.kind, targets, pieces))
         yield from posted

@@ -76,27 +76,29 @@ class LinkProbe:
             num_bytes = min(num_bytes, MAX_PIECE_BYTES)
         with self._on_own_stream():
             buffer = self._buffer = torch.zeros(num_bytes, dtype=torch.uint8, device=self._access.device)
-        place = MemoryRegion(source.kind, buffer.device.index or 0, buffer.data_ptr(), 1, num_bytes)
-        registration = self._access.agent.register(place.kind, place.blocks_address, num_bytes, place.device_id)
-        yield self._access.probe(piece_rows(place, 1, num_bytes), piece_rows(source, 1, num_bytes))
+        target = MemoryRegion(source.kind, buffer.device.index or 0, buffer.data_ptr(), 1, num_bytes)
+        registration = self._access.agent.register(target.kind, target.blocks_address, num_bytes, target.device_id)
+        yield self._access.probe(piece_rows(target, 1, num_bytes), piece_rows(source, 1, num_bytes))
         for span in range(1, len(self._access.spans)):  # no request should bear the cost of the first connection
             other, size = self._access.probe_source(span), min(num_bytes, MAX_PIECE_BYTES)
-            yield self._access.probe(piece_rows(place, 1, size), piece_rows(other, 1, size), span)
+            yield self._access.probe(piece_rows(target, 1, size), piece_rows(other, 1, size), span)
         if measures:
-            self.cost = yield from self._measure(place, source, num_bytes)
+            self.cost = yield from self._measure(target, source, num_bytes)
             self.link = self._describe(source.kind, self.cost)
         self._access.agent.deregister(registration)
 
-    def _measure(self, place: MemoryRegion, source: MemoryRegion, num_bytes: int) -> Generator[Pending, None, ReadCost]:
-        transport = yield from self._measure_reads(partial(self._read, place, source), num_bytes)
+    def _measure(
+        self, target: MemoryRegion, source: MemoryRegion, num_bytes: int
+    ) -> Generator[Pending, None, ReadCost]:
+        transport = yield from self._measure_reads(partial(self._read, target, source), num_bytes)
         costs: dict[ReadPath, LinkCost] = {}
         mapped = self._access.mapped
         num_blocks = min(num_bytes // self._access.shape.local_block_bytes, source.num_blocks)
         if mapped is not None and (self._access.is_whole or num_blocks < 2):
-            read = partial(mapped.probe, place.blocks_address)
+            read = partial(mapped.probe, target.blocks_address)
             costs[ReadPath.MAPPED] = yield from self._measure_reads(read, num_bytes)
         elif mapped is not None:
-            costs = yield from self._measure_rows(mapped, place.blocks_address, num_blocks)
+            costs = yield from self._measure_rows(mapped, target.blocks_address, num_blocks)
         gather = yield from self._measure_gathers()
         copy = self._measure_copies()
         return ReadCost(transport, copy, gather, costs.get(ReadPath.MAPPED), costs.get(ReadPath.KERNEL))
@@ -138,8 +140,8 @@ class LinkProbe:
         logger.info("cost of reading heads that %s splits differently: %s", self._access.agent.name, found)
         return costs
 
-    def _read(self, place: MemoryRegion, source: MemoryRegion, count: int, size: int) -> Pending:
-        return self._access.probe(piece_rows(place, count, size), piece_rows(source, count, size))
+    def _read(self, target: MemoryRegion, source: MemoryRegion, count: int, size: int) -> Pending:
+        return self._access.probe(piece_rows(target, count, size), piece_rows(source, count, size))
 
     def _measure_gathers(self) -> Generator[Pending, None, CopyCost | None]:
         """Measure gathers of one block and of as many as a slot holds; return None if the source does not respond or

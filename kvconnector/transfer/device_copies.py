@@ -88,9 +88,9 @@ class DeviceCopies:
         ``heads`` of the local blocks."""
         part = blocks[:, :, source_head : source_head + len(heads)]
         if self._stream is None:
-            places = self._words[:, :, heads.start : heads.stop]
+            targets = self._words[:, :, heads.start : heads.stop]
             for piece, block_id in zip(part, block_ids, strict=True):
-                places[block_id].copy_(piece)
+                targets[block_id].copy_(piece)
             return Done()
         if part.is_contiguous():
             return self._copy(block_ids, heads.start, part, gathers=False)
@@ -113,12 +113,12 @@ class DeviceCopies:
     def _copy(self, block_ids: Sequence[int], first_head: int, pieces: Tensor, *, gathers: bool) -> Pending:
         blocks = self._words
         if self._stream is None:
-            places = blocks[:, :, first_head : first_head + pieces.shape[2]]
+            targets = blocks[:, :, first_head : first_head + pieces.shape[2]]
             for piece, block_id in zip(pieces, block_ids, strict=True):
                 if gathers:
-                    piece.copy_(places[block_id])
+                    piece.copy_(targets[block_id])
                 else:
-                    places[block_id].copy_(piece)
+                    targets[block_id].copy_(piece)
             return Done()
         with torch.cuda.stream(self._stream), torch.inference_mode():
             ids = self._ids(block_ids)

@@ -7,7 +7,7 @@ over the elements, in any order.
 
 
 def rotary_order(head_dim: int, rotary_dim: int, *, interleaved: bool) -> tuple[int, ...] | None:
-    """Return the stored element for each place of a head; None: as stored."""
+    """Return the stored element for each position of a head; None: as stored."""
     if interleaved:
         first, second = range(0, rotary_dim, 2), range(1, rotary_dim, 2)
     else:

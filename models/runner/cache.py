@@ -1,4 +1,4 @@
-"""KV memory as a runner uses it: the groups of the model's cache, and the place of each layer in them."""
+"""KV memory as a runner uses it: the groups of the model's cache, and the group of each layer."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -41,15 +41,15 @@ class RunnerCache:
             raise ValueError(f"KV memory of {len(tensors)} groups for a model whose cache has {len(groups)}")
         for tensor, group in zip(tensors, groups, strict=True):
             _check(tensor, len(group.layers), model)
-        places = {layer: place for place, group in enumerate(groups) for layer in group.layers}
-        kinds = [LayerAttention(places[layer], model.config.layer(layer).kind == "sliding") for layer in layers]
+        group_of = {layer: index for index, group in enumerate(groups) for layer in group.layers}
+        kinds = [LayerAttention(group_of[layer], model.config.layer(layer).kind == "sliding") for layer in layers]
         shapes = tuple(_shape(model, tensor) for tensor in tensors)
         is_latent = model.config.latent is not None
         make_attention = model.kernels.make_latent_attention if is_latent else model.kernels.make_attention
         return cls(
             tensors,
             shapes,
-            tuple(tensors[places[layer]][:, groups[places[layer]].layers.index(layer)] for layer in layers),
+            tuple(tensors[group_of[layer]][:, groups[group_of[layer]].layers.index(layer)] for layer in layers),
             LayeredAttention(shapes, kinds, make_attention),
         )
 

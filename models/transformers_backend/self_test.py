@@ -108,7 +108,7 @@ def _packed(config: ModelConfig, model: Any, prompts: Sequence[list[int]], drawn
     logits: list[list[Tensor]] = [[] for _ in texts]
     while any(count < len(text) for count, text in zip(computed, texts, strict=True)):
         chunks: list[ScheduledChunk] = []
-        places: list[int] = []
+        indices: list[int] = []
         for index, (text, prompt) in enumerate(zip(texts, prompts, strict=True)):
             start = computed[index]
             end = min(start + CHUNK, len(prompt)) if start < len(prompt) else min(start + 1, len(text))
@@ -119,8 +119,8 @@ def _packed(config: ModelConfig, model: Any, prompts: Sequence[list[int]], drawn
             chunks.append(ScheduledChunk(text[start:end], start, blocks, spec))
             computed[index] = end
             if spec is not None:
-                places.append(index)
+                indices.append(index)
         found = runner.logits(chunks)
-        for index, row in zip(places, [] if found is None else found, strict=True):
+        for index, row in zip(indices, [] if found is None else found, strict=True):
             logits[index].append(row)
     return [torch.stack(rows) for rows in logits]

@@ -157,8 +157,8 @@ def weights_version(path: str | Path, load_format: str = "auto") -> str:
 
 def _small_tensors(header: dict[str, Any]) -> list[tuple[int, int]]:
     """Return the begin and end offsets of small tensors, in the order in which they lie behind the header."""
-    places = sorted(tuple(entry["data_offsets"]) for name, entry in header.items() if name != "__metadata__")
-    return [(begin, end) for begin, end in places if end - begin <= _SMALL_TENSOR_BYTES]
+    ranges = sorted(tuple(entry["data_offsets"]) for name, entry in header.items() if name != "__metadata__")
+    return [(begin, end) for begin, end in ranges if end - begin <= _SMALL_TENSOR_BYTES]
 
 
 def _read_header(file: Path) -> tuple[dict[str, Any], bytes]:
@@ -189,16 +189,16 @@ def _read_header(file: Path) -> tuple[dict[str, Any], bytes]:
 
 
 def _is_tensor(name: str, entry: Any) -> bool:
-    """Return whether a header's entry has a type, a shape and a place, and they agree."""
+    """Return whether a header's entry has a type, a shape and a range, and they agree."""
     if not isinstance(entry, dict) or len(name) > _MAX_NAME_CHARS:
         return False
-    dtype, shape, place = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
-    if not isinstance(dtype, str) or not (_are_sizes(shape) and _are_sizes(place)):
+    dtype, shape, span = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
+    if not isinstance(dtype, str) or not (_are_sizes(shape) and _are_sizes(span)):
         return False
-    if len(shape) > _MAX_DIMENSIONS or len(place) != 2 or place[0] > place[1]:
+    if len(shape) > _MAX_DIMENSIONS or len(span) != 2 or span[0] > span[1]:
         return False
     bits = ITEM_BITS.get(dtype)
-    return bits is None or math.prod(shape) * bits == (place[1] - place[0]) * 8
+    return bits is None or math.prod(shape) * bits == (span[1] - span[0]) * 8
 
 
 def _are_sizes(values: Any) -> TypeGuard[list[int]]:

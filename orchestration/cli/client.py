@@ -183,13 +183,13 @@ def follow(
             if worker.phase is not WorkerPhase.STARTING or worker.pid:
                 placeless.pop(worker.name, None)
             elif now - placeless.setdefault(worker.name, now) > PATIENCE_SECONDS:
-                say(f"  {worker.name:<10} still {worker.place}")
+                say(f"  {worker.name:<10} still {worker.runs_on}")
                 placeless[worker.name] = float("inf")
         time.sleep(POLL_SECONDS)
 
 
 def _unfinished(status: ClusterStatus) -> str:
-    states = [f"{worker.name} {worker.phase} ({worker.place or 'no place'})" for worker in status.workers]
+    states = [f"{worker.name} {worker.phase} ({worker.runs_on or 'nowhere yet'})" for worker in status.workers]
     upgrade = f"; upgrade {status.upgrade.state}" if status.upgrade is not None else ""
     return f"the cluster is {status.state}, wanted {status.counts}, there are {', '.join(states) or 'none'}{upgrade}"
 

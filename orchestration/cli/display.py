@@ -74,7 +74,7 @@ def _describe_process(process: ProcessStatus, revision: int) -> str:
     facts = [
         f"{process.seconds_ready:.0f} s" if process.seconds_ready is not None else "",
         f"pid {process.pid}" if process.pid else "",
-        process.place,
+        process.runs_on,
         f"restarted {process.num_restarts} time{'s' * (process.num_restarts > 1)}" if process.num_restarts else "",
         f"revision {process.revision}" if process.role and process.revision != revision else "",
         "won't come back" if not process.wanted else "",

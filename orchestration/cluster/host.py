@@ -1,4 +1,4 @@
-"""Interface between a launcher and the place where processes run: this machine
+"""Interface between a launcher and the machines where processes run: this machine
 (:mod:`splitserve.orchestration.hosts.local`) or a Ray cluster."""
 
 from collections.abc import Callable
@@ -70,7 +70,7 @@ class Child(Protocol):
         """Process id; 0 while it isn't known."""
 
     @property
-    def place(self) -> str:
+    def runs_on(self) -> str:
         """Machine and devices that the process runs on, for people."""
 
     def send_signal(self, signal_number: int) -> None: ...

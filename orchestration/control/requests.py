@@ -69,7 +69,7 @@ class ProcessStatus(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     role: str = ""
     phase: WorkerPhase
     pid: int = 0
-    place: str = ""  # machine and devices that it runs on, for people
+    runs_on: str = ""  # machine and devices, for people
     revision: int = 1
     num_restarts: int = 0
     seconds_ready: float | None = None  # None unless it is ready

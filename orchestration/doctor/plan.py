@@ -7,7 +7,7 @@ from splitserve.common.errors import ConfigError
 from splitserve.orchestration.doctor.machine import MachineFacts
 from splitserve.orchestration.doctor.machine_checks import check_cores, check_plan
 from splitserve.orchestration.doctor.report import Check, skipped
-from splitserve.orchestration.hosts.core_plan import wanted_place
+from splitserve.orchestration.hosts.core_plan import wanted_affinity
 from splitserve.orchestration.hosts.gpus import Gpu, device_of
 from splitserve.orchestration.spec.cluster_spec import ClusterSpec
 from splitserve.orchestration.spec.expansion import worker_names
@@ -28,7 +28,7 @@ def spec_checks(spec: ClusterSpec, facts: MachineFacts, name: Callable[[str], st
         yield skipped("cores", "workers are on GPUs")
         return
     try:
-        wanted = [wanted_place(name, pool, ()) for name, pool in on_cpu.items()]
+        wanted = [wanted_affinity(name, pool, ()) for name, pool in on_cpu.items()]
         threads = {name: spec.engine_config(pool).threads for name, pool in on_cpu.items()}
         yield check_cores(facts.topology, facts.num_cores, wanted, threads)
     except ConfigError as error:

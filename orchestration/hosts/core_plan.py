@@ -39,7 +39,7 @@ class Wanted:
     nic: str = ""
 
 
-def wanted_place(name: str, pool: PoolSpec, gpus: tuple[str, ...]) -> Wanted:
+def wanted_affinity(name: str, pool: PoolSpec, gpus: tuple[str, ...]) -> Wanted:
     """Return the requirements of ``pool`` for its worker called ``name``; its number chooses among lists of cores."""
     index = int(name.rpartition("-")[2])
     chosen = pool.affinity

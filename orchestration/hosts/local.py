@@ -11,7 +11,7 @@ from splitserve.common.cores import available_cores, split_cores, usable_cpus
 from splitserve.common.security import check_exposure
 from splitserve.orchestration.cluster.host import LMCACHE, ChildProgress, Event, Memory
 from splitserve.orchestration.hosts.addresses import LOOPBACK, own_address
-from splitserve.orchestration.hosts.core_plan import WorkerPlan, plan_workers, wanted_place
+from splitserve.orchestration.hosts.core_plan import WorkerPlan, plan_workers, wanted_affinity
 from splitserve.orchestration.hosts.fork_server import PRELOADED
 from splitserve.orchestration.hosts.forking import can_fork, fork_server
 from splitserve.orchestration.hosts.gpus import VISIBLE, Gpu, GpuAssignment, check_enough_gpus, device_of, list_gpus
@@ -98,7 +98,7 @@ class LocalHost:
         self._gpus = GpuAssignment(gpus, spec.devices.share)
         pools = worker_names(spec)
         on_cpu = {name: pool for name, pool in pools.items() if not self._needs_gpus(pool)}
-        wanted = [wanted_place(name, pool, ()) for name, pool in on_cpu.items()]
+        wanted = [wanted_affinity(name, pool, ()) for name, pool in on_cpu.items()]
         plans = plan_workers(self._machine(), wanted, self._num_cores)
         self._slots = [_Slot(plans[name], pool.name) for name, pool in on_cpu.items()]
         if can_fork():
@@ -122,12 +122,12 @@ class LocalHost:
         self, name: str, spec: ClusterSpec, pool: PoolSpec, membership: str, emit: Callable[[Event], None]
     ) -> ChildProcess:
         environment = worker_environment(spec, pool)
-        place = ""
+        runs_on = ""
         gpus: list[Gpu] = []
         if self._needs_gpus(pool):
             gpus = self._gpus.take(name, pool.tensor_parallel_size)
             environment[VISIBLE] = ",".join(gpu.uuid for gpu in gpus)
-            place = "GPU " + ",".join(str(gpu.index) for gpu in gpus)
+            runs_on = "GPU " + ",".join(str(gpu.index) for gpu in gpus)
         plan = self._plan_of(name, pool, gpus)
         self._names[name] = None
         config = worker_config(
@@ -154,7 +154,7 @@ class LocalHost:
                 log_level=self._log_level,
                 emit=emit,
                 environment={**environment, **self._environment},
-                place=place,
+                runs_on=runs_on,
                 log_file=self._log_file(name),
                 forks=self._forks(pool),
             )
@@ -215,7 +215,7 @@ class LocalHost:
     def _plan_of(self, name: str, pool: PoolSpec, gpus: list[Gpu]) -> WorkerPlan:
         """Plan a worker. A GPU determines the cores of its worker; a CPU worker takes the pool's emptiest slot, which
         another worker may be about to leave."""
-        wanted = wanted_place(name, pool, tuple(gpu.pci_bus_id for gpu in gpus))
+        wanted = wanted_affinity(name, pool, tuple(gpu.pci_bus_id for gpu in gpus))
         if gpus:
             return plan_workers(self._machine(), [wanted], self._num_cores)[name]
         slots = [slot for slot in self._slots if slot.pool == pool.name]

@@ -115,12 +115,12 @@ class ChildProcess:
         log_level: str,
         emit: Callable[[Event], None],
         environment: Mapping[str, str] | None = None,
-        place: str = "",
+        runs_on: str = "",
         log_file: Path | None = None,
         forks: bool = False,
     ) -> None:
         self.name = name
-        self.place = place
+        self.runs_on = runs_on
         self.error_message = ""
         self._emit = emit
         self._shared_memory = SharedMemoryFolder(name) if isinstance(config, WorkerConfig) else None

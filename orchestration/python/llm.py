@@ -102,7 +102,7 @@ class LLM:
 
         ``parameters`` are those of ``POST /v1/completions``, the same for all prompts. The first failure ends the batch
         and is raised as a :class:`PromptError`, which names the prompt's index; with ``return_errors`` the other
-        prompts go on, and the errors stand in the places of the results.
+        prompts go on, and the errors stand where the results would.
         """
         wanted = _as_prompts(prompts)
         bodies = [{"prompt": prompt, **parameters} for prompt in wanted]

@@ -128,7 +128,7 @@ class Settings(TypedDict, total=False):
     # endpoint of an LMCache server that runs on each worker's machine already, like tcp://127.0.0.1:5555 (`splitserve
     # lmcache`)
     lmcache: str
-    # blocks that are worth a place beyond the device
+    # blocks that are worth keeping beyond the device
     kv_keep: Literal["all", "second-use", "prompt"]
     # how long a request waits for its KV to be onboarded before it computes it
     kv_load_seconds: float

@@ -22,7 +22,7 @@ from splitserve.common.logs import set_up_logging
 from splitserve.common.security import check_exposure
 from splitserve.orchestration.cluster.host import ChildExited, ChildProgress, Event
 from splitserve.orchestration.hosts.addresses import own_address, reachable_url
-from splitserve.orchestration.hosts.core_plan import WorkerPlan, plan_workers, wanted_place
+from splitserve.orchestration.hosts.core_plan import WorkerPlan, plan_workers, wanted_affinity
 from splitserve.orchestration.hosts.gpus import VISIBLE, list_gpus, visible
 from splitserve.orchestration.hosts.local import Entries
 from splitserve.orchestration.hosts.log_files import read_log
@@ -133,7 +133,7 @@ class Agent:
             "PYTHONPATH": os.pathsep.join(filter(None, [_package_root(), os.environ.get("PYTHONPATH", "")])),
         }
         node_id = ray.get_runtime_context().get_node_id()
-        self._add("placed", {"node": node_id, "place": f"{_node_address()}{', GPU ' + gpus if gpus else ''}"})
+        self._add("placed", {"node": node_id, "runs_on": f"{_node_address()}{', GPU ' + gpus if gpus else ''}"})
         entries = Entries(*order.entries)
         if order.pool:
             pool = spec.pool(order.pool)
@@ -163,7 +163,7 @@ class Agent:
     def _plan(self, pool: PoolSpec, gpus: str) -> WorkerPlan:
         """Plan the worker. A GPU worker is bound to its GPU's NUMA node. A CPU worker shares the node's cores with
         those of other agents, which this one doesn't know: it's pinned only to cores that the spec names."""
-        wanted = wanted_place(self._order.name, pool, ())
+        wanted = wanted_affinity(self._order.name, pool, ())
         if gpus:
             visible_gpus = visible(list_gpus({}), gpus)
             wanted = replace(wanted, gpus=tuple(gpu.pci_bus_id for gpu in visible_gpus))

@@ -62,7 +62,7 @@ class RayChild:
         self.target_id = target_id
         self.name = name
         self.pid = 0
-        self.place = "waiting for a node"
+        self.runs_on = "waiting for a node"
         self.node_id = ""
         self.agent = agent
         self._group = group
@@ -113,7 +113,7 @@ class RayChild:
                 self._ended.wait(UNAVAILABLE_SECONDS)  # its node doesn't answer; Ray decides whether it is dead
                 continue
             except (ray.exceptions.RayError, ValueError) as error:
-                where = f" on {self.place}" if self.node_id else ""
+                where = f" on {self.runs_on}" if self.node_id else ""
                 self._end(-signal.SIGKILL, f"{self.name}{where} was lost: {_first_line(error)}")
                 return
             num_seen += len(data)
@@ -123,7 +123,7 @@ class RayChild:
     def _on_event(self, event: AgentEvent) -> None:
         match event.stage:
             case "placed":
-                self.node_id, self.place = event.detail["node"], event.detail["place"]
+                self.node_id, self.runs_on = event.detail["node"], event.detail["runs_on"]
                 self._emit(ChildProgress(self.name, event.stage, event.detail))
                 if self._uses_lmcache:
                     self._emit(ChildProgress(self.name, LMCACHE, {"server": server_on(self.node_id)}))

@@ -16,7 +16,7 @@ from splitserve.orchestration.spec.contradictions import contradictions
 from splitserve.protocol.request import Role
 from splitserve.protocol.settings import choices_of, plain_types
 
-STEP = re.compile(r"([^.\[\]]+)|\[(\d+)\]")  # of a place: a key, or an index
+STEP = re.compile(r"([^.\[\]]+)|\[(\d+)\]")  # of a path: a key, or an index
 MAX_PROBLEMS = 100
 _PLACE = re.compile(r"^(.*) - at (?:`key` in )?`\$\.?(.*)`$")
 _PLAIN_WORDS = {

@@ -15,7 +15,7 @@ from splitserve.protocol.counters import Distribution, TierLoad, WorkerLoad, met
 from splitserve.protocol.counters import Histogram as HistogramField
 from splitserve.router.admin.histogram import QuickHistogram
 from splitserve.router.links.worker_record import WorkerRecord
-from splitserve.router.requests.effects import Count, CountTokens, Observe
+from splitserve.router.requests.effects import Count, Observe
 from splitserve.router.requests.timeline.stages import HANDOVER_STAGES, TTFT_STAGES
 
 _TTFT_BUCKETS = (0.005, 0.01, 0.02, 0.04, 0.06, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
@@ -38,9 +38,9 @@ class RouterMetrics:
 
     def __init__(self, model: str = "") -> None:
         self._model = model
-        self._counters: dict[tuple[str, ...], Counter] = {}  # series by metric and labels: looking them up costs
+        self._counted: dict[tuple[str, ...], int] = {}  # by metric and labels; the counters lack it: they lock
         self._http: dict[tuple[str, str], Counter] = {}  # likewise
-        self._num_output_tokens = 0  # those that ``output_tokens`` lacks: counting there takes a lock
+        self.before_collection: Callable[[], None] = lambda: None  # brings the metrics up to date
         registry = self.registry = CollectorRegistry()
         self.http_requests = Counter(
             "splitserve_http_requests",
@@ -171,16 +171,9 @@ class RouterMetrics:
     # ---- effects of the core ----
 
     def count(self, effect: Count) -> None:
+        """Count now; the counter itself follows at its collection."""
         key = (effect.metric, *effect.labels)
-        counter = self._counters.get(key)
-        if counter is None:
-            counter = getattr(self, effect.metric)
-            counter = self._counters[key] = counter.labels(*effect.labels) if effect.labels else counter
-        counter.inc(effect.amount)
-
-    def count_tokens(self, effect: CountTokens) -> None:
-        self._num_output_tokens += effect.num_tokens
-        (self.ttft_seconds if effect.are_first else self.itl_seconds).observe(effect.seconds)
+        self._counted[key] = self._counted.get(key, 0) + effect.amount
 
     def observe(self, effect: Observe) -> None:
         getattr(self, effect.metric).observe(effect.seconds)
@@ -191,18 +184,19 @@ class RouterMetrics:
         self.request_output_tokens.observe(summary.num_output_tokens)
         if summary.predicted_ttft_seconds is not None:
             self.predicted_ttft_seconds.observe(summary.predicted_ttft_seconds)
-        for stage, seconds in summary.ttft_stages.items():
-            self.stage_seconds.labels(stage).observe(seconds)
-        for stage, seconds in summary.handover_stages.items():
-            self.handover_stage_seconds.labels(stage, summary.transport).observe(seconds)
+        self.stage_seconds.observe_each(summary.ttft_stages)
+        self.handover_stage_seconds.observe_each(summary.handover_stages, summary.transport)
 
     def render(self) -> bytes:
         return generate_latest(self)
 
     def collect(self) -> Iterator[Metric]:
         """Yield all families, their samples with the label ``model``."""
-        self.output_tokens.inc(self._num_output_tokens)
-        self._num_output_tokens = 0
+        self.before_collection()
+        for (metric, *labels), amount in self._counted.items():
+            counter: Counter = getattr(self, metric)
+            (counter.labels(*labels) if labels else counter).inc(amount)
+        self._counted.clear()
         for family in self.registry.collect():
             if self._model:
                 family.samples = [

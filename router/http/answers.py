@@ -51,13 +51,13 @@ class Prompt:
 
 
 READ_GRACE_SECONDS = 5.0
-"""Time to read the answer beyond a request's deadline: a slower client would occupy its places for ever."""
+"""Time to read the answer beyond a request's deadline: a slower client would occupy its slots for ever."""
 
 log = logging.getLogger(__name__)
 
 
 class GenerationResponse(Response):
-    """An ASGI response. ``prompts`` were admitted; their places are released when the response has ended."""
+    """An ASGI response. ``prompts`` were admitted; their slots are released when the response has ended."""
 
     def __init__(
         self,

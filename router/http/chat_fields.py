@@ -103,22 +103,20 @@ ToolChoice = Literal["none", "auto", "required"] | NamedTool
 def check_messages(messages: Sequence[ChatMessage]) -> None:
     """Raise :class:`ApiError` 400 for a message whose fields don't go with its role."""
     for index, message in enumerate(messages):
-        place = f"messages[{index}]"
+        field = f"messages[{index}]"
         if message.tool_calls and message.role != "assistant":
-            raise _misplaced(
-                f"{place}.tool_calls", f"is only allowed in assistant messages, not with role {message.role}"
+            raise _invalid(
+                f"{field}.tool_calls", f"is only allowed in assistant messages, not with role {message.role}"
             )
         if message.tool_call_id is not None and message.role != "tool":
-            raise _misplaced(f"{place}.tool_call_id", f"is only allowed in tool messages, not with role {message.role}")
+            raise _invalid(f"{field}.tool_call_id", f"is only allowed in tool messages, not with role {message.role}")
         if message.role == "tool" and message.tool_call_id is None:
-            raise _misplaced(f"{place}.tool_call_id", "is missing; a tool message answers the call with that id")
+            raise _invalid(f"{field}.tool_call_id", "is missing; a tool message answers the call with that id")
         has_other = message.role == "assistant" and (
             message.tool_calls or message.reasoning_content or message.reasoning
         )
         if message.content is None and not has_other:
-            raise _misplaced(
-                f"{place}.content", "is missing; only an assistant message with tool_calls may leave it out"
-            )
+            raise _invalid(f"{field}.content", "is missing; only an assistant message with tool_calls may leave it out")
 
 
 def check_tools(tools: Sequence[Tool], choice: str | NamedTool | None) -> None:
@@ -126,17 +124,17 @@ def check_tools(tools: Sequence[Tool], choice: str | NamedTool | None) -> None:
     names = [tool.function.name for tool in tools]
     for index, name in enumerate(names):
         if name in names[:index]:
-            raise _misplaced(
+            raise _invalid(
                 f"tools[{index}].function.name", f"is {name!r}, like an earlier tool's; give each its own name"
             )
     if choice == "required" and not tools:
-        raise _misplaced("tool_choice", "required needs tools, but the request has none")
+        raise _invalid("tool_choice", "required needs tools, but the request has none")
     if isinstance(choice, NamedTool) and choice.function.name not in names:
         message = (
             f"is {choice.function.name!r}, which is no tool of the request; its tools are: {', '.join(names) or 'none'}"
         )
-        raise _misplaced("tool_choice.function.name", message)
+        raise _invalid("tool_choice.function.name", message)
 
 
-def _misplaced(param: str, message: str) -> ApiError:
+def _invalid(param: str, message: str) -> ApiError:
     return ApiError(400, f"{param} {message}", param=param, code="invalid_value")

@@ -27,7 +27,7 @@ from splitserve.protocol.messages.membership import (
     RegisterRefused,
     WorkerInfo,
 )
-from splitserve.protocol.messages.requests import Introduce, PeerRef
+from splitserve.protocol.messages.requests import Introduce, PeerRef, ReadClock
 from splitserve.protocol.request import Party, Role
 from splitserve.protocol.wire import decode, encode
 from splitserve.router.admin.metrics import RouterMetrics
@@ -40,6 +40,7 @@ from splitserve.router.placement.prefix_view import PrefixView
 log = logging.getLogger(__name__)
 
 _MAX_TICK_SECONDS = 0.25
+_CLOCK_SECONDS = 0.5  # between two readings of a worker's clock, at least
 _STRANGER_LOG_INTERVAL_SECONDS = 30.0
 _SOCKETS_PER_WORKER = 4  # its link, both ends of the link's monitor, its KV events
 _OTHER_SOCKETS = 16
@@ -73,6 +74,7 @@ class Fleet:
         self._links: dict[Party, WorkerLink] = {}
         self.prefixes = PrefixView()
         self._kv_event_links: dict[Party, KVEventLink] = {}
+        self._clock_asked_at: dict[Party, float] = {}
         self._stale_log = RateLimitedLog(log, logging.INFO)  # stale messages are normal after an abort
         self._wire_log = RateLimitedLog(log, logging.WARNING)
         self._refusal_log = RateLimitedLog(log, logging.WARNING)
@@ -180,6 +182,7 @@ class Fleet:
         if before is WorkerState.LOST:
             log.info("worker %s is heard again", sender)
             self._redial(sender)
+        self._read_clock(sender)
 
     def _on_stranger(self, address: str) -> None:
         """Record a connection without the shared secret: usually a worker with another one, which can't report it."""
@@ -243,8 +246,15 @@ class Fleet:
         self.membership.link_up(link.party)
         self._on_ready(link.party)
         log.info("worker %s is ready", link.party)
+        self._read_clock(link.party)
         self._follow(link.info)
         self._introduce(link.party)
+
+    def _read_clock(self, worker: Party) -> None:
+        """Ask for a worker's clock. It has just sent something, so its loop runs: the answer comes soon."""
+        now = time.monotonic()
+        if now >= self._clock_asked_at.get(worker, 0.0) + _CLOCK_SECONDS and self.send(worker, ReadClock(now)):
+            self._clock_asked_at[worker] = now
 
     def _follow(self, info: WorkerInfo) -> None:
         """Subscribe to the worker's KV events, if it publishes them."""
@@ -295,6 +305,7 @@ class Fleet:
         link = self._links.pop(worker, None)
         if link is None:
             return
+        self._clock_asked_at.pop(worker, None)
         link.close()
         events = self._kv_event_links.pop(worker, None)
         if events is not None:

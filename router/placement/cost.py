@@ -217,7 +217,7 @@ def _decode_harm(worker: WorkerView, request: _Request) -> float:
 
 
 def _room_seconds(worker: WorkerView, request: _Request) -> float:
-    """Return the predicted wait for a place in the batch, and for KV memory: what is lacking, by what requests free."""
+    """Return the predicted wait for room in the batch, and for KV memory: what is lacking, by what requests free."""
     lacking_slots = max(0, worker.num_requests + 1 - worker.max_num_seqs) / worker.max_num_seqs
     wanted = worker.context_tokens + request.num_tokens + request.output_tokens
     lacking_tokens = max(0.0, wanted - worker.kv_capacity_tokens) / max(1, worker.kv_capacity_tokens)

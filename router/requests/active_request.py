@@ -30,7 +30,7 @@ class RequestContext:
     request_class: RequestClass = DEFAULT
     tenant: str = OWN
     is_probe: bool = False  # it is to be handed over where there is a pair
-    trace: TraceContext | None = None  # its place in a trace; None: tracing is off
+    trace: TraceContext | None = None  # its position in a trace; None: tracing is off
 
     def of_prompt(self, index: int) -> "RequestContext":
         """Return the context of prompt ``index``: those after the first have spans of their own below the first's."""

@@ -9,7 +9,7 @@ class Admission:
         self.num_admitted = 0
 
     def admit(self, count: int, param: str | None = None) -> None:
-        """Take ``count`` places. Raises :class:`ApiError` 429 if they aren't free, 400 if so many never fit."""
+        """Take ``count`` slots. Raises :class:`ApiError` 429 if they aren't free, 400 if so many never fit."""
         if count > self._max_in_flight:
             raise ApiError(
                 400, f"{count} outputs in one request (prompts times n); at most {self._max_in_flight} fit", param=param
@@ -20,5 +20,5 @@ class Admission:
         self.num_admitted += count
 
     def release(self, count: int) -> None:
-        """Release places that ``admit`` took."""
+        """Release slots that ``admit`` took."""
         self.num_admitted -= count

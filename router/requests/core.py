@@ -1,6 +1,6 @@
 """Decisions of the router about requests, pure: ``handle(event, now)`` returns the effects to perform.
 
-    Submit -> admission's places, placement -> Send to the workers, or a place in the waiting room
+    Submit -> admission's slots, placement -> Send to the workers, or a wait in the waiting room
     FromWorker, WorkerLost, NotSent, TimerFired -> RequestState -> Deliver, Send(Abort), the next attempt
     WorkerReady -> stranded requests continue, then those in the waiting room begin, in order of arrival
 
@@ -93,7 +93,7 @@ class RouterCore:
         self.waiting_room: WaitingRoom[Newcomer] = WaitingRoom(
             protocol.max_requests_waiting, protocol.max_waiting_mib << 20, wait_seconds, self._outbox, self._serve
         )
-        self._clocks = WorkerClocks()
+        self.clocks = WorkerClocks()
         self._seen_prefixes = SeenPrefixes()
         self._orphans = Orphans(protocol.tombstone_seconds)
         attempts = Attempts(self.placer, membership, self._outbox, chosen, self.deadline_seconds)
@@ -189,7 +189,7 @@ class RouterCore:
             self._outbox.put(Stale("tokens", str(delta.key), sender))
             return
         if delta.marks:
-            request.timeline.add_marks(sender, delta.marks, self._clocks, now)
+            request.timeline.add_marks(sender, delta.marks, self.clocks, now)
         if delta.handover is not None and not request.sampling.choice:  # the other choices share the first one's
             self._settlement.on_handover(request, update, now)
         self.requests.apply(request, update, now)

@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 
 from splitserve.protocol.config import RouterConfig
 from splitserve.protocol.messages.envelope import Body
-from splitserve.protocol.messages.requests import Profiled
+from splitserve.protocol.messages.requests import ClockReading, Profiled
 from splitserve.protocol.request import Party, SamplingParams
 from splitserve.protocol.token_ids import TokenIds
 from splitserve.router.admin.metrics import RouterMetrics
@@ -128,7 +128,7 @@ class Dispatcher:
     # ---- for the HTTP layer; times of arrival are the event loop's ----
 
     def admit(self, count: int, param: str | None = None, tenant: str = OWN) -> None:
-        """Take ``count`` places among the requests in flight, all and the tenant's. Raises :class:`ApiError` 429, or
+        """Take ``count`` slots among the requests in flight, all and the tenant's. Raises :class:`ApiError` 429, or
         400 if it never fits."""
         self.core.admission.admit(count, param)
         try:
@@ -138,7 +138,7 @@ class Dispatcher:
             raise
 
     def release(self, count: int, tenant: str = OWN) -> None:
-        """Release places that ``admit`` took."""
+        """Release slots that ``admit`` took."""
         self.core.admission.release(count)
         self._usage.release(tenant, count)
 
@@ -236,7 +236,9 @@ class Dispatcher:
     # ---- events of the workers ----
 
     def _on_message(self, sender: Party, body: Body) -> None:
-        if not isinstance(body, Profiled):
+        if isinstance(body, ClockReading):
+            self.core.clocks.note(sender, body.asked_at, body.at, time.monotonic())
+        elif not isinstance(body, Profiled):
             self._handle(FromWorker(sender, body))
         elif not self.profiles.on_report(sender, body):
             self.fleet.drop_stale("profile", body.profile_id, sender)

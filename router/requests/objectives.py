@@ -34,5 +34,6 @@ NO_OBJECTIVES = Objectives(0.0, 0.0)
 
 def objectives_of(request_class: RequestClass) -> Objectives | None:
     """Return the objectives of a class; None if it has none of its own."""
-    found = Objectives(request_class.ttft_ms / 1e3, request_class.itl_ms / 1e3)
-    return None if found == NO_OBJECTIVES else found
+    if not (request_class.ttft_ms or request_class.itl_ms):
+        return None
+    return Objectives(request_class.ttft_ms / 1e3, request_class.itl_ms / 1e3)

@@ -20,7 +20,7 @@ Headers = Iterable[tuple[bytes, bytes]]
 
 @dataclass(frozen=True, slots=True)
 class TraceContext:
-    """The place of a request in a trace. Ids are positive; spans of a request are below ``span_id``."""
+    """The position of a request in a trace. Ids are positive; spans of a request are below ``span_id``."""
 
     trace_id: int
     span_id: int  # of the request's own first span

@@ -60,7 +60,8 @@ def complete(url: str, model: str) -> dict:
 def test_serve_until_a_signal_then_again_on_the_same_port(demo_model: Path, number: signal.Signals) -> None:
     port = "0"
     for _ in range(2):
-        with serving(demo_model, "--prefill", "1", "--decode", "1", "--port", port) as (process, url, lines):
+        options = ("--prefill", "1", "--decode", "1", "--policy", "least-loaded", "--port", port)
+        with serving(demo_model, *options) as (process, url, lines):
             port = url.removesuffix("/v1").rsplit(":", 1)[1]
             text = "".join(lines)
             for stage in ("weights", "KV memory", "ready", "listening"):

@@ -55,7 +55,7 @@ def test_two_machines_one_of_which_dies(tiny_qwen3: Path, tmp_path: Path) -> Non
         home, other = machines.add(), machines.add()
         machines.run(home, ["up", "--ray", machines.ray_address, "--spec", str(spec)])
         status = json.loads(machines.run(home, ["status", "--json"]))
-        places = sorted((worker["pool"], worker["place"]) for worker in status["workers"])
+        places = sorted((worker["pool"], worker["runs_on"]) for worker in status["workers"])
         assert places == [(pool, machine.address) for pool in ("fill", "gen") for machine in (home, other)]
         url = status["url"]
         assert url.startswith(f"http://{home.address}:")
@@ -68,7 +68,7 @@ def test_two_machines_one_of_which_dies(tiny_qwen3: Path, tmp_path: Path) -> Non
             num_done = load.num_done
             wait_until(lambda: load.num_done >= num_done + 20, "requests go on without the machine")
         assert not load.problems, load.problems[:3]
-        at_home = [worker["name"] for worker in status["workers"] if worker["place"] == home.address]
+        at_home = [worker["name"] for worker in status["workers"] if worker["runs_on"] == home.address]
         wait_until(lambda: not any(held(url, name) for name in at_home), "nothing is held for a request")
         logs = machines.run(home, ["logs", "-n", "300"])
         assert "reads from fill-" in logs and " use tcp, " in logs and " use cma" not in logs

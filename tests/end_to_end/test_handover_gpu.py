@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from splitserve.benchmarks.kv.handover import devices, layout_of
-from splitserve.benchmarks.kv.handover_ranks import FIRST_GENERATION, SOURCE, RankPlace, serve_source, two_workers
+from splitserve.benchmarks.kv.handover_ranks import FIRST_GENERATION, SOURCE, RankSetup, serve_source, two_workers
 from splitserve.kvconnector.layout.memory import KVMemory
 from splitserve.kvconnector.nixl.connector import NixlConnector
 from splitserve.kvconnector.transfer.connector import Link, PeerConnected, ServedMemory
@@ -41,7 +41,7 @@ def test_blocks_travel_between_gpus_by_cuda_ipc(prefill: int, decode: int) -> No
     num_blocks = 96
     layouts = [layout_of("llama-3.2-1b", "bfloat16", 64, ranks) for ranks in (prefill, decode)]
     places = [
-        [RankPlace(layout, rank, num_blocks, name) for rank, name in enumerate(names)]
+        [RankSetup(layout, rank, num_blocks, name) for rank, name in enumerate(names)]
         for layout, names in zip(layouts, devices("cuda", *layouts), strict=True)
     ]
     with two_workers(places[0], places[1], 0.0) as sinks:
@@ -117,7 +117,7 @@ class Source:
         self.layout = layout_of("llama-3.1-8b", "bfloat16", 64)
         context = multiprocessing.get_context("spawn")
         pipe, theirs = context.Pipe()
-        place = RankPlace(self.layout, 0, num_blocks, "cuda:0")
+        place = RankSetup(self.layout, 0, num_blocks, "cuda:0")
         self.process = context.Process(target=serve_source, args=(place, 0.0, theirs), daemon=True)
         self.process.start()
         assert pipe.poll(120.0), "the source doesn't start"

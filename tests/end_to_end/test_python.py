@@ -67,7 +67,7 @@ def check_greedy(llm: LLM, prompts: list[list[int]], expected: list[object]) -> 
 def test_batches_on_prefill_and_decode_workers(
     tiny_qwen3: Path, prompts: list[list[int]], expected: list[object], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    with LLM(tiny_qwen3, prefill=1, decode=1, max_num_seqs=4, progress=True, **SMALL) as llm:
+    with LLM(tiny_qwen3, prefill=1, decode=1, max_num_seqs=4, policy="least-loaded", progress=True, **SMALL) as llm:
         pids = llm.server.pids
         assert set(pids) == {"router", "prefill-0", "decode-0"}
         results = check_greedy(llm, prompts, expected)

@@ -38,7 +38,7 @@ def cluster(tiny_qwen3: Path, traces: Collector) -> Iterator[LocalCluster]:
     engine = EngineConfig(
         model=str(tiny_qwen3), dtype="float32", kv_memory_bytes=16 << 20, max_num_batched_tokens=64, threads=1
     )
-    router = {"otlp_endpoint": traces.url, "trace_ratio": 0.0}
+    router = {"otlp_endpoint": traces.url, "trace_ratio": 0.0, "policy": "least-loaded"}
     spec = simple_spec(engine, num_prefill=1, num_decode=1, port=0, protocol=PATIENT, router=router)
     with LocalCluster(spec, log_level="warning") as running:
         yield running
@@ -80,7 +80,8 @@ def trace_of(cluster: LocalCluster, number: int) -> RequestTrace:
 
 
 def test_stages_add_up_to_the_routers_ttft_and_that_to_the_clients(cluster: LocalCluster) -> None:
-    stream(cluster, 90_000)  # the first one connects
+    _, route = stream(cluster, 90_000)  # the first one connects
+    assert route["stages"]["dispatch"] != route["stages"]["delivery"], "the offset is that of the request itself"
     for number in range(NUM_REQUESTS):
         client_ttft, route = stream(cluster, number)
         trace = trace_of(cluster, number)

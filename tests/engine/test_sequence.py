@@ -102,6 +102,25 @@ def test_launched_steps_that_cannot_be(steps: dict[str, Any], words: str) -> Non
         sequence.check_invariants(BLOCK_SIZE)
 
 
+def test_the_three_lengths_of_a_sequence_that_runs_ahead() -> None:
+    """Two steps are launched: the first computes the prompt's last token, the second the token that the first draws."""
+    sequence = in_stage(Stage.DECODING, block_ids=[3, 4, 5], num_computed=5)
+    assert (sequence.num_computed, sequence.num_launched, sequence.num_proposed) == (5, 5, 6)
+    for num_launched in (6, 7):
+        chunk = sequence.chunk(1, BLOCK_SIZE)
+        assert chunk.sample is not None and chunk.sample.position == num_launched
+        sequence.on_launched(chunk, 0)
+        assert (sequence.num_computed, sequence.num_launched, sequence.num_proposed) == (5, num_launched, 7)
+        sequence.check_invariants(BLOCK_SIZE)
+
+
+def test_no_step_is_launched_beyond_what_is_proposed() -> None:
+    sequence = in_stage(Stage.DECODING, block_ids=TWO, num_computed=5)
+    sequence.launched.num_steps, sequence.launched.num_tokens = 2, 2
+    with pytest.raises(AssertionError, match=r"committed, launched, proposed lengths \(5, 7, 6\)"):
+        sequence.check_invariants(BLOCK_SIZE)
+
+
 def test_a_queued_sequence_is_in_no_step() -> None:
     sequence = in_stage(Stage.QUEUED, block_ids=TWO)
     sequence.launched.num_steps = sequence.launched.num_tokens = 1

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from splitserve.benchmarks.kv.handover import devices, layout_of
-from splitserve.benchmarks.kv.handover_ranks import RankPlace, two_workers
+from splitserve.benchmarks.kv.handover_ranks import RankSetup, two_workers
 from splitserve.kvconnector.transfer.connector import Link
 from splitserve.kvconnector.transfer.read_settings import ReadSettings
 from splitserve.protocol.memory_records import MemoryKind
@@ -47,7 +47,7 @@ def read_all(device: str, kind: MemoryKind) -> Link:
     """Reads some blocks of one worker by another, and checks them."""
     layouts = [layout_of("llama-3.2-1b", "bfloat16", 64)] * 2
     [source], [sink] = (
-        [RankPlace(layout, rank, NUM_BLOCKS, name) for rank, name in enumerate(names)]
+        [RankSetup(layout, rank, NUM_BLOCKS, name) for rank, name in enumerate(names)]
         for layout, names in zip(layouts, devices(device, *layouts), strict=True)
     )
     with two_workers([source], [sink], 0.0) as sinks:

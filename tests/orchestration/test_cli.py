@@ -38,7 +38,7 @@ def test_defaults_are_those_of_the_config() -> None:
     config = EngineConfig(model="/dir/my-model", served_model_name="my-model")
     assert spec.engine_config(spec.pools[0]) == config
     assert spec.served_model_name == "my-model"
-    assert (spec.router.host, spec.router.port, spec.router.policy) == ("127.0.0.1", 8000, "least-loaded")
+    assert (spec.router.host, spec.router.port, spec.router.policy) == ("127.0.0.1", 8000, "cost")
 
 
 def test_options_reach_the_configs_of_all_processes() -> None:
@@ -180,7 +180,7 @@ def test_model_directory_is_checked(tmp_path: Path) -> None:
 
 
 def test_errors_are_one_line_and_status_2(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert cli.main(["serve", str(tmp_path), "--mixed", "1"]) == 2
+    assert cli.main(["serve", str(tmp_path), "--mixed", "1", "--port", "0"]) == 2
     error = capsys.readouterr().err
     assert error.startswith("splitserve: error: ") and error.count("\n") == 1
     assert cli.main(["demo-model", str(tmp_path / "m"), "--shape", "huge"]) == 2

@@ -43,7 +43,7 @@ def loopback_interface() -> str:
 def test_a_cluster_on_ipv6_by_the_name_of_an_interface(tiny_qwen3: Path, tmp_path: Path) -> None:
     """Membership, hand-over messages and the HTTP edge; tokens as of transformers."""
     network = f"{{interface: {loopback_interface()}, ip_version: 6}}"
-    spec = spec_of(tiny_qwen3, network=network, router='{host: "::1", port: 0}')
+    spec = spec_of(tiny_qwen3, network=network, router='{host: "::1", port: 0, policy: least-loaded}')
     with LocalCluster(spec, log_folder=tmp_path) as cluster:
         assert cluster.url.startswith("http://[::1]:")
         right_tokens(cluster.url, "tiny", tiny_qwen3)

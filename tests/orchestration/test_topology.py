@@ -11,7 +11,7 @@ from fake_sysfs import write_machine
 from splitserve.common.cores import usable_cpus
 from splitserve.common.errors import ConfigError
 from splitserve.orchestration.cluster.host import ChildProgress
-from splitserve.orchestration.hosts.core_plan import Wanted, WorkerPlan, plan_workers, wanted_place
+from splitserve.orchestration.hosts.core_plan import Wanted, WorkerPlan, plan_workers, wanted_affinity
 from splitserve.orchestration.hosts.gpus import Gpu
 from splitserve.orchestration.hosts.local import Entries, LocalHost
 from splitserve.orchestration.hosts.topology import Topology, format_list, normal_pci_address, parse_list, read_topology
@@ -301,8 +301,8 @@ def test_each_worker_starts_on_a_gpu_of_its_own(tmp_path: Path, monkeypatch: pyt
 
 def test_lists_of_cores_go_round() -> None:
     pool = PoolSpec(name="p", role=Role.MIXED, affinity=AffinitySpec(cores=["0-3", "4-7"], transfer_cores=["3", "7"]))
-    assert [wanted_place(f"p-{n}", pool, ()).cores for n in range(3)] == ["0-3", "4-7", "0-3"]
-    assert wanted_place("p-1", pool, ()).transfer_cores == "7"
+    assert [wanted_affinity(f"p-{n}", pool, ()).cores for n in range(3)] == ["0-3", "4-7", "0-3"]
+    assert wanted_affinity("p-1", pool, ()).transfer_cores == "7"
 
 
 # ---- on this machine ----

@@ -51,6 +51,7 @@ from splitserve.protocol.messages.membership import (
 )
 from splitserve.protocol.messages.requests import (
     Abort,
+    ClockReading,
     DecodeRequest,
     FailureCode,
     HandoverReport,
@@ -61,6 +62,7 @@ from splitserve.protocol.messages.requests import (
     Profile,
     Profiled,
     PromptLogprobs,
+    ReadClock,
     RequestFailed,
     StepTokens,
     TokenDelta,
@@ -116,6 +118,8 @@ EXAMPLES: list[Body] = [
     LocalRequest(KEY, PROMPT, SAMPLING, 30.0, [7], PEER),
     Abort(KEY),
     Introduce(PEER),
+    ReadClock(12.5),
+    ClockReading(12.5, 99.25),
     Profile("p0", 128, 30.0),
     Profiled("p0", "", "/tmp/mixed.trace.json", 128, 0.9, 0.85, 0.01),
     StepTokens([TokenDelta(KEY, 4, [9], FinishReason.STOP, 16, REPORT), TokenDelta(KEY, 0, [1])]),

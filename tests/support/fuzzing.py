@@ -41,6 +41,7 @@ from splitserve.protocol.messages.membership import (
 )
 from splitserve.protocol.messages.requests import (
     Abort,
+    ClockReading,
     DecodeRequest,
     FailureCode,
     Introduce,
@@ -49,6 +50,7 @@ from splitserve.protocol.messages.requests import (
     PrefillRequest,
     Profile,
     Profiled,
+    ReadClock,
     RequestFailed,
     StepTokens,
     TokenDelta,
@@ -124,6 +126,8 @@ class MessageFuzzer:
             (2, lambda: PrefixGrant(key, rng.choice([0, 1, 9]), self._hashes(), rng.choice([0.0, 0.1, 10.0]))),
             (1, lambda: Abort(key)),
             (1, lambda: Introduce(prefill)),
+            (1, lambda: ReadClock(seconds)),
+            (1, lambda: ClockReading(seconds, rng.choice([0.0, 1.0, 1e9]))),
             (1, lambda: Profile("p", rng.choice([1, 100_000]), seconds)),
             (1, lambda: Profiled("p", "no", "", 1, 1.0, 0.5, 0.0)),
             (1, lambda: PeerHello(LAYOUT)),

@@ -16,7 +16,7 @@ from splitserve.protocol.config import ProtocolConfig, RouterConfig
 from splitserve.protocol.counters import WorkerLoad
 from splitserve.protocol.messages.envelope import Body, Envelope
 from splitserve.protocol.messages.membership import Heartbeat, Register, WorkerInfo
-from splitserve.protocol.messages.requests import Abort
+from splitserve.protocol.messages.requests import Abort, ReadClock
 from splitserve.protocol.request import Party, Role, SamplingParams
 from splitserve.protocol.wire import decode, encode
 from splitserve.router.admin.metrics import RouterMetrics
@@ -126,8 +126,9 @@ class WorkerByHand:
         return [decode(payload).body for payload in _waiting(self._membership)]
 
     def received(self) -> list[Body]:
-        """Return the messages that the router sent over the link since the last call."""
-        return [decode(payload).body for payload in _waiting(self._requests)]
+        """Return the messages that the router sent over the link since the last call, but readings of the clock."""
+        bodies = (decode(payload).body for payload in _waiting(self._requests))
+        return [body for body in bodies if not isinstance(body, ReadClock)]
 
     def stop_listening(self) -> None:
         """The link breaks, and nobody is at its endpoint any more."""

@@ -155,7 +155,7 @@ def unread(url: str) -> Iterator[None]:
     for number in range(6):
         chosen = random.Random(number)
         prompts = [[chosen.randrange(1, 250) for _ in range(3500)] for _ in range(4)]
-        body = json.dumps({"model": model, "prompt": prompts, "max_tokens": 1, "echo": True, "logprobs": 5}).encode()
+        body = json.dumps({"model": model, "prompt": prompts, "max_tokens": 1, "echo": True, "logprobs": 20}).encode()
         made = socket.socket()
         made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         made.connect((at.hostname, at.port))

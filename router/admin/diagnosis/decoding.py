@@ -80,7 +80,7 @@ def batch_too_big(evidence: Evidence) -> Iterator[Finding]:
 
 
 def decode_slots(evidence: Evidence) -> Iterator[Finding]:
-    """Sequences wait for a place in decode's batch, whose size is bounded."""
+    """Sequences wait for room in decode's batch, whose size is bounded."""
     full = [worker for worker in evidence.decode if worker.num_running >= FULL_BATCH_SHARE * worker.max_num_seqs]
     queue = next((each.times.mean for each in evidence.view.handover_stages if each.name == "decode_queue"), 0.0)
     if evidence.prefill_busy < BUSY_SHARE:
@@ -91,7 +91,7 @@ def decode_slots(evidence: Evidence) -> Iterator[Finding]:
     yield finding(
         "decode_slots",
         lost,
-        f"Decode's batches are full: a sequence waits {milliseconds(queue)} for a place.",
+        f"Decode's batches are full: a sequence waits {milliseconds(queue)} for room.",
         [f"{worker.engine_id} decodes {worker.num_running} of {worker.max_num_seqs} sequences" for worker in full[:3]],
         f"Raise --max-num-seqs, or add a decode worker (`splitserve scale {evidence.decode[0].role} "
         f"{len(evidence.decode) + 1}`).",

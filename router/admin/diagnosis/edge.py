@@ -37,7 +37,7 @@ def router_cpu(evidence: Evidence) -> Iterator[Finding]:
 
 
 def slow_clients(evidence: Evidence) -> Iterator[Finding]:
-    """Clients do not read their answers, which keep places among the requests in flight."""
+    """Clients do not read their answers, which keep slots among the requests in flight."""
     router = evidence.view.router
     share = router.num_unread / max(1, router.num_unread + router.num_active)
     if router.num_unread < MIN_UNREAD or share < MIN_UNREAD_SHARE or router.unread_seconds < MIN_UNREAD_SECONDS:
@@ -54,5 +54,5 @@ def slow_clients(evidence: Evidence) -> Iterator[Finding]:
             f"{router.max_in_flight} requests may be in flight; further ones get 429",
         ],
         "Look for the clients, or a proxy before them, that stopped reading; `router: {max_requests_in_flight: N}` in "
-        "the spec sets the number of places.",
+        "the spec sets the number of slots.",
     )

@@ -1,5 +1,5 @@
 """The id of an HTTP request: the client's own (X-Request-Id), or a new one; answers carry it, too. With tracing, its
-place in a trace likewise (traceparent); and the time of its arrival.
+position in a trace likewise (traceparent); and the time of its arrival.
 
 Ids of the requests inside the cluster begin with it, so that one name finds a request in all logs.
 """
@@ -26,7 +26,7 @@ _NUM_RANDOM_BYTES = 12
 
 class GiveRequestIds:
     """ASGI middleware that gives each request an id, which the answer has as X-Request-Id. A client's id that isn't of
-    letters, digits and ``._:-``, at most 128, is replaced. ``tracing`` gives it the place in a trace."""
+    letters, digits and ``._:-``, at most 128, is replaced. ``tracing`` gives it the position in a trace."""
 
     def __init__(self, app: ASGIApp, tracing: NoTracing) -> None:
         self._app = app
@@ -56,7 +56,7 @@ def request_id_of(request: Request) -> str:
 
 
 def trace_of(request: Request) -> TraceContext | None:
-    """Return the place in a trace that :class:`GiveRequestIds` gave; None without tracing."""
+    """Return the position in a trace that :class:`GiveRequestIds` gave; None without tracing."""
     trace: TraceContext | None = request.scope[_TRACE_KEY]
     return trace
 

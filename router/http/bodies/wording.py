@@ -1,4 +1,4 @@
-"""Faults of bodies in plain words: what is allowed at a place of a body, and what was given there.
+"""Faults of bodies in plain words: what is allowed in a field of a body, and what was given there.
 
 What is allowed follows from the JSON schema of the body's model, which clients see in /openapi.json, too.
 """
@@ -18,7 +18,7 @@ _MAX_SHOWN_CHARS = 60
 _MAX_SHOWN_ITEMS = 8
 _MAX_CHOICES = 16
 _DEFINITION = "#/$defs/"
-_KEY = "[key]"  # the last part of an issue's place if a key of a map is at fault
+_KEY = "[key]"  # the last part of an issue's field if a key of a map is at fault
 _NOUNS = {
     "string": ("text", "texts"),
     "integer": ("a whole number", "whole numbers"),
@@ -44,7 +44,7 @@ _KIND_BY_ISSUE = {
 
 
 def describe_fault(model: type[pydantic.BaseModel], issue: Any, field: str) -> str:
-    """Return the message for an issue of pydantic with a body of ``model``; ``field`` is its place as clients write it.
+    """Return the message for an issue of pydantic with a body of ``model``; ``field`` is written as clients do.
 
     Examples: ``max_tokens must be a whole number of at least 1, got 0``; ``messages is required: a list of objects``.
     """
@@ -67,7 +67,7 @@ def describe_fault(model: type[pydantic.BaseModel], issue: Any, field: str) -> s
 
 
 def field_path(model: type[pydantic.BaseModel], issue: Any) -> str:
-    """Return the place of an issue as clients write it (``messages[0].content``), without names of union members."""
+    """Return the field of an issue as clients write it (``messages[0].content``), without names of union members."""
     schema, loc = _schema_of(model), issue["loc"]
     if loc[-1] == _KEY:
         loc = loc[:-2]  # the map, whose key is at fault

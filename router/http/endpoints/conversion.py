@@ -27,6 +27,6 @@ def chat_of(
     return chat
 
 
-def misplaced(param: str, message: str) -> ApiError:
+def invalid_field(param: str, message: str) -> ApiError:
     """Return the error for a part of a body that doesn't fit the rest."""
     return ApiError(400, f"{param} {message}", param=param, code="invalid_value")

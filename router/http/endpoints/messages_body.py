@@ -6,7 +6,7 @@ import msgspec
 from pydantic import BaseModel, ConfigDict, Field
 
 from splitserve.router.http.chat_fields import MAX_PARTS, MAX_TOOLS, CallId, FunctionName
-from splitserve.router.http.endpoints.conversion import chat_of, misplaced
+from splitserve.router.http.endpoints.conversion import chat_of, invalid_field
 from splitserve.router.http.schema import (
     MAX_MESSAGES,
     MAX_STOP_STRINGS,
@@ -116,13 +116,13 @@ class CountRequest(GenerationRequest):
         if self.system:
             messages.append({"role": "system", "content": _text(self.system)})
         for index, message in enumerate(self.messages):
-            place = f"messages[{index}]"
+            field = f"messages[{index}]"
             if isinstance(message.content, str):
                 messages.append({"role": message.role, "content": message.content})
             elif message.role == "user":
-                messages += _user_messages(message.content, place)
+                messages += _user_messages(message.content, field)
             else:
-                messages.append(_assistant_message(message.content, place))
+                messages.append(_assistant_message(message.content, field))
         return chat_of(self, messages, self._chat_fields())
 
     def _chat_fields(self) -> dict[str, Any]:
@@ -161,33 +161,35 @@ def _choice(choice: AnthropicChoice) -> Any:
     if choice.type != "tool":
         return {"auto": "auto", "any": "required", "none": "none"}[choice.type]
     if choice.name is None:
-        raise misplaced("tool_choice.name", "is missing; type tool names the tool to call")
+        raise invalid_field("tool_choice.name", "is missing; type tool names the tool to call")
     return {"type": "function", "function": {"name": choice.name}}
 
 
-def _user_messages(blocks: list[Block], place: str) -> list[dict[str, Any]]:
+def _user_messages(blocks: list[Block], field: str) -> list[dict[str, Any]]:
     """Return a user's turn: results of tools are messages of their own, before the text."""
     results: list[dict[str, Any]] = []
     texts: list[str] = []
     for index, block in enumerate(blocks):
-        where = f"{place}.content[{index}]"
+        where = f"{field}.content[{index}]"
         if block.type == "tool_result":
             if block.tool_use_id is None:
-                raise misplaced(f"{where}.tool_use_id", "is missing; a tool_result answers the tool_use with that id")
+                raise invalid_field(
+                    f"{where}.tool_use_id", "is missing; a tool_result answers the tool_use with that id"
+                )
             results.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": _text(block.content)})
         elif block.type == "text":
             texts.append(_needed(block.text, f"{where}.text"))
         else:
-            raise misplaced(f"{where}.type", f"is {block.type}, which belongs into assistant messages")
+            raise invalid_field(f"{where}.type", f"is {block.type}, which belongs into assistant messages")
     return [*results, {"role": "user", "content": "\n".join(texts)}] if texts else results
 
 
-def _assistant_message(blocks: list[Block], place: str) -> dict[str, Any]:
+def _assistant_message(blocks: list[Block], field: str) -> dict[str, Any]:
     texts: list[str] = []
     thoughts: list[str] = []
     calls: list[dict[str, Any]] = []
     for index, block in enumerate(blocks):
-        where = f"{place}.content[{index}]"
+        where = f"{field}.content[{index}]"
         if block.type == "text":
             texts.append(_needed(block.text, f"{where}.text"))
         elif block.type == "thinking":
@@ -198,7 +200,7 @@ def _assistant_message(blocks: list[Block], place: str) -> dict[str, Any]:
             function = {"name": name, "arguments": arguments}
             calls.append({"id": _needed(block.id, f"{where}.id"), "type": "function", "function": function})
         else:
-            raise misplaced(f"{where}.type", f"is {block.type}, which belongs into user messages")
+            raise invalid_field(f"{where}.type", f"is {block.type}, which belongs into user messages")
     message: dict[str, Any] = {"role": "assistant", "content": "\n".join(texts)}
     if thoughts:
         message["reasoning_content"] = "\n".join(thoughts)
@@ -209,7 +211,7 @@ def _assistant_message(blocks: list[Block], place: str) -> dict[str, Any]:
 
 def _needed(value: str | None, where: str) -> str:
     if value is None:
-        raise misplaced(where, "is missing; a block of this type needs it")
+        raise invalid_field(where, "is missing; a block of this type needs it")
     return value
 
 

@@ -113,9 +113,9 @@ class ResponsesFormat(Format):
 
     def _events_of_step(self, step: Step) -> bytes:
         run = step.run
-        place: dict[str, Any] = {"output_index": run.index, "item_id": self._id(run)}
+        position: dict[str, Any] = {"output_index": run.index, "item_id": self._id(run)}
         if run.kind is not PartKind.CALL:
-            place["content_index"] = 0
+            position["content_index"] = 0
         logprobs: dict[str, Any] = {"logprobs": []} if run.kind is PartKind.CONTENT else {}
         match step:
             case RunOpened():
@@ -123,15 +123,15 @@ class ResponsesFormat(Format):
                 events = self._named("response.output_item.added", output_index=run.index, item=empty)
                 if run.kind is PartKind.CALL:
                     return events
-                return events + self._named("response.content_part.added", **place, part=_part(run.kind, ""))
+                return events + self._named("response.content_part.added", **position, part=_part(run.kind, ""))
             case RunGrew():
-                return self._named(_DELTAS[run.kind], **place, delta=step.text, **logprobs)
+                return self._named(_DELTAS[run.kind], **position, delta=step.text, **logprobs)
             case RunClosed():
                 field = "arguments" if run.kind is PartKind.CALL else "text"
                 name = {"name": run.name} if run.kind is PartKind.CALL else {}
-                events = self._named(_DONE[run.kind], **place, **{field: run.text}, **logprobs, **name)
+                events = self._named(_DONE[run.kind], **position, **{field: run.text}, **logprobs, **name)
                 if run.kind is not PartKind.CALL:
-                    events += self._named("response.content_part.done", **place, part=_part(run.kind, run.text))
+                    events += self._named("response.content_part.done", **position, part=_part(run.kind, run.text))
                 item = self._item(run, self._status_of(run))
                 return events + self._named("response.output_item.done", output_index=run.index, item=item)
 

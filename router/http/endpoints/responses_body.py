@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from splitserve.router.http.chat_fields import MAX_PARTS, MAX_TOOLS, CallId, FunctionName
-from splitserve.router.http.endpoints.conversion import chat_of, misplaced
+from splitserve.router.http.endpoints.conversion import chat_of, invalid_field
 from splitserve.router.http.schema import MAX_MESSAGES, NEUTRAL_ONLY, ChatCompletionRequest, GenerationRequest
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -166,11 +166,11 @@ class ResponsesRequest(GenerationRequest):
         if form is None:
             return None
         if self.response_format is not None:
-            raise misplaced("response_format", "and text.format are both set; give text.format")
+            raise invalid_field("response_format", "and text.format are both set; give text.format")
         if form.type != "json_schema":
             return {"type": form.type}
         if form.name is None or form.schema_ is None:
-            raise misplaced("text.format", "of type json_schema needs name and schema")
+            raise invalid_field("text.format", "of type json_schema needs name and schema")
         schema = {"name": form.name, "schema": form.schema_, "strict": form.strict, "description": form.description}
         return {"type": "json_schema", "json_schema": {name: each for name, each in schema.items() if each is not None}}
 
@@ -187,32 +187,32 @@ class _Messages:
     def finish(self) -> list[dict[str, Any]]:
         return self._messages
 
-    def add(self, item: InputItem, place: str) -> None:
-        """Add the item at ``place`` of the body. Raises :class:`ApiError` 400 for one that lacks a field."""
+    def add(self, item: InputItem, field: str) -> None:
+        """Add the item in ``field`` of the body. Raises :class:`ApiError` 400 for one that lacks a part."""
         match item.type:
             case "message":
-                self._add_message(item, place)
+                self._add_message(item, field)
             case "reasoning":
                 self._reasoning += _text(item.content) or _text(item.summary)
             case "function_call":
-                self._add_call(item, place)
+                self._add_call(item, field)
             case "function_call_output":
                 if item.call_id is None or item.output is None:
-                    raise misplaced(place, "of type function_call_output needs call_id and output")
+                    raise invalid_field(field, "of type function_call_output needs call_id and output")
                 output = {"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)}
                 self._messages.append(output)
 
-    def _add_message(self, item: InputItem, place: str) -> None:
+    def _add_message(self, item: InputItem, field: str) -> None:
         if item.role is None or item.content is None:
-            raise misplaced(place, "of type message needs role and content")
+            raise invalid_field(field, "of type message needs role and content")
         message = {"role": item.role, "content": _text(item.content)}
         if item.role == "assistant":
             message |= self._taken_reasoning()
         self._messages.append(message)
 
-    def _add_call(self, item: InputItem, place: str) -> None:
+    def _add_call(self, item: InputItem, field: str) -> None:
         if item.call_id is None or item.name is None or item.arguments is None:
-            raise misplaced(place, "of type function_call needs call_id, name and arguments")
+            raise invalid_field(field, "of type function_call needs call_id, name and arguments")
         function = {"name": item.name, "arguments": item.arguments}
         call = {"id": item.call_id, "type": "function", "function": function}
         last = self._messages[-1] if self._messages else {}

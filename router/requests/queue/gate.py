@@ -22,7 +22,7 @@ AHEAD_SECONDS = 0.05
 """Predicted seconds of prompts that a worker still has when it is given the next one: enough to never be idle."""
 RESERVED_SHARE = 1 / 8
 """Share of a worker's slots that tenants with more than their share of the running requests leave to the others."""
-MAX_TRIES = 4  # tenants whose next requests are tried before the rest waits for a place
+MAX_TRIES = 4  # tenants whose next requests are tried before the rest waits for room
 MISSED_OBJECTIVES = 2.0
 """A request is refused if its predicted TTFT exceeds its objective so many times."""
 
@@ -94,7 +94,7 @@ class Gate:
     def on_timer(self, request_id: str) -> None:
         """Refuse a request whose deadline has come in the queue."""
         if self.queue.remove(request_id):
-            reason = f"the request waited {self._deadline_seconds:g} s for a place at the workers"
+            reason = f"the request waited {self._deadline_seconds:g} s for room at the workers"
             self._outbox.put(Refuse(request_id, reason))
 
     def close(self, reason: str) -> None:

@@ -1,8 +1,11 @@
-"""Clocks of workers, mapped to the router's by the round trips of requests. Pure.
+"""Clocks of workers, mapped to the router's by round trips: readings of the clocks, and requests. Pure.
 
-A worker's clock shows w, the router's r = w - offset. A request that the router sent at r1 was accepted at w1 >= r1 +
-offset; its tokens, sent at w2, arrived at r2 >= w2 - offset. So the offset lies between w2 - r2 and w1 - r1. The bounds
-of many round trips together are narrow; their middle is wrong by at most half their distance.
+A worker's clock shows w, the router's r = w - offset. A message that the router sent at r1 was received at w1 >= r1 +
+offset; the answer, sent at w2, arrived at r2 >= w2 - offset. So the offset lies between w2 - r2 and w1 - r1. As in NTP
+(RFC 5905, the clock filter) the shortest of many ways count; here each direction has its own shortest one, so that the
+bounds are no wider than those of the best round trip, and no way ever takes less than 0 s. The middle of the bounds is
+wrong by at most half their distance. Readings are exchanged all the time, so a request's own ways are measured
+against an offset that it did not cause itself.
 """
 
 import math
@@ -68,3 +71,8 @@ class WorkerClocks:
             clock = WorkerClock()
             self._clocks.put(worker, clock, now)
         return clock
+
+    def note(self, worker: Party, asked_at: float, at: float, now: float) -> None:
+        """Take a reading of a worker's clock, that was asked for at ``asked_at`` and came ``now``."""
+        if asked_at <= now:
+            self.of(worker, now).note(at - now, at - asked_at, now)

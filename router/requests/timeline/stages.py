@@ -7,7 +7,7 @@ An event's time is moved between its neighbours', so no stage is negative, howev
 from collections.abc import Iterable
 
 from splitserve.protocol.messages.marks import MarkKind
-from splitserve.router.requests.timeline.timeline import AttemptTimeline, Timeline
+from splitserve.router.requests.timeline.timeline import AttemptTimeline, Timeline, Times
 
 UNEXPLAINED = "unexplained"
 
@@ -44,20 +44,36 @@ Boundary = tuple[str, float | None]
 def ttft_stages(timeline: Timeline) -> dict[str, float]:
     """Return the seconds of each stage; their sum is the time to first token. {}: no token came."""
     attempt = timeline.first_token_attempt
-    if attempt is None or not timeline.num_tokens:
+    return {} if attempt is None else _ttft_stages(timeline, attempt, attempt.by_kind())
+
+
+def all_stages(timeline: Timeline, *, has_handover: bool) -> tuple[dict[str, float], dict[str, float]]:
+    """Return the stages of the time to first token, and those of the hand-over of the last attempt if it had one: what
+    :func:`ttft_stages` and :func:`handover_stages` return, in one pass over the marks."""
+    first, last = timeline.first_token_attempt, timeline.attempts[-1]
+    times = last.by_kind()
+    of_handover = _handover_stages(times) if has_handover else {}
+    if first is None:
+        return {}, of_handover
+    return _ttft_stages(timeline, first, times if first is last else first.by_kind()), of_handover
+
+
+def _ttft_stages(timeline: Timeline, attempt: AttemptTimeline, times: tuple[Times, Times]) -> dict[str, float]:
+    """Return the stages; ``attempt`` delivered the first token, and had its marks at these times."""
+    if not timeline.num_tokens:
         return {}
     first = timeline.attempts[0]
     boundaries: list[Boundary] = [("prepare", timeline.prepared_at or None), ("queue", first.began_at)]
     if attempt is not first:
         boundaries.append(("retries", attempt.began_at))
-    boundaries += _worker_boundaries(attempt)
+    boundaries += _worker_boundaries(attempt, times)
     boundaries.append(("delivery", timeline.first_token_at))
     return _split(timeline.arrived_at, timeline.first_token_at, boundaries)
 
 
-def _worker_boundaries(attempt: AttemptTimeline) -> list[Boundary]:
+def _worker_boundaries(attempt: AttemptTimeline, times: tuple[Times, Times]) -> list[Boundary]:
     """Return the ends of the stages in the worker that computes the prompt."""
-    at, at_decode = (attempt.primary or attempt).by_kind()
+    at, at_decode = times if attempt.primary is None else attempt.primary.by_kind()
     boundaries: list[Boundary] = [("dispatch", at.get(MarkKind.ACCEPTED))]
     if attempt.is_disaggregated:
         boundaries.append(("grant_wait", at.get(MarkKind.GRANTED)))
@@ -67,14 +83,18 @@ def _worker_boundaries(attempt: AttemptTimeline) -> list[Boundary]:
     if attempt.primary is not None:
         if attempt.is_disaggregated:
             boundaries.append(("handover", at_decode.get(MarkKind.VERIFIED)))
-        own_at, own_at_decode = attempt.by_kind()
+        own_at, own_at_decode = times
         boundaries.append(("choice", own_at.get(MarkKind.DRAWN) or own_at_decode.get(MarkKind.DRAWN)))
     return boundaries
 
 
 def handover_stages(attempt: AttemptTimeline) -> dict[str, float]:
     """Return the seconds of each stage from prefill's token to decode's first one; {} if either is unknown."""
-    at, at_decode = attempt.by_kind()
+    return _handover_stages(attempt.by_kind())
+
+
+def _handover_stages(times: tuple[Times, Times]) -> dict[str, float]:
+    at, at_decode = times
     begin, end = at.get(MarkKind.DRAWN), at_decode.get(MarkKind.DRAWN)
     if begin is None or end is None or MarkKind.VERIFIED not in at_decode:
         return {}
@@ -110,7 +130,7 @@ def _split(begin: float, end: float, boundaries: Iterable[Boundary]) -> dict[str
         if at is None:
             is_known = False
             continue
-        stop = min(max(at, cursor), end)
+        stop = cursor if at < cursor else end if at > end else at
         if is_known:
             stages[name] = stop - cursor
         else:

@@ -5,7 +5,7 @@ import msgspec
 from splitserve.protocol.cluster_report import RequestSummary
 from splitserve.router.requests.active_request import ActiveRequest
 from splitserve.router.requests.outcome import outcome
-from splitserve.router.requests.timeline.stages import handover_stages, ttft_stages
+from splitserve.router.requests.timeline.stages import all_stages
 
 
 def summarize(request: ActiveRequest, now: float) -> RequestSummary:
@@ -13,6 +13,7 @@ def summarize(request: ActiveRequest, now: float) -> RequestSummary:
     state, timeline = request.state, request.timeline
     intended, actual, reason = outcome(state)
     last, handover = timeline.attempts[-1], state.handover
+    ttft_stages, handover_stages = all_stages(timeline, has_handover=handover is not None)
     return RequestSummary(
         request_id=state.request_id,
         status=state.phase.value,
@@ -37,8 +38,8 @@ def summarize(request: ActiveRequest, now: float) -> RequestSummary:
         transport="" if handover is None else handover.transport,
         handover_bytes=0 if handover is None else handover.bytes,
         handover_read_seconds=0.0 if handover is None else handover.read_seconds,
-        ttft_stages=ttft_stages(timeline),
-        handover_stages=handover_stages(last) if handover is not None else {},
+        ttft_stages=ttft_stages,
+        handover_stages=handover_stages,
         request_class=request.context.request_class.name,
         tenant=request.context.tenant,
         predicted_ttft_seconds=request.predicted_ttft_seconds,

@@ -8,26 +8,32 @@ router's clock. Everything else that is known about a request's time is a view: 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
-from splitserve.protocol.messages.marks import MAX_MARKS, Mark, MarkKind
+from splitserve.protocol.messages.marks import Mark, MarkKind
 from splitserve.protocol.request import Party
 from splitserve.router.links.membership import decode_party, prefill_party
 from splitserve.router.placement.policies import Disaggregated, Placed
 from splitserve.router.requests.timeline.clocks import WorkerClocks
 
 MAX_GAPS = 16
-MAX_MARKS_KEPT = 2 * MAX_MARKS
+MAX_BATCHES = 8
+"""Messages of an attempt whose marks are kept: each has at most ``MAX_MARKS``, and a worker needs two."""
+
+
+MarkBatch: TypeAlias = tuple[bool, float, Sequence[Mark]]
+"""Marks of one message: whether the worker that computes the prompt sent them, the offset of its clock, the marks."""
+Times: TypeAlias = dict[MarkKind, float]
 
 
 @dataclass(slots=True)
 class AttemptTimeline:
-    """One attempt: its workers and their marks, ``at`` seconds of the router's clock."""
+    """One attempt: its workers and their marks."""
 
     placement: Placed
     began_at: float  # the router placed it and sent its messages
     primary: "AttemptTimeline | None" = None  # that of the prompt's first choice, which computes the prompt
-    prefill_marks: list[Mark] = field(default_factory=list)  # of the worker that computes the prompt
-    decode_marks: list[Mark] = field(default_factory=list)  # of the decode worker, if that is another one
+    batches: list[MarkBatch] = field(default_factory=list)  # as they came; mapped to the router's clock when read
     handover_seconds: float | None = None  # from the first token to decode's report, as received by the router
     failure: str = ""  # reason of its end; "" while it goes on, or succeeded
     culprit: str = ""  # engine id of the worker to blame
@@ -44,10 +50,32 @@ class AttemptTimeline:
     def decode(self) -> str:
         return decode_party(self.placement).engine_id
 
-    def by_kind(self) -> tuple[dict[MarkKind, float], dict[MarkKind, float]]:
+    @property
+    def prefill_marks(self) -> list[Mark]:
+        """Return the marks of the worker that computes the prompt, on the router's clock."""
+        return self._marks(of_prefill=True)
+
+    @property
+    def decode_marks(self) -> list[Mark]:
+        """Return the marks of the decode worker, if that is another one, on the router's clock."""
+        return self._marks(of_prefill=False)
+
+    def _marks(self, *, of_prefill: bool) -> list[Mark]:
+        return [
+            Mark(mark.kind, mark.at - offset, mark.amount)
+            for is_prefill, offset, marks in self.batches
+            if is_prefill is of_prefill
+            for mark in marks
+        ]
+
+    def by_kind(self) -> tuple[Times, Times]:
         """Return the last time of each kind of mark, of prefill and of decode."""
-        times = tuple({mark.kind: mark.at for mark in marks} for marks in (self.prefill_marks, self.decode_marks))
-        return times[0], times[1]
+        times: tuple[Times, Times] = ({}, {})
+        for is_prefill, offset, marks in self.batches:
+            found = times[0] if is_prefill else times[1]
+            for mark in marks:
+                found[mark.kind] = mark.at - offset
+        return times
 
 
 @dataclass(slots=True)
@@ -72,7 +100,7 @@ class Timeline:
     num_tokens: int = 0  # delivered
     longest_gap_seconds: float = 0.0
     num_gaps: int = 0  # above the objective
-    gaps: list[Gap] = field(default_factory=list)  # the first MAX_GAPS of them
+    gaps: tuple[Gap, ...] = ()  # the first MAX_GAPS of them
     ended_at: float = 0.0
 
     # ---- events ----
@@ -91,10 +119,8 @@ class Timeline:
         offset = clock.offset
         if offset is None:
             return
-        is_prefill = sender == prefill_party(attempt.placement)
-        kept = attempt.prefill_marks if is_prefill else attempt.decode_marks
-        for mark in marks[: MAX_MARKS_KEPT - len(kept)]:
-            kept.append(Mark(mark.kind, mark.at - offset, mark.amount))
+        if len(attempt.batches) < MAX_BATCHES:
+            attempt.batches.append((sender == prefill_party(attempt.placement), offset, marks))
 
     def on_tokens(self, count: int, now: float) -> float:
         """Note tokens delivered together; return the seconds since the last ones, or since the arrival."""
@@ -124,7 +150,7 @@ class Timeline:
     def _add_gap(self, seconds: float) -> None:
         self.num_gaps += 1
         if len(self.gaps) < MAX_GAPS:
-            self.gaps.append(Gap(self.last_token_at, seconds, self.num_tokens))
+            self.gaps += (Gap(self.last_token_at, seconds, self.num_tokens),)
 
     # ---- figures ----
 

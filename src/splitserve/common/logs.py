@@ -9,6 +9,7 @@ import logging
 import os
 import sys
 import time
+from collections.abc import Sequence
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 LOG_FORMATS = ("text", "json")
@@ -71,6 +72,29 @@ class _Held(logging.Filter):
         return True
 
 
+class _Lines(logging.StreamHandler):  # type: ignore[type-arg]  # generic in stubs only
+    """A handler that can write several records at once, for which it locks, writes and flushes once."""
+
+    def write_at_once(self, records: Sequence[logging.LogRecord]) -> None:
+        """Write records that are old enough to be late by a moment."""
+        lines = [self.format(record) for record in records if self.filter(record)]
+        if not lines:
+            return
+        with self.lock:  # type: ignore[union-attr]  # every handler has one
+            self.stream.write("\n".join(lines) + self.terminator)
+            self.flush()
+
+
+def write_at_once(records: Sequence[logging.LogRecord]) -> None:
+    """Write records to all handlers of this process, in order: formatting and writing many costs less than each one."""
+    for handler in logging.getLogger().handlers:
+        if isinstance(handler, _Lines):
+            handler.write_at_once(records)
+            continue
+        for record in records:
+            handler.handle(record)
+
+
 class RateLimitedLog:
     """A log with at most one message per ``interval_seconds``; the next message counts the suppressed ones."""
 
@@ -93,7 +117,7 @@ class RateLimitedLog:
 
 def set_up_logging(process_name: str, level: str) -> None:
     """Send this process's records to standard error; ``level`` is one of :data:`LOG_LEVELS`."""
-    handler = logging.StreamHandler(sys.stderr)
+    handler = _Lines(sys.stderr)
     if os.environ.get(FORMAT_VARIABLE) == "json":
         handler.setFormatter(_JsonFormatter(process_name))
     else:

@@ -264,7 +264,7 @@ class BlockManager:
 
     def grow(self, sequence: Sequence) -> bool:
         """Make room for one more token. False, and nothing is held, if a group has no block available."""
-        if len(sequence.block_ids) * self.block_size > sequence.num_computed + sequence.launched.num_tokens:
+        if len(sequence.block_ids) * self.block_size > sequence.num_launched:
             return True
         if self.others and not all(group.pool.num_available for group in self.others):
             return False

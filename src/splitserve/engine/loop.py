@@ -34,7 +34,7 @@ from splitserve.kvconnector.transfer.connector import KVConnector
 from splitserve.protocol.config import WorkerConfig
 from splitserve.protocol.messages.envelope import Body
 from splitserve.protocol.messages.membership import Leave
-from splitserve.protocol.messages.requests import Profile, Profiled
+from splitserve.protocol.messages.requests import ClockReading, Profile, Profiled, ReadClock
 from splitserve.protocol.placement.step_model import StepModel
 from splitserve.protocol.request import Party
 
@@ -143,8 +143,11 @@ class WorkerLoop:
             self._begin_drain(now)
         for envelope in self._sockets.receive():
             log_message("from", envelope.sender, envelope.body)
-            if isinstance(envelope.body, Profile) and envelope.to == self._core.state.me:
-                self._on_profile(envelope.sender, envelope.body)
+            body, is_for_me = envelope.body, envelope.to == self._core.state.me
+            if isinstance(body, Profile) and is_for_me:
+                self._on_profile(envelope.sender, body)
+            elif isinstance(body, ReadClock) and is_for_me:
+                self._sockets.send(envelope.sender, ClockReading(body.asked_at, time.monotonic()))
             else:
                 self._core.handle(envelope, time.monotonic())  # after its arrival, which marks rely on
         now = time.monotonic()

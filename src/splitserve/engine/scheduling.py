@@ -148,12 +148,12 @@ class StepScheduler:
 
     def check_invariants(self) -> None:
         """Raise AssertionError unless each sequence is in the one queue that its stage names."""
-        places = (
+        queues = (
             (Stage.QUEUED, self.prompts.waiting),
             (Stage.PREFILLING, self.prompts.active),
             (Stage.DECODING, self.decodes.running),
         )
-        for stage, sequences in places:
+        for stage, sequences in queues:
             strays = [str(sequence.key) for sequence in sequences if sequence.stage is not stage]
             assert not strays, f"the scheduler has {strays} among those that are {stage.value}"
             assert len(set(sequences)) == len(sequences), f"a sequence is twice among those that are {stage.value}"

@@ -45,7 +45,11 @@ class LaunchedChunks:
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One request, from its first message to this worker until its blocks are given back."""
+    """One request, from its first message to this worker until its blocks are given back.
+
+    Three lengths in tokens, each at least the one before: committed (``num_computed``: their KV was written by steps
+    that have completed), launched (``num_launched``), proposed (``num_proposed``).
+    """
 
     key: RequestKey  # the request and its attempt
     reply_to: Party  # the router that gets its tokens
@@ -65,7 +69,7 @@ class Sequence:
     # Marks for the next message; None after its first token here.
     marks: MarkList | None = field(default_factory=MarkList)
     decodes_here: bool = True  # False: after the first token a decode worker takes over
-    stage: Stage = Stage.NEW  # its place in the worker; changed by :meth:`enter` alone
+    stage: Stage = Stage.NEW  # its state in the worker; changed by :meth:`enter` alone
     block_ids: list[int] = field(
         default_factory=list
     )  # blocks of the first group that it holds, from its first token on
@@ -109,9 +113,19 @@ class Sequence:
         return len(self.token_ids) - self.num_computed
 
     @property
+    def num_launched(self) -> int:
+        """Tokens whose KV is in the blocks, or will be once the steps in flight have completed."""
+        return self.num_computed + self.launched.num_tokens
+
+    @property
+    def num_proposed(self) -> int:
+        """Tokens that the next step may build on: the known ones, and the one that a launched step draws, unseen."""
+        return len(self.token_ids) + (self.launched.drawing_chunk is not None)
+
+    @property
     def num_unplanned(self) -> int:
         """Known tokens that no launched step computes, either."""
-        return self.num_remaining - self.launched.num_tokens
+        return len(self.token_ids) - self.num_launched
 
     @property
     def may_go_on(self) -> bool:
@@ -137,15 +151,14 @@ class Sequence:
 
         Where a launched step is about to draw one more, that one is the next.
         """
-        start = self.num_computed + self.launched.num_tokens
+        start = self.num_launched
         end = start + num_tokens
         previous = self.launched.drawing_chunk
-        is_unknown = previous is not None
         return ScheduledChunk(
-            [UNKNOWN_TOKEN] if is_unknown else list(self.token_ids[start:end]),
+            list(self.token_ids[start:end]) if previous is None else [UNKNOWN_TOKEN],
             start,
             self.block_ids[: num_blocks_for(end, block_size)],
-            self._sample(end) if end == len(self.token_ids) + is_unknown else None,
+            self._sample(end) if end == self.num_proposed else None,
             previous,
             (),
             self._other_tables(start, end) if self.other_tables else (),
@@ -263,6 +276,8 @@ class Sequence:
             assert table.end == num_held, f"{self.key} holds {num_held} blocks, but {table.end} of another group"
         name = f"{self.key}, which is {self.stage.value},"
         assert self.num_computed <= len(self.token_ids), f"{name} has KV for more tokens than it has"
+        lengths = (self.num_computed, self.num_launched, self.num_proposed)
+        assert list(lengths) == sorted(lengths), f"{name} has committed, launched, proposed lengths {lengths}"
         assert self.host_slots == [] or self.stage in _ON_OFFER, f"{name} holds slots of the host tier"
         if self.stage in _WITHOUT_STEPS:
             assert not self.launched.num_steps, f"{name} is in a step"

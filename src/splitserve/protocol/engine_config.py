@@ -328,7 +328,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = ""
     kv_keep: Annotated[
         str,
-        Meta(description="Blocks that are worth a place beyond the device."),
+        Meta(description="Blocks that are worth keeping beyond the device."),
         Setting(flags=("--kv-keep",), choices=KEEP_POLICIES, group=KV_TIERS),
     ] = KeepPolicyName.ALL.value
     kv_load_seconds: Annotated[

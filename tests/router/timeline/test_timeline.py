@@ -97,6 +97,26 @@ def test_the_offset_is_wrong_by_at_most_half_the_shortest_round_trip() -> None:
     assert abs(clock.offset - ahead) <= clock.error_seconds
 
 
+def test_dispatch_and_delivery_are_measured_against_earlier_readings() -> None:
+    """A lone request's own ways would come out equal; readings of the clock tell them apart."""
+    for ahead in (0.0, 0.05, -0.05):
+        clocks, timeline = WorkerClocks(), Timeline(1.0, prepared_at=1.0)
+        clocks.note(M, 0.5, 0.5001 + ahead, 0.5002)
+        timeline.begin_attempt(Local(M), 1.0)
+        events = [("accepted", 1.004), ("begun", 1.005), ("chunk", 1.02), ("drawn", 1.02)]
+        timeline.add_marks(M, marks(events, ahead), clocks, 1.021)
+        timeline.on_tokens(1, 1.021)
+        stages = ttft_stages(timeline)
+        assert stages["dispatch"] == pytest.approx(0.004, abs=1.1e-4), ahead
+        assert stages["delivery"] == pytest.approx(0.001, abs=1.1e-4), ahead
+
+
+def test_a_reading_from_the_future_is_ignored() -> None:
+    clocks = WorkerClocks()
+    clocks.note(M, 9.0, 5.0, 1.0)
+    assert clocks.of(M, 1.0).offset is None
+
+
 def test_a_clock_that_was_set_is_learned_anew() -> None:
     clock = WorkerClock()
     clock.note(-0.001, 0.001, 1.0)

@@ -86,7 +86,7 @@ def num_spans_made(monkeypatch: pytest.MonkeyPatch, tracing: NoTracing | None, *
     made: list[str] = []
     for module, name in ((spans, "TraceSpan"), (exporter, "ReadableSpan")):
         kind = getattr(module, name)
-        monkeypatch.setattr(module, name, lambda *args, kind=kind, **more: made.append("") or kind(*args, **more))
+        monkeypatch.setattr(module, name, lambda *args, _make=kind, **more: made.append("") or _make(*args, **more))
 
     async def serve() -> None:
         router = LiveRouter()

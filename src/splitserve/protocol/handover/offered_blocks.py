@@ -31,26 +31,26 @@ class OfferedBlocks:
         self.num_posted = 0
         self.num_repeated = 0
         self.num_verified = 0  # without a gap
-        self._places: list[OfferedBlock] = []
+        self._locations: list[OfferedBlock] = []
         self._is_verified = [False] * num_wanted
         self._discarded: list[DiscardedRead] = []
         self._again: deque[tuple[int, int]] = deque()  # first index and number of blocks
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._locations)
 
     def problem_with(self, start: int, blocks: Sequence[OfferedBlock], revision: int) -> str | None:
         """Return why an offer from index ``start`` on contradicts the earlier ones, in words, or None."""
-        known = self._places[start : start + len(blocks)]
+        known = self._locations[start : start + len(blocks)]
         if revision == self.revision and known != list(blocks[: len(known)]):
             return "it contradicts an earlier one"
-        if revision > self.revision and start + len(blocks) < len(self._places):
-            return f"it names {start + len(blocks)} blocks; an earlier one named {len(self._places)}"
+        if revision > self.revision and start + len(blocks) < len(self._locations):
+            return f"it names {start + len(blocks)} blocks; an earlier one named {len(self._locations)}"
         return None
 
     def learn(self, start: int, blocks: Sequence[OfferedBlock], revision: int) -> None:
         """Take an offer in that isn't overtaken and leaves no gap. Discarded reads may be due again."""
-        self._places[start:] = [*blocks, *self._places[start + len(blocks) :]]
+        self._locations[start:] = [*blocks, *self._locations[start + len(blocks) :]]
         self.revision = revision
         self._find_moved()
 
@@ -59,7 +59,7 @@ class OfferedBlocks:
     @property
     def can_post(self) -> bool:
         """Return whether some blocks have yet to be read that no read in flight covers."""
-        return bool(self._again) or self.num_posted < len(self._places)
+        return bool(self._again) or self.num_posted < len(self._locations)
 
     def next_range(self, most: int) -> tuple[int, list[OfferedBlock]]:
         """Return first index and locations of the next blocks to read, at most ``most`` of those not read before."""
@@ -67,9 +67,9 @@ class OfferedBlocks:
             first, count = self._again.popleft()
             self.num_repeated += 1
         else:
-            first, count = self.num_posted, min(len(self._places) - self.num_posted, most)
+            first, count = self.num_posted, min(len(self._locations) - self.num_posted, most)
             self.num_posted += count
-        return first, self._places[first : first + count]
+        return first, self._locations[first : first + count]
 
     def verify(self, first: int, count: int) -> None:
         self._is_verified[first : first + count] = [True] * count
@@ -90,7 +90,7 @@ class OfferedBlocks:
 
     def _find_moved(self) -> None:
         for read in list(self._discarded):
-            places = self._places[read.first_index :]
-            if all(places[position] != read.remote[position] for position in read.positions):
+            locations = self._locations[read.first_index :]
+            if all(locations[position] != read.remote[position] for position in read.positions):
                 self._discarded.remove(read)
                 self._again.append((read.first_index, len(read.remote)))

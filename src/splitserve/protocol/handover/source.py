@@ -118,14 +118,14 @@ class SourceHandover:
         """Return the location of prompt block ``number`` of the first group, which was offered."""
         return self._groups[0].blocks[number - self.first_block]
 
-    def move(self, places: Mapping[int, OfferedBlock], now: float) -> None:
+    def move(self, locations: Mapping[int, OfferedBlock], now: float) -> None:
         """Begin a new revision of the offer, in which these prompt blocks of the only group, by number, have other
         locations."""
-        assert self.state is SourceState.OFFERED and places
+        assert self.state is SourceState.OFFERED and locations
         (group,) = self._groups
-        for number, block in places.items():
+        for number, block in locations.items():
             group.blocks[number - group.first_block] = block
-        group.num_acknowledged = min(group.num_acknowledged, *places)
+        group.num_acknowledged = min(group.num_acknowledged, *locations)
         self._last_acknowledged = False
         self._revision += 1
         self._offer_due_at = now

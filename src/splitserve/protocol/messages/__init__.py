@@ -1,8 +1,9 @@
 """Every message between processes, as typed structs: one file per conversation, one schema version.
 
     worker  -> membership: Register, Heartbeat, Draining, Leave  membership -> worker: Registered, RegisterRefused
-    router  -> worker:     PrefillRequest, DecodeRequest, LocalRequest, Abort, Introduce, Profile
-    worker  -> router:     StepTokens, PromptLogprobs, RequestFailed, Profiled
+    router  -> worker:     PrefillRequest, DecodeRequest, LocalRequest, Abort, Introduce, ReadClock,
+                           Profile
+    worker  -> router:     StepTokens, PromptLogprobs, RequestFailed, ClockReading, Profiled
     decode  -> prefill:    PeerHello, Grant, PrefixGrant, OfferAck, Release
     prefill -> decode:     PeerWelcome, PeerRefused, Offer, Withdrawn
 

@@ -25,6 +25,7 @@ from splitserve.protocol.messages.membership import (
 )
 from splitserve.protocol.messages.requests import (
     Abort,
+    ClockReading,
     DecodeRequest,
     Introduce,
     LocalRequest,
@@ -32,12 +33,13 @@ from splitserve.protocol.messages.requests import (
     Profile,
     Profiled,
     PromptLogprobs,
+    ReadClock,
     RequestFailed,
     StepTokens,
 )
 from splitserve.protocol.request import Party
 
-SCHEMA_VERSION = 13
+SCHEMA_VERSION = 14
 
 Body: TypeAlias = (
     Register
@@ -51,10 +53,12 @@ Body: TypeAlias = (
     | LocalRequest
     | Abort
     | Introduce
+    | ReadClock
     | Profile
     | StepTokens
     | PromptLogprobs
     | RequestFailed
+    | ClockReading
     | Profiled
     | PeerHello
     | PeerWelcome

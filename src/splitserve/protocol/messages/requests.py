@@ -86,6 +86,12 @@ class Introduce(Message, frozen=True):
     peer: PeerRef
 
 
+class ReadClock(Message, frozen=True):
+    """A question for the worker's clock, answered at once. ``asked_at``: the router's monotonic clock."""
+
+    asked_at: Seconds
+
+
 class Profile(Message, frozen=True):
     """Record the next ``num_steps`` steps, or those of ``timeout_seconds``, with a profiler."""
 
@@ -154,6 +160,13 @@ class RequestFailed(Message, frozen=True):
     key: RequestKey
     code: FailureCode
     message: str
+
+
+class ClockReading(Message, frozen=True):
+    """The answer to ReadClock, sent ``at`` seconds of the worker's monotonic clock, which its marks have, too."""
+
+    asked_at: Seconds
+    at: Seconds
 
 
 class Profiled(Message, frozen=True):

@@ -26,5 +26,5 @@ PLACEMENT_POLICIES: Mapping[str, PlacementPolicy] = {
     "session": PlacementPolicy("simple", "session", "the same workers for all requests of an X-Session-Id"),
 }
 """Policies by the names that `router.policy` of a cluster spec and `--policy` have for them."""
-DEFAULT_POLICY = "least-loaded"
+DEFAULT_POLICY = "cost"
 POLICIES_IN_WORDS = "; ".join(f"{name}: {policy.help}" for name, policy in PLACEMENT_POLICIES.items())

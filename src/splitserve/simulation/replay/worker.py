@@ -114,7 +114,7 @@ class PacedWorker:
     active: list[Job] = field(default_factory=list)
     running: dict[Job, None] = field(default_factory=dict)
     reserving: deque[tuple[Job, Callable[[], None]]] = field(default_factory=deque)
-    granted: int = 0  # hand-overs that hold a place in the batch
+    granted: int = 0  # hand-overs that hold room in the batch
     memory: Memory = field(default_factory=Memory)
     figures: WorkerFigures = field(default_factory=WorkerFigures)
     _context: int = 0  # tokens of the running sequences
@@ -248,8 +248,8 @@ class PacedWorker:
     def _next_prompt(self) -> Job | None:
         """Return the first prompt that has a grant, if there is room for it."""
         job = next((job for job in self.waiting if job.is_granted), None)
-        places = self.spec.max_num_seqs - len(self.running) - self.granted - len(self.active)
-        return job if job is not None and places > 0 and self._has_room(job.num_known) else None
+        num_free = self.spec.max_num_seqs - len(self.running) - self.granted - len(self.active)
+        return job if job is not None and num_free > 0 and self._has_room(job.num_known) else None
 
     def _ask_for_grants(self) -> None:
         for number, job in enumerate(self.waiting):

@@ -371,17 +371,17 @@ class SimWorker:
         """Check what a chunk reads of a head's window, then write its own positions; ``kv`` is the full group's."""
         self.check_tail_content(chunk, head, kv[: chunk.start])
         for position in range(chunk.start, len(kv)):
-            block, index = self.tail_place(chunk, head, position)
+            block, index = self.tail_slot(chunk, head, position)
             block[index] = tail_kv(kv[position])
 
     def check_tail_content(self, chunk: ScheduledChunk, head: int, kv: list[int]) -> None:
         """Check that the window of the position after those of ``kv`` holds the KV of the same prefix."""
         for position in range(max(0, len(kv) + 1 - self.window, chunk.start + 1 - self.window), len(kv)):
-            block, index = self.tail_place(chunk, head, position)
+            block, index = self.tail_slot(chunk, head, position)
             assert block[index] == tail_kv(kv[position]), f"a step reads another prefix's window at {position}"
 
-    def tail_place(self, chunk: ScheduledChunk, head: int, position: int) -> tuple[list[int], int]:
-        """Return the block of the window group that has a position, and the place in it."""
+    def tail_slot(self, chunk: ScheduledChunk, head: int, position: int) -> tuple[list[int], int]:
+        """Return the block of the window group that has a position, and the slot in it."""
         table = chunk.table(1)
         block_id = table.block_ids[position // BLOCK_SIZE - table.first_number]
         return self.memories[1][block_id], head * BLOCK_SIZE + position % BLOCK_SIZE
