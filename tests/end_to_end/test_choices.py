@@ -37,6 +37,8 @@ def test_choices_are_the_same_wherever_they_run(disaggregated: LocalCluster, tin
     assert sampled[:3] == choices_of(url, body(tiny_qwen3, PROMPT, n=3, **SAMPLED))
     with cluster(tiny_qwen3, "mixed") as mixed:
         assert choices_of(mixed.url, body(tiny_qwen3, PROMPT, n=4, **SAMPLED)) == sampled
+        (counted,) = wait_until_quiet(mixed.url).values()
+        assert counted["prompt_tokens_total"] == len(PROMPT)
 
 
 def test_eight_choices_cost_one_prefill_and_one_handover(disaggregated: LocalCluster, tiny_qwen3: Path) -> None:
