@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from splitserve.models.families.registry import FAMILIES, TEXT_OF
+from splitserve.models.families.registry import FAMILIES, TEXT_BY_TYPE, TEXT_OF
 from splitserve.models.transformers_backend.known import REFUSED, TESTED
 
 Support: TypeAlias = Literal["native", "transformers", "refused"]
@@ -24,7 +24,8 @@ def architectures() -> Iterator[Architecture]:
     """Yield the native architectures, those that were tested through transformers, and the refused ones."""
     for name, module in sorted(FAMILIES.items()):
         yield Architecture(name, "native", family_text(module))
-    for name, text in sorted(TEXT_OF.items()):
+    texts = {**TEXT_OF, **{name: " or ".join(by_type.values()) for name, by_type in TEXT_BY_TYPE.items()}}
+    for name, text in sorted(texts.items()):
         yield Architecture(name, "native", f"The text model alone, as {text}.")
     for name in TESTED:
         yield Architecture(name, "transformers", "")

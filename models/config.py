@@ -17,8 +17,8 @@ from typing import Any
 from splitserve.common.errors import CheckpointError
 from splitserve.common.model_files import MAX_CONFIG_BYTES, check_token_id, end_token_ids, few, read_json_object, shown
 from splitserve.models.experts import ExpertsSpec
-from splitserve.models.families.registry import FAMILIES, TEXT_OF
-from splitserve.models.fields import ConfigFields
+from splitserve.models.families.registry import FAMILIES, TEXT_BY_TYPE, TEXT_OF, WITH_TEXT
+from splitserve.models.fields import RECURRENT_KINDS, ConfigFields
 from splitserve.models.latent import LatentSizes
 from splitserve.models.rope import LongScaling, Rope, RopeScaling, read_rope
 from splitserve.models.weights.checkpoint import weights_version
@@ -156,7 +156,7 @@ def load_model_config(path: str | Path, backend: str = "auto") -> ModelConfig:
     if backend == "transformers" or (backend == "auto" and not has_family(whole)):
         return _through_transformers(directory, whole)
     architecture, name = _architecture(whole)
-    raw = _text_config(whole) if name in TEXT_OF else whole
+    raw = _text_config(whole) if name in WITH_TEXT else whole
     given = ConfigFields(raw)
     config = _common(architecture, given, _fp8(raw))
     family = importlib.import_module(f"splitserve.models.families.{architecture}")
@@ -169,7 +169,7 @@ def load_model_config(path: str | Path, backend: str = "auto") -> ModelConfig:
             "config.json: quantization_config ('mxfp4') isn't supported in this architecture; use unquantised or FP8 "
             "weights (fp8)"
         )
-    if name in TEXT_OF:
+    if name in WITH_TEXT:
         logger.info("%s: its text model is served, without the other parts", name)
         config = replace(config, text_of=name)
     return _with_tokens(config, raw, directory)
@@ -177,7 +177,7 @@ def load_model_config(path: str | Path, backend: str = "auto") -> ModelConfig:
 
 def has_family(raw: Mapping[str, Any]) -> bool:
     """Return whether there is a family for what a config.json describes."""
-    return any(isinstance(name, str) and (name in FAMILIES or name in TEXT_OF) for name in _architectures(raw))
+    return any(isinstance(name, str) and (name in FAMILIES or name in WITH_TEXT) for name in _architectures(raw))
 
 
 def _through_transformers(directory: Path, raw: Mapping[str, Any]) -> ModelConfig:
@@ -278,6 +278,8 @@ def window_features(given: ConfigFields, sliding: list[int] | None = None) -> di
     window = given.optional_positive("sliding_window")
     kinds = given.items("layer_types")
     other = [kind for kind in kinds if kind not in ("full_attention", "sliding_attention")]
+    if any(kind in RECURRENT_KINDS for kind in other):
+        raise CheckpointError(f"config.json: layer_types has {few(other)}; recurrent state isn't supported yet")
     if other:
         raise CheckpointError(
             f"config.json: layer_types has {few(other)}; supported are full_attention and sliding_attention"
@@ -322,13 +324,25 @@ def _architecture(raw: Mapping[str, Any]) -> tuple[str, str]:
     """Return the family and the name that config.json has for it."""
     names = _architectures(raw)
     for name in names:
+        if isinstance(name, str) and name in TEXT_BY_TYPE:
+            return FAMILIES[_text_architecture(name, raw)], name
         if isinstance(name, str) and (name in FAMILIES or name in TEXT_OF):
             return FAMILIES[TEXT_OF.get(name, name)], name
-    supported = ", ".join((*FAMILIES, *TEXT_OF))
+    supported = ", ".join((*FAMILIES, *sorted(WITH_TEXT)))
     raise CheckpointError(
         f"config.json: architectures is {shown(names)}; supported are {supported}; others may run through transformers "
         "(--model-backend auto)"
     )
+
+
+def _text_architecture(name: str, whole: Mapping[str, Any]) -> str:
+    """Return the architecture of the text model of ``name``, an architecture with other parts."""
+    kind, by_type = _text_config(whole).get("model_type"), TEXT_BY_TYPE[name]
+    if not isinstance(kind, str) or kind not in by_type:
+        raise CheckpointError(
+            f"config.json: {name}: text_config.model_type is {shown(kind)}; supported are {', '.join(by_type)}"
+        )
+    return by_type[kind]
 
 
 def _text_config(whole: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -336,8 +350,10 @@ def _text_config(whole: Mapping[str, Any]) -> Mapping[str, Any]:
     text = ConfigFields(whole).mapping("text_config")
     if not text:
         raise CheckpointError("config.json: text_config is missing; it describes the text model")
-    shared = ("dtype", "torch_dtype", "quantization_config", "tie_word_embeddings", "eos_token_id", "bos_token_id")
-    return {**{name: whole[name] for name in shared if name in whole}, **text}
+    shared = ("dtype", "torch_dtype", "quantization_config", "eos_token_id", "bos_token_id")
+    # The head is the whole's, so the whole says whether it is the embedding.
+    tied = {"tie_word_embeddings": whole["tie_word_embeddings"]} if "tie_word_embeddings" in whole else {}
+    return {**{name: whole[name] for name in shared if name in whole}, **text, **tied}
 
 
 def _fp8(config: Mapping[str, Any]) -> Fp8Format | None:

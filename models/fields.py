@@ -6,6 +6,9 @@ from typing import Any
 from splitserve.common.errors import CheckpointError
 from splitserve.common.model_files import few, shown
 
+RECURRENT_KINDS = ("linear_attention", "conv", "hybrid", "hybrid_sliding", "mamba", "mamba2", "recurrent")
+"""Kinds of layers, as ``layer_types`` names them, whose state isn't keys and values of tokens."""
+
 # Several times what the largest models have: more is an error of the file, and would be built for hours.
 _HIGHEST = {
     "num_hidden_layers": 1024,

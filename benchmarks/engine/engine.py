@@ -3,23 +3,30 @@
 Weights are random at the true shape. The ceilings are measured in the same run: a large device-to-device copy (bytes
 read and written), the fastest of several operations that only read, and a large bf16 matrix product. A decode step's
 floors are the times to read weights and KV once at the copy's and at the read bandwidth; a prefill's share is its
-floating-point operations over its time and the product's rate (:mod:`.step_costs`). Steps are greedy and launched as in
-a worker: the next one while the last one runs, its tokens looked up on the device.
+floating-point operations over its time and the product's rate (:mod:`.step_costs`). Of experts, floors count those that
+the steps hit, which are counted before graphs are captured. Steps are launched as in a worker: the next one while the
+last one runs, its tokens looked up on the device; with a grammar, once the last token is known. Ways to draw take
+turns, so that each is compared with greedy steps of the same round.
 """
 
 import argparse
+import contextlib
 import statistics
+import tempfile
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from itertools import starmap
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from splitserve.benchmarks.common.arguments import not_negative, positive
 from splitserve.benchmarks.common.report import add_result_options, keep_result, table
+from splitserve.benchmarks.engine.decode_steps import DecodeRun, HitExperts
+from splitserve.benchmarks.engine.sampling_modes import GREEDY, sampling_modes
+from splitserve.benchmarks.engine.sampling_modes import NAMES as MODES
 from splitserve.benchmarks.engine.step_costs import (
     Ceilings,
     DecodeFigure,
@@ -27,23 +34,31 @@ from splitserve.benchmarks.engine.step_costs import (
     decode_figure,
     prefill_figure,
 )
+from splitserve.benchmarks.engine.step_memory import Sequences, StepMemory
 from splitserve.benchmarks.kernels.device_timing import read_bandwidth
 from splitserve.benchmarks.kernels.times import Span, by_kernel, device_spans
 from splitserve.common.errors import ConfigError
 from splitserve.kernels.registry import select_kernels
 from splitserve.models.config import ModelConfig
-from splitserve.models.demo.checkpoint import SHAPES, shape_config
+from splitserve.models.demo.published import NAMES as SHAPES
+from splitserve.models.demo.published import named_config
 from splitserve.models.runner.cuda import CudaRunner
 from splitserve.models.runner.graph_sizes import MAX_TOKENS_ALONE, MixedSize
-from splitserve.models.runner.launched import PendingStep
 from splitserve.models.step_costs import decode_bytes, prefill_flops
 from splitserve.models.weights.loader import load_model
 from splitserve.orchestration.cli.command_parser import CommandParser
-from splitserve.protocol.step import UNKNOWN_TOKEN, SampleSpec, ScheduledChunk, StepPlan
+from splitserve.protocol.step import ScheduledChunk, StepPlan
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 _KV_RESERVE_BYTES = 12 << 30  # for activations of the longest prefill, graphs and workspaces
-_WARM_UP_STEPS = 3
+_WARM_UP_STEPS = 4
+_PROFILED_STEPS = 10
+_NUM_PROMPT_TOKENS = 1000  # that penalties know of each sequence
+_DECODE_HEADERS = (
+    "batch", "context", "step ms", "copy floor ms", "share", "read floor ms", "share", "busy share", "sampling",
+    "least", "most", "beyond greedy", "experts hit",
+)  # fmt: skip
+_PREFILL_HEADERS = ("tokens", "ms", "tokens/s", "GEMM share", "least", "most")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -57,18 +72,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"bf16 product {ceilings.gemm_flops_per_second / 1e12:.1f} TFLOP/s",
         flush=True,
     )
-    models = {shape: _measure(shape, ceilings, arguments) for shape in arguments.shape}
+    models = {shape: measure_shape(named_config(shape), shape, ceilings, arguments) for shape in arguments.shape}
     data = {"ceilings": asdict(ceilings), "models": models}
     keep_result("engine", list(argv or ()), data, arguments)
-    return 0
+    return 1 if any("errors" in found for found in models.values()) else 0
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = CommandParser(prog="splitserve bench engine", description=__doc__)
     parser.add_argument("--shape", nargs="+", default=["llama-3.1-8b", "qwen3-8b"], choices=sorted(SHAPES))
+    parser.add_argument(
+        "--sampling", nargs="+", default=[GREEDY], choices=MODES, help="ways to draw, beside greedy ones"
+    )
+    parser.add_argument("--repeat", type=positive, default=1, metavar="N", help="rounds of each case")
     parser.add_argument("--dtype", default="bfloat16", choices=sorted(_DTYPES))
     parser.add_argument("--batch", type=positive, nargs="*", default=[1, 8, 64, 256])
     parser.add_argument("--context", type=positive, nargs="*", default=[512, 1024, 2048, 8192])
+    parser.add_argument(
+        "--case", type=_case, nargs="*", default=[], metavar="BATCHxCONTEXT", help="decode cases beside their product"
+    )
     parser.add_argument("--prefill", type=positive, nargs="*", default=[512, 1024, 2048, 4096, 8192, 16384, 32768])
     parser.add_argument(
         "--prefix",
@@ -82,9 +104,20 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--attention-backend", default="auto", help="auto, flashinfer or triton")
     parser.add_argument("--linear-backend", default="auto", help="auto, or a backend of the operation pack_linear")
     parser.add_argument("--enforce-eager", action="store_true", help="no CUDA graphs")
+    parser.add_argument(
+        "--busy", action=argparse.BooleanOptionalAction, default=True, help="measure the device's busy share, too"
+    )
     parser.add_argument("--profile", action="store_true", help="time of each case by kernel")
     add_result_options(parser, always=True)
-    return parser.parse_args(argv)
+    arguments = parser.parse_args(argv)
+    every = [*((batch, context) for batch in arguments.batch for context in arguments.context), *arguments.case]
+    arguments.case = list(dict.fromkeys(every))
+    return arguments
+
+
+def _case(text: str) -> tuple[int, int]:
+    batch, _, context = text.partition("x")
+    return positive(batch), positive(context)
 
 
 def measure_ceilings() -> Ceilings:
@@ -114,26 +147,34 @@ def _median_seconds(run: Callable[[], object], repeats: int = 20) -> float:
     return float(statistics.median(seconds))
 
 
-def _measure(shape: str, ceilings: Ceilings, arguments: argparse.Namespace) -> dict[str, Any]:
-    bench = EngineBench(shape_config(shape), ceilings, arguments)
-    print(f"\n{shape}: {bench.describe()}", flush=True)
-    decode = [
-        figure
-        for batch in arguments.batch
-        for context in arguments.context
-        if (figure := bench.decode(batch, context)) is not None
-    ]
-    headers = ["batch", "context", "step ms", "copy floor ms", "share", "read floor ms", "share", "busy share"]
-    print(table([list(asdict(figure).values()) for figure in decode], headers), flush=True)
-    prefill = [bench.prefill(tokens) for tokens in arguments.prefill]
-    headers = ["tokens", "ms", "tokens/s", "GEMM share"]
-    print(table([list(asdict(figure).values()) for figure in prefill], headers), flush=True)
+def measure_shape(config: ModelConfig, name: str, ceilings: Ceilings, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Measure and print all cases of one model."""
+    bench = EngineBench(config, ceilings, arguments)
+    print(f"\n{name}: {bench.describe()}", flush=True)
+    decode: list[DecodeFigure] = []
+    prefill: list[PrefillFigure] = []
+    errors = []
+    for batch, context in arguments.case:
+        try:
+            decode += bench.decode(batch, context)
+        except Exception as error:  # the figures of other cases count all the same
+            errors.append(f"decode {batch} x {context}: {error!r:.500}")
+    print(table([list(asdict(figure).values()) for figure in decode], _DECODE_HEADERS), flush=True)
+    for tokens in arguments.prefill:
+        try:
+            prefill += bench.prefill(tokens)
+        except Exception as error:
+            errors.append(f"prefill {tokens}: {error!r:.500}")
+    print(table([list(asdict(figure).values()) for figure in prefill], _PREFILL_HEADERS), flush=True)
+    print("\n".join(errors), end="\n" if errors else "", flush=True)
     result = {
         "backends": dict(bench.backends),
+        "load_seconds": bench.load_seconds,
         "capture_seconds": bench.capture_seconds,
         "decode": [asdict(figure) for figure in decode],
         "prefill": [asdict(figure) for figure in prefill],
         "profiles": bench.profiles,
+        **({"errors": errors} if errors else {}),
     }
     bench.close()
     return result
@@ -143,112 +184,156 @@ class EngineBench:
     """One model on the current device, with all of its memory."""
 
     def __init__(self, config: ModelConfig, ceilings: Ceilings, arguments: argparse.Namespace) -> None:
-        dtype, device = _DTYPES[arguments.dtype], torch.device("cuda", torch.cuda.current_device())
+        dtype, device = _DTYPES[arguments.dtype], bench_device()
         overrides = {}
         if arguments.attention_backend != "auto":
-            overrides["make_attention"] = arguments.attention_backend
+            overrides["make_attention" if config.latent is None else "make_latent_attention"] = (
+                arguments.attention_backend
+            )
         if arguments.linear_backend != "auto":
             overrides["pack_linear"] = arguments.linear_backend
-        kernels = select_kernels(device, dtype, overrides)
+        kernels = select_kernels(device, dtype, overrides, config.head_dim, has_sinks=config.sinks)
+        self._hits = HitExperts(kernels.route)
         self.backends = kernels.backends
         self.profiles: dict[str, list[dict[str, Any]]] = {}
         self._config = config
         self._ceilings = ceilings
         self._arguments = arguments
-        started = time.perf_counter()
-        model = load_model("", config, dtype=dtype, device=device, load_format="dummy", kernels=kernels)
-        torch.cuda.synchronize()
-        self._load_seconds = time.perf_counter() - started
-        self._block_size = arguments.block_size
-        shape = (config.num_layers, config.num_kv_heads, 2, self._block_size, config.head_dim)
-        block_elements = torch.Size(shape).numel()
-        free, _ = torch.cuda.mem_get_info()
-        cases = [batch * (context + 64) for batch in arguments.batch for context in arguments.context]
-        prompts = [arguments.prefix + num_tokens for num_tokens in arguments.prefill]
-        wanted = max([*cases, *prompts, self._block_size]) // self._block_size + max([*arguments.batch, 1]) + 2
-        num_blocks = min((free - _KV_RESERVE_BYTES) // (block_elements * dtype.itemsize), wanted)
-        kv_cache = random_kv((num_blocks, *shape), dtype, device)
-        longest = max([*prompts, *arguments.context, 1024]) + 256
-        self._runner: CudaRunner | None = CudaRunner(
-            model, kv_cache, max_num_seqs=max([*arguments.batch, 1]), max_model_len=longest
-        )
-        self._order = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(0)).tolist()
         self._itemsize = dtype.itemsize
-        sizes = sorted(set(arguments.batch))
-        self.capture_seconds = 0.0
-        if sizes and not arguments.enforce_eager:
-            self.capture_seconds = self._runner.capture(sizes)
-            if short := [MixedSize(0, tokens) for tokens in arguments.prefill if tokens <= MAX_TOKENS_ALONE]:
-                self.capture_seconds += self._runner.capture_mixed(short)
+        self._names = [GREEDY, *(name for name in arguments.sampling if name != GREEDY)]
+        started = time.perf_counter()
+        kernels = replace(kernels, route=self._hits)
+        model = load_model("", config, dtype=dtype, device=device, load_format="dummy", kernels=kernels)
+        synchronize()
+        self.load_seconds = time.perf_counter() - started
+        cases = list(starmap(self._decoded, arguments.case))
+        cases += [self._prefilled(num_tokens) for num_tokens in arguments.prefill]
+        self._memory = StepMemory(
+            config, cases, block_size=arguments.block_size, dtype=dtype, device=device, most_bytes=free_bytes()
+        )
+        self._files = tempfile.TemporaryDirectory(prefix="splitserve-bench-")
+        self._modes = sampling_modes(self._names, config.vocab_size, Path(self._files.name))
+        self._runner: CudaRunner | None = CudaRunner(
+            model,
+            self._memory.tensors,
+            max_num_seqs=max([batch for batch, _ in arguments.case], default=1),
+            max_model_len=max([*(case.length for case in cases), 1024]) + arguments.block_size,
+            model_dir=Path(self._files.name),
+        )
+        self._experts_hit = {
+            (batch, context): self._count_experts(batch, context)
+            for batch, context in arguments.case
+            if self._memory.has(self._decoded(batch, context))
+        }
+        self.capture_seconds = 0.0 if arguments.enforce_eager else self._capture()
+
+    def _capture(self) -> float:
+        """Capture the graphs of all steps; return the seconds taken."""
+        assert self._runner is not None
+        sizes = sorted({batch for batch, _ in self._experts_hit})
+        seconds = self._runner.capture(sizes) if sizes else 0.0
+        if short := [MixedSize(0, tokens) for tokens in self._arguments.prefill if tokens <= MAX_TOKENS_ALONE]:
+            with contextlib.suppress(NotImplementedError):  # latent attention has none of steps with prefill
+                seconds += self._runner.capture_mixed(short)
+        return seconds
 
     def describe(self) -> str:
         backends = ", ".join(f"{operation} {backend}" for operation, backend in self.backends.items())
         return (
-            f"weights in {self._load_seconds:.1f} s, {len(self._order)} KV blocks, "
+            f"weights in {self.load_seconds:.1f} s, {self._memory.num_blocks} KV blocks, "
             f"graphs in {self.capture_seconds:.1f} s; {backends}"
         )
 
     def close(self) -> None:
         """Free the device's memory."""
         self._runner = None
-        torch.cuda.empty_cache()
+        self._memory.tensors = ()
+        self._files.cleanup()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
 
     # ---- decode ----
 
-    def decode(self, batch: int, context: int) -> DecodeFigure | None:
-        """Measure a decode step; None if the KV of these sequences doesn't fit."""
-        num_steps = self._arguments.steps + _WARM_UP_STEPS
-        # The timed steps see `context` tokens on average.
-        first = max(1, context - num_steps // 2)
-        per_sequence = -(-(first + num_steps + 1) // self._block_size)
-        if batch * per_sequence > len(self._order):
-            return None
-        tables = [self._order[index * per_sequence : (index + 1) * per_sequence] for index in range(batch)]
-        self._steps(tables, first, _WARM_UP_STEPS)
-        seconds = self._steps(tables, first + _WARM_UP_STEPS, self._arguments.steps) / self._arguments.steps
-        spans = self._profile(f"decode {batch}x{context}", lambda: self._steps(tables, first, 10), 10)
-        num_bytes = decode_bytes(self._config, batch, context, self._itemsize)
-        return decode_figure(batch, context, num_bytes, seconds, spans=spans, ceilings=self._ceilings)
-
-    def _steps(self, tables: list[list[int]], first: int, count: int) -> float:
-        """Run ``count`` decode steps, each launched while the previous one runs; returns their seconds."""
+    def decode(self, batch: int, context: int) -> list[DecodeFigure]:
+        """Measure decode steps, drawn in each way; none if the KV of these sequences doesn't fit."""
+        case, options = self._decoded(batch, context), self._arguments
+        if not self._memory.has(case):
+            print(f"decode {batch} x {context} doesn't fit this device's memory", flush=True)
+            return []
         assert self._runner is not None
-        pending: deque[PendingStep] = deque()
-        torch.cuda.synchronize()
-        started = time.perf_counter()
-        for step in range(count):
-            chunks = []
-            for index, blocks in enumerate(tables):
-                spec = SampleSpec(temperature=0.0, top_k=0, top_p=1.0, seed=0, choice=0, position=first + step + 1)
-                token, previous = (1, None) if step == 0 else (UNKNOWN_TOKEN, index)
-                table = blocks[: (first + step) // self._block_size + 1]
-                chunks.append(ScheduledChunk([token], first + step, table, spec, previous))
-            pending.append(self._runner.launch(StepPlan(chunks)))
-            if len(pending) > 1:
-                pending.popleft().wait()
-        while pending:
-            pending.popleft().wait()
-        return time.perf_counter() - started
+        tables = self._memory.tables(case)
+        prompt = range(min(_NUM_PROMPT_TOKENS, self._config.vocab_size))
+        runs = {name: DecodeRun(tables, case.start, self._modes[name], prompt) for name in self._names}
+        seconds: dict[str, list[float]] = {name: [] for name in self._names}
+        for _ in range(options.repeat):
+            for name, run in runs.items():
+                seconds[name].append(run.seconds(self._runner, _WARM_UP_STEPS, options.steps) / options.steps)
+        spans: list[Span] = []
+        if options.busy or options.profile:
+            greedy, runner = runs[GREEDY], self._runner
+            profiled = _PROFILED_STEPS - _WARM_UP_STEPS
+            spans = self._profile(
+                f"decode {batch}x{context}", lambda: greedy.seconds(runner, _WARM_UP_STEPS, profiled), _PROFILED_STEPS
+            )
+        hit = self._experts_hit[batch, context]
+        num_bytes = decode_bytes(self._config, batch, context, self._itemsize, hit)
+        return [
+            decode_figure(
+                batch, context, num_bytes, seconds[name], ceilings=self._ceilings, sampling=name,
+                spans=spans if name == GREEDY else [], greedy_seconds=seconds[GREEDY], experts_hit=hit,
+            )
+            for name in self._names
+        ]  # fmt: skip
+
+    def _decoded(self, batch: int, context: int) -> Sequences:
+        """Return the sequences of a case: its timed steps see ``context`` tokens on average."""
+        num_steps = self._arguments.steps + _WARM_UP_STEPS
+        first = max(1, context - _WARM_UP_STEPS - self._arguments.steps // 2)
+        return Sequences(batch, first, first + max(num_steps, _PROFILED_STEPS) + 1)
+
+    def _count_experts(self, batch: int, context: int) -> float | None:
+        """Return how many experts of a layer a step has on average; it runs without graphs."""
+        if self._config.experts is None:
+            return None
+        assert self._runner is not None
+        case = self._decoded(batch, context)
+        run = DecodeRun(self._memory.tables(case), case.start, self._modes[GREEDY])
+        run.seconds(self._runner, 1, 1)  # compiles
+        with self._hits.noting() as mean_hit:
+            run.seconds(self._runner, 1, 3)
+            return mean_hit()
 
     # ---- prefill ----
 
-    def prefill(self, num_tokens: int) -> PrefillFigure:
-        """Measure the prefill of a prompt's end in one step, after its prefix."""
+    def prefill(self, num_tokens: int) -> list[PrefillFigure]:
+        """Measure the prefill of a prompt's end in one step, after its prefix; none if it doesn't fit."""
         assert self._runner is not None
-        prefix = self._arguments.prefix
-        end = prefix + num_tokens
-        spec = SampleSpec(temperature=0.0, top_k=0, top_p=1.0, seed=0, choice=0, position=end)
+        case = self._prefilled(num_tokens)
+        if not self._memory.has(case):
+            print(f"prefill of {num_tokens} tokens doesn't fit this device's memory", flush=True)
+            return []
+        table, others = self._memory.tables(case)[0].upto(case.start, case.length)
+        spec = self._modes[GREEDY].spec(0, case.length, None)
         tokens = torch.randint(0, self._config.vocab_size, (num_tokens,)).tolist()
-        plan = StepPlan([ScheduledChunk(tokens, prefix, self._order[: -(-end // self._block_size)], spec)])
+        plan = StepPlan([ScheduledChunk(tokens, case.start, table, spec, other_tables=others)])
         runner = self._runner
-        seconds = []
-        for _ in range(5):
-            started = time.perf_counter()
-            runner.run(plan)
-            seconds.append(time.perf_counter() - started)
-        median = statistics.median(seconds[1:])
-        self._profile(f"prefill {num_tokens}", lambda: runner.run(plan), 1)
-        return prefill_figure(num_tokens, prefill_flops(self._config, num_tokens, prefix), median, self._ceilings)
+        rounds = []
+        runner.run(plan)
+        for _ in range(self._arguments.repeat):
+            seconds = []
+            for _ in range(4):
+                started = time.perf_counter()
+                runner.run(plan)
+                seconds.append(time.perf_counter() - started)
+            rounds.append(statistics.median(seconds))
+        if self._arguments.profile:
+            self._profile(f"prefill {num_tokens}", lambda: runner.run(plan), 1)
+        flops = prefill_flops(self._config, num_tokens, case.start)
+        return [prefill_figure(num_tokens, flops, rounds, self._ceilings)]
+
+    def _prefilled(self, num_tokens: int) -> Sequences:
+        prefix = self._arguments.prefix
+        return Sequences(1, prefix, prefix + num_tokens)
 
     # ---- where the time goes ----
 
@@ -260,12 +345,19 @@ class EngineBench:
         return spans
 
 
-def random_kv(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Make KV memory of random content, block by block."""
-    kv_cache = torch.empty(tuple(shape), dtype=dtype, device=device)
-    for block in kv_cache:
-        block.normal_()
-    return kv_cache
+def bench_device() -> torch.device:
+    """Return the device that is measured."""
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def free_bytes() -> int:
+    """Return the device's memory that KV may take."""
+    return int(torch.cuda.mem_get_info()[0]) - _KV_RESERVE_BYTES
+
+
+def synchronize() -> None:
+    """Wait for the device."""
+    torch.cuda.synchronize()
 
 
 if __name__ == "__main__":

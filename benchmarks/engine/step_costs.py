@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import median
 
 from splitserve.benchmarks.kernels.times import Span, busy_share
 
@@ -24,7 +25,12 @@ class DecodeFigure:
     floor_share: float  # floor / wall time
     read_floor_ms: float  # likewise, at the read bandwidth
     read_floor_share: float
-    busy_share: float  # of wall time in which a kernel or a copy ran
+    busy_share: float  # of wall time in which a kernel or a copy ran; 0: not measured
+    sampling: str = "greedy"  # a name of splitserve.benchmarks.engine.sampling_modes
+    least_ms: float = 0.0  # of all rounds; step_ms is the median's
+    most_ms: float = 0.0
+    beyond_greedy: float = 0.0  # share of the greedy step of the same round: median
+    experts_hit: float | None = None  # per layer, which the floors count; None: no experts
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,26 +39,47 @@ class PrefillFigure:
     ms: float
     tokens_per_second: float
     gemm_share: float  # floating-point operations over time, as a share of the large product's rate
+    least_ms: float = 0.0
+    most_ms: float = 0.0
 
 
 def decode_figure(
-    batch: int, context: int, num_bytes: int, seconds: float, *, spans: Sequence[Span], ceilings: Ceilings
+    batch: int,
+    context: int,
+    num_bytes: int,
+    seconds: Sequence[float],
+    *,
+    ceilings: Ceilings,
+    spans: Sequence[Span] = (),
+    sampling: str = "greedy",
+    greedy_seconds: Sequence[float] = (),
+    experts_hit: float | None = None,
 ) -> DecodeFigure:
-    """Compare a step of ``seconds`` that must read ``num_bytes`` with the ceilings; ``spans``: the device's work."""
+    """Compare steps that must read ``num_bytes`` with the ceilings; ``seconds``: of a step in each round; ``spans``:
+    the device's work; ``greedy_seconds``: of greedy steps in the same rounds."""
     floor, read_floor = num_bytes / ceilings.copy_bytes_per_second, num_bytes / ceilings.read_bytes_per_second
+    middle = median(seconds)
+    pairs = zip(seconds, greedy_seconds or seconds, strict=True)
+    beyond = [own / greedy - 1 for own, greedy in pairs]
     return DecodeFigure(
         batch,
         context,
-        step_ms=1e3 * seconds,
+        step_ms=1e3 * middle,
         floor_ms=1e3 * floor,
-        floor_share=floor / seconds,
+        floor_share=floor / middle,
         read_floor_ms=1e3 * read_floor,
-        read_floor_share=read_floor / seconds,
+        read_floor_share=read_floor / middle,
         busy_share=busy_share(spans),
+        sampling=sampling,
+        least_ms=1e3 * min(seconds),
+        most_ms=1e3 * max(seconds),
+        beyond_greedy=median(beyond),
+        experts_hit=experts_hit,
     )
 
 
-def prefill_figure(num_tokens: int, flops: int, seconds: float, ceilings: Ceilings) -> PrefillFigure:
-    """Compare a prefill of ``seconds`` with the rate of the large product."""
-    share = flops / seconds / ceilings.gemm_flops_per_second
-    return PrefillFigure(num_tokens, 1e3 * seconds, num_tokens / seconds, share)
+def prefill_figure(num_tokens: int, flops: int, seconds: Sequence[float], ceilings: Ceilings) -> PrefillFigure:
+    """Compare prefills with the rate of the large product; ``seconds``: of one in each round."""
+    middle = median(seconds)
+    share = flops / middle / ceilings.gemm_flops_per_second
+    return PrefillFigure(num_tokens, 1e3 * middle, num_tokens / middle, share, 1e3 * min(seconds), 1e3 * max(seconds))

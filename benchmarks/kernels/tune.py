@@ -25,7 +25,8 @@ from splitserve.kernels.tuning.parameters import Params, TunedEntry, TuningError
 from splitserve.kernels.tuning.tunables import OPERATIONS, Tunable, TunableCase, TuneTarget, load_tunable
 from splitserve.models.config import ModelConfig
 from splitserve.models.declared import check_tensor_parallel_size
-from splitserve.models.demo.checkpoint import SHAPES, shape_config
+from splitserve.models.demo.published import NAMES as SHAPES
+from splitserve.models.demo.published import named_config
 from splitserve.models.weights.shard import head_rows, local_config
 from splitserve.orchestration.cli.command_parser import CommandParser
 
@@ -73,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             for operation in arguments.operation:
                 done: set[str] = set()
                 for shape, size in itertools.product(arguments.shape, arguments.tensor_parallel_size):
-                    model = rank_config(shape_config(shape), size)
+                    model = rank_config(named_config(shape), size)
                     target = TuneTarget(model, DTYPES[arguments.dtype], device, arguments.block_size, is_shard=size > 1)
                     done |= tuner.tune(operation, load_tunable(operation), target, arguments.rows, done)
     except TuningError as error:
@@ -216,7 +217,8 @@ class Search:
             actual = calls[0]()
             if (actual.shape, actual.dtype) != (expected.shape, expected.dtype):
                 raise ValueError(f"{actual.dtype} {[*actual.shape]} instead of {expected.dtype} {[*expected.shape]}")
-            if not (error := relative_error(actual, expected)) <= TOLERANCE[expected.dtype]:
+            tolerance = TOLERANCE[expected.dtype] if self._case.tolerance is None else self._case.tolerance
+            if not (error := relative_error(actual, expected)) <= tolerance:
                 raise ValueError(f"differs from the reference by {error:.3g}")
             return seconds_per_call(calls, self._device, repeats)
 

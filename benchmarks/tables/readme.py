@@ -5,7 +5,7 @@ from typing import Any
 
 from splitserve.benchmarks.tables.cells import extent, number, of_bench, percent
 from splitserve.benchmarks.tables.runs import Run, cited
-from splitserve.benchmarks.tables.sections import SHAPE, isolation_load, readings
+from splitserve.benchmarks.tables.sections import GREEDY, SHAPE, isolation_load, readings
 
 Found = Sequence[tuple[Run, dict[str, Any]]]
 ARRANGEMENTS = {"1P1D": "1P1D, 2 GPUs", "mixed": "1 mixed, 1 GPU", "2 mixed": "2 mixed, 2 GPUs"}
@@ -53,8 +53,8 @@ def step_rows(runs: Sequence[Run]) -> Iterable[list[str]]:
         (run, phase, each)
         for run in of_bench(runs, "engine")
         for phase in ("decode", "prefill")
-        for each in run.content["models"][SHAPE][phase]
-        if phase == "decode" or not run.option("--prefix")
+        for each in run.content["models"].get(SHAPE, {}).get(phase, [])
+        if each.get("sampling", GREEDY) == GREEDY and (phase == "decode" or not run.option("--prefix"))
     ]
     for batch in (1, 64, 256):
         found = [(run, each) for run, phase, each in every

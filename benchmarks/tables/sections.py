@@ -6,6 +6,8 @@ from typing import Any
 from splitserve.benchmarks.tables.cells import Section, awake, commit, extent, number, of_bench, percent, run_link
 from splitserve.benchmarks.tables.runs import Run
 
+GREEDY = "greedy"  # as splitserve.benchmarks.engine.sampling_modes calls it
+
 SHAPE = "llama-3.1-8b"
 
 
@@ -19,31 +21,35 @@ def all_runs(runs: Sequence[Run], notes: dict[str, str]) -> Section:
 
 
 def steps(runs: Sequence[Run]) -> Section:
-    cases: dict[tuple[str, str, int, int], list[tuple[Run, dict[str, Any]]]] = {}
+    cases: dict[tuple[str, str, int, int, str], list[tuple[Run, dict[str, Any]]]] = {}
     for run in of_bench(runs, "engine"):
         for model, found in run.content["models"].items():
             for figure in found["decode"]:
-                case = (model, "decode", figure["batch"], figure["context"])
+                case = (model, "decode", figure["batch"], figure["context"], figure.get("sampling", GREEDY))
                 cases.setdefault(case, []).append((run, figure))
             for figure in [] if run.option("--prefix") else found["prefill"]:
-                cases.setdefault((model, "prefill", figure["tokens"], 0), []).append((run, figure))
+                cases.setdefault((model, "prefill", figure["tokens"], 0, GREEDY), []).append((run, figure))
     rows = []
-    for (model, phase, size, context), found in sorted(cases.items()):
+    for (model, phase, size, context, sampling), found in sorted(cases.items()):
         figures = [figure for _, figure in found]
         labels = ", ".join(run_link(run) for run, _ in found)
         if phase == "decode":
             reads = [figure["read_floor_share"] for figure in figures if "read_floor_share" in figure]
             shares = [extent([f["floor_share"] for f in figures], percent, high=True)]
             shares += [extent(reads, percent, high=True) if reads else "not measured", "-"]
-            shares += [extent([f["busy_share"] for f in figures], percent, high=True)]
-            rows.append([model, f"decode {size} x {context}", extent([f["step_ms"] for f in figures]), *shares, labels])
+            busy = [share for figure in figures if (share := figure["busy_share"])]
+            shares += [extent(busy, percent, high=True) if busy else "not measured"]
+            drawn = "" if sampling == GREEDY else f", {sampling}"
+            rows.append(
+                [model, f"decode {size} x {context}{drawn}", extent([f["step_ms"] for f in figures]), *shares, labels]
+            )
         else:
             share = extent([f["gemm_share"] for f in figures], percent, high=True)
             rows.append([model, f"prefill {size}", extent([f["ms"] for f in figures]), "-", "-", share, "-", labels])
     headers = ["shape", "case", "ms", "of copy floor", "of read floor", "of GEMM rate", "device busy", "runs"]
     text = (
-        "`bench engine`: one GPU, nothing else on it, greedy, without HTTP. Shares are of what the same run "
-        "measured: a floor is the time to read weights and KV once, at the bandwidth of a large copy (read and "
+        "`bench engine`: one GPU, nothing else on it, greedy unless said, without HTTP. Shares are of what the same "
+        "run measured: a floor is the time to read weights and KV once, at the bandwidth of a large copy (read and "
         "written) or of an operation that only reads. Best to worst of the runs."
     )
     return Section("Steps on one GPU", text, headers, rows)

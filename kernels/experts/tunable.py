@@ -13,11 +13,15 @@ from splitserve.kernels.experts.reference import LoopedExperts, route
 from splitserve.kernels.experts.spec import MXFP4_GROUP, GatedActivation
 from splitserve.kernels.experts.triton.experts import TritonExperts
 from splitserve.kernels.experts.weights import ExpertWeights
+from splitserve.kernels.fp8.linear import fp8_unavailable_reason
+from splitserve.kernels.fp8.triton_linear import FP8
+from splitserve.kernels.fp8.weight import GROUP as FP8_GROUP
 from splitserve.kernels.tuning.parameters import Params
 from splitserve.kernels.tuning.tunables import ExpertSizes, TuneTarget, num_copies
 
 MAX_ROWS = 16384
 _MAX_SHARED_BYTES = 225_000
+_FP8_TOLERANCE = 0.15  # roundings of FP8 are up to a sixteenth, and follow each other
 _SCALE = 120  # of groups in MXFP4: 2 ** (120 - 127)
 _STARTS = (
     ExpertLaunch(1, 4, 1024, 8, 1024),
@@ -48,12 +52,20 @@ class ExpertsTunable:
 
 def _key(target: TuneTarget, sizes: ExpertSizes) -> str:
     return experts_key(
-        torch.uint8 if sizes.is_mxfp4 else target.dtype,
+        torch.uint8 if sizes.is_mxfp4 else _stored_dtype(target, target.model.hidden_size),
         num_experts=sizes.router.num_experts,
         top_k=sizes.router.top_k,
         hidden_size=target.model.hidden_size,
         inner_size=sizes.inner_size,
     )
+
+
+def _stored_dtype(target: TuneTarget, columns: int) -> torch.dtype:
+    """Return the dtype in which a layer keeps matrices of so many columns that aren't in MXFP4: FP8 in whole groups, as
+    :mod:`splitserve.models.weights.loader` does."""
+    fp8 = target.model.fp8
+    in_groups = fp8 is not None and fp8.block is not None and fp8.block[1] == FP8_GROUP and columns % FP8_GROUP == 0
+    return FP8 if in_groups and fp8_unavailable_reason(target.device, target.dtype) is None else target.dtype
 
 
 class ExpertsCase:
@@ -63,12 +75,19 @@ class ExpertsCase:
         self._key, self._rows, self._router = _key(target, sizes), rows, sizes.router
         count, hidden, inner = sizes.router.num_experts, target.model.hidden_size, sizes.inner_size
         self._is_mxfp4 = sizes.is_mxfp4
-        num_bytes = 3 * count * hidden * inner * target.dtype.itemsize
+        self._is_fp8 = not sizes.is_mxfp4 and _stored_dtype(target, hidden) == FP8
+        num_bytes = 3 * count * hidden * inner * (1 if self._is_fp8 else target.dtype.itemsize)
         if sizes.is_mxfp4:
             num_bytes = 3 * count * hidden * inner * 17 // 32
         self._x = _random(target, rows, hidden)
         self._experts, self._factors = route(_random(target, rows, count), None, self._router)
-        self._weights = [_random_weights(target, sizes, hidden) for _ in range(num_copies(num_bytes, target.device))]
+        count = 1 if target.is_for_compiling else num_copies(num_bytes, target.device)
+        self._weights = [_random_weights(target, sizes, hidden) for _ in range(count)]
+
+    @property
+    def tolerance(self) -> float | None:
+        """With weights in FP8, tiles of pairs quantise their inputs, too, which the reference doesn't."""
+        return _FP8_TOLERANCE if self._is_fp8 else None
 
     @property
     def num_bytes(self) -> int:
@@ -92,6 +111,8 @@ class ExpertsCase:
         found = []
         for name in ("block_m", "block_n", "block_k", "down_block_n", "down_block_k", "num_warps"):
             value = getattr(launch, name)
+            if self._is_fp8 and launch.block_m > 1 and name.endswith("block_k"):
+                continue  # tiles take a group at a time
             if name != "block_m" or value > 1:
                 found += [replace(launch, **{name: step}) for step in (value // 2, value * 2)]
         return found + [replace(launch, num_stages=launch.num_stages + step) for step in (-1, 1)]
@@ -107,33 +128,47 @@ class ExpertsCase:
             return False
         if self._is_mxfp4 and min(launch.block_k, launch.down_block_k) < MXFP4_GROUP:
             return False
+        block_k, down_block_k = (FP8_GROUP, FP8_GROUP) if self._is_fp8 else (launch.block_k, launch.down_block_k)
         columns = max(
-            (launch.block_m + launch.block_n) * launch.block_k,
-            (launch.block_m + launch.down_block_n) * launch.down_block_k,
+            (launch.block_m + launch.block_n) * block_k, (launch.block_m + launch.down_block_n) * down_block_k
         )
-        return launch.num_stages * columns * self._x.element_size() <= _MAX_SHARED_BYTES
+        item_bytes = 1 if self._is_fp8 else self._x.element_size()
+        return launch.num_stages * columns * item_bytes <= _MAX_SHARED_BYTES
 
     def calls(self) -> Sequence[Callable[[], Tensor]]:
-        return [partial(TritonExperts(weights), self._x, self._experts, self._factors) for weights in self._weights]
+        return [partial(self._call, TritonExperts(weights)) for weights in self._weights]
+
+    def _call(self, experts: TritonExperts) -> Tensor:
+        """Return the product as a layer takes it: in the model's dtype."""
+        return experts(self._x, self._experts, self._factors).to(self._x.dtype)
 
     def expected(self) -> Tensor:
-        own = self._weights[0]
-        if own.gate_up_scales is not None and own.down_scales is not None:
-            own = replace(
-                own,
-                gate_up=dequantised(own.gate_up, own.gate_up_scales, self._x.dtype),
-                down=dequantised(own.down, own.down_scales, self._x.dtype),
-                gate_up_scales=None,
-                down_scales=None,
-            )
-        return LoopedExperts(own)(self._x, self._experts, self._factors)
+        own, dtype = self._weights[0], self._x.dtype
+        own = replace(
+            own,
+            gate_up=_wide(own.gate_up, own.gate_up_scales, dtype),
+            down=_wide(own.down, own.down_scales, dtype),
+            gate_up_scales=None,
+            down_scales=None,
+        )
+        return LoopedExperts(own)(self._x, self._experts, self._factors).to(dtype)
+
+
+def _wide(weight: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Return experts' matrices in another dtype."""
+    if scales is None:
+        return weight
+    if weight.dtype == torch.uint8:
+        return dequantised(weight, scales, dtype)
+    return (weight.float() * scales.repeat_interleave(FP8_GROUP, -1)).to(dtype)
 
 
 def _random_weights(target: TuneTarget, sizes: ExpertSizes, hidden: int) -> ExpertWeights:
     count, inner = sizes.router.num_experts, sizes.inner_size
     if not sizes.is_mxfp4:
-        gate_up = _random(target, count, 2 * inner, hidden, std=hidden**-0.5)
-        return ExpertWeights(gate_up, _random(target, count, hidden, inner, std=inner**-0.5), GatedActivation())
+        gate_up, gate_up_scales = _random_matrices(target, count, 2 * inner, hidden)
+        down, down_scales = _random_matrices(target, count, hidden, inner)
+        return ExpertWeights(gate_up, down, GatedActivation(), gate_up_scales=gate_up_scales, down_scales=down_scales)
     gate_up, down = (
         _random_bytes(target, count, 2 * inner, hidden // 2),
         _random_bytes(target, count, hidden, inner // 2),
@@ -147,6 +182,14 @@ def _random_weights(target: TuneTarget, sizes: ExpertSizes, hidden: int) -> Expe
         ),
         down_scales=torch.full((count, hidden, inner // MXFP4_GROUP), _SCALE, dtype=torch.uint8, device=target.device),
     )
+
+
+def _random_matrices(target: TuneTarget, count: int, rows: int, columns: int) -> tuple[Tensor, Tensor | None]:
+    """Return experts' matrices as a layer keeps them, and their scales in FP8."""
+    if _stored_dtype(target, columns) != FP8:
+        return _random(target, count, rows, columns, std=columns**-0.5), None
+    scales = torch.full((count, rows, columns // FP8_GROUP), columns**-0.5, device=target.device)
+    return _random(target, count, rows, columns).to(FP8), scales
 
 
 def _random_bytes(target: TuneTarget, *sizes: int) -> Tensor:

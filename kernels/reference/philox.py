@@ -4,6 +4,7 @@ A draw is a pure function of (key, counter): no state, no order. Words are held 
 unsigned 32-bit arithmetic. Integers are exact, so every backend and every machine gets the same words.
 """
 
+from collections.abc import Sequence
 from typing import TypeAlias
 
 import torch
@@ -16,9 +17,11 @@ _MASK = 0xFFFFFFFF
 
 Word: TypeAlias = Tensor | int
 """A 32-bit word: an int64 tensor with values below 2**32, or one number for all lanes."""
+DrawKey: TypeAlias = tuple[int, int, int]
+"""Seed, choice and position."""
 
 
-def philox4x32(counter: tuple[Word, Word, Word, Word], key: tuple[int, int]) -> tuple[Word, Word, Word, Word]:
+def philox4x32(counter: tuple[Word, Word, Word, Word], key: tuple[Word, Word]) -> tuple[Word, Word, Word, Word]:
     """Return the four output words for each counter. Words that are equal in all lanes may stay plain ints
     (cheaper)."""
     c0, c1, c2, c3 = counter
@@ -57,6 +60,21 @@ def words_of_range(count: int, seed: int, choice: int, position: int, device: to
     counters = torch.arange((count + 3) // 4, device=device)
     words = philox4x32((counters, position & _MASK, choice & _MASK, position >> 32), split_key(seed))
     return torch.stack([_as_tensor(word, counters) for word in words], dim=1).flatten()[:count]
+
+
+def words_of_rows(count: int, keys: Sequence[DrawKey], device: torch.device) -> Tensor:
+    """Return ``words_of_range(count, *key)`` for each key, a row each."""
+    counters = torch.arange((count + 3) // 4, device=device)
+    key, (choice, low, high) = _lanes(keys, counters)
+    words = philox4x32((counters, low, choice, high), key)
+    return torch.stack([_as_tensor(word, counters) for word in words], dim=2).flatten(1)[:, :count]
+
+
+def _lanes(keys: Sequence[DrawKey], like: Tensor) -> tuple[tuple[Word, Word], tuple[Word, Word, Word]]:
+    """Return the words of the keys as columns: the two of the seeds, then choices, and positions low and high."""
+    words = [(*split_key(seed), choice & _MASK, position & _MASK, position >> 32) for seed, choice, position in keys]
+    k0, k1, choice, low, high = torch.tensor(words, dtype=torch.int64, device=like.device).T.unsqueeze(2)
+    return (k0, k1), (choice, low, high)
 
 
 def split_key(seed: int) -> tuple[int, int]:

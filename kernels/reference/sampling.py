@@ -2,8 +2,7 @@
 
 A draw is Gumbel-max: the token with the largest ``logit / temperature + gumbel``, where the Gumbel noise of a token is
 a function of (seed, choice, position, token id) (:mod:`splitserve.kernels.reference.philox`). It is an exact draw from
-the softmax, and the same on every worker, in every batch and for every attempt. Noise is computed only for tokens that
-passed the filters.
+the softmax, and the same on every worker, in every batch and for every attempt.
 """
 
 import math
@@ -16,6 +15,10 @@ from splitserve.kernels.api import SamplingBatch
 from splitserve.kernels.reference import philox
 
 NOT_FINITE = -1
+MAX_LANES = 1 << 13
+"""Tokens whose noise is computed together, those of several rows of a small vocabulary: one operation on all takes
+about as long as one on a row. Rows of a larger one are drawn one after another, with noise for tokens that passed the
+filters alone."""
 
 
 def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
@@ -24,12 +27,10 @@ def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
     finite = best.isfinite()
     is_finite = finite.tolist()
     random_rows = [row for row, heat in enumerate(batch.temperatures) if heat > 0.0 and is_finite[row]]
-    filtered = [row for row in random_rows if batch.top_ks[row] > 0 or batch.top_ps[row] < 1.0]
-    if filtered:
-        token_ids[filtered] = _draw_filtered(_scaled(logits, filtered, batch), filtered, batch)
-    for row in sorted(set(random_rows).difference(filtered)):
-        words = philox.words_of_range(logits.shape[1], *_draw_key(batch, row), logits.device)
-        token_ids[row] = (_scaled(logits, [row], batch)[0] + gumbel(words)).argmax()
+    size = max(1, MAX_LANES // logits.shape[1])
+    for start in range(0, len(random_rows), size):
+        rows = random_rows[start : start + size]
+        token_ids[rows] = _draw(_scaled(logits, rows, batch), rows, batch)
     return token_ids.masked_fill_(~finite, NOT_FINITE)
 
 
@@ -49,15 +50,17 @@ def _scaled(logits: Tensor, rows: Sequence[int], batch: SamplingBatch) -> Tensor
     return logits[list(rows)].double() / temperatures.to(logits.device).unsqueeze(1)
 
 
-def _draw_filtered(scaled: Tensor, rows: Sequence[int], batch: SamplingBatch) -> Tensor:
-    thresholds = keep_thresholds(scaled, [batch.top_ks[row] for row in rows], [batch.top_ps[row] for row in rows])
-    kept = scaled >= thresholds.unsqueeze(1)
-    drawn = []
-    for index, row in enumerate(rows):
-        ids = kept[index].nonzero().squeeze(1)
-        noise = gumbel(philox.words_of_ids(ids, *_draw_key(batch, row)))
-        drawn.append(ids[(scaled[index, ids] + noise).argmax()])
-    return torch.stack(drawn)
+def _draw(scaled: Tensor, rows: Sequence[int], batch: SamplingBatch) -> Tensor:
+    """Draw a token for each of ``rows``, whose scaled logits are ``scaled``."""
+    keys = [_draw_key(batch, row) for row in rows]
+    top_ks, top_ps = [batch.top_ks[row] for row in rows], [batch.top_ps[row] for row in rows]
+    if len(rows) == 1 and (top_ks[0] > 0 or top_ps[0] < 1.0):  # of a large vocabulary, few tokens pass
+        ids = (scaled[0] >= _threshold(scaled[0], top_ks[0], top_ps[0])).nonzero().squeeze(1)
+        return ids[(scaled[0, ids] + gumbel(philox.words_of_ids(ids, *keys[0]))).argmax()].unsqueeze(0)
+    scores = scaled + gumbel(philox.words_of_rows(scaled.shape[1], keys, scaled.device))
+    if any(top_k > 0 or top_p < 1.0 for top_k, top_p in zip(top_ks, top_ps, strict=True)):
+        scores.masked_fill_(scaled < keep_thresholds(scaled, top_ks, top_ps).unsqueeze(1), -math.inf)
+    return scores.argmax(1)
 
 
 def keep_thresholds(scaled: Tensor, top_ks: Sequence[int], top_ps: Sequence[float]) -> Tensor:

@@ -35,13 +35,13 @@ def make_tunable(operation: str) -> "DecodeTunable":
 
 
 class DecodeTunable:
-    """Implements :class:`splitserve.kernels.tuning.tunables.Tunable`."""
+    """Implements :class:`splitserve.kernels.tuning.tunables.Tunable`. Latent attention has no launch parameters."""
 
     def __init__(self, contexts: Sequence[int] = CONTEXTS) -> None:
         self._contexts = contexts
 
     def shape_keys(self, target: TuneTarget) -> list[str]:
-        return [decode_key(_shape(target))]
+        return [] if target.model.latent is not None else [decode_key(_shape(target))]
 
     def case(self, target: TuneTarget, key: str, rows: int) -> "DecodeCase | None":
         shape = _shape(target)
@@ -62,6 +62,8 @@ class DecodeTunable:
 
 class DecodeCase:
     """Implements :class:`splitserve.kernels.tuning.tunables.TunableCase`."""
+
+    tolerance = None
 
     def __init__(self, shape: AttentionShape, rows: int, contexts: Sequence[int], num_blocks: int) -> None:
         """Create inputs. ``contexts`` ascend; if all sequences together need more than ``num_blocks`` blocks, they

@@ -54,29 +54,40 @@ class LinearTunable:
         self._variant: Variant = variant
 
     def shape_keys(self, target: TuneTarget) -> list[str]:
-        return [shape_key(target.dtype, n=n, k=k) for n, k in self._shapes(target)]
+        return list(dict.fromkeys(shape_key(target.dtype, n=n, k=k) for n, k in self._shapes(target)))
 
     def _shapes(self, target: TuneTarget) -> list[tuple[int, int]]:
-        """Return outputs and inputs of a decoder's products of this variant."""
+        """Return outputs and inputs of a decoder's products of this variant: of its head, of attention unless that is
+        latent, of the MLP unless there are experts. Layers in FP8 have products of their own, without parameters."""
         model = target.model
         hidden, heads = model.hidden_size, model.num_heads * model.head_dim
         qkv = heads + 2 * model.num_kv_heads * model.head_dim
-        to_hidden = [(hidden, heads), (hidden, model.intermediate_size)]
+        norm = [(model.vocab_size, hidden)]
+        gated: list[tuple[int, int]] = []
+        to_hidden: list[tuple[int, int]] = []
+        if model.fp8 is None and model.latent is None:
+            norm.insert(0, (qkv, hidden))
+            to_hidden.append((hidden, heads))
+        if model.fp8 is None and model.experts is None:
+            (gated if model.activation == "silu" else norm).append((2 * model.intermediate_size, hidden))
+            to_hidden.append((hidden, model.intermediate_size))
         shapes: dict[Variant, list[tuple[int, int]]] = {
             "plain": to_hidden if target.is_shard else [],
-            "norm": [(qkv, hidden), (model.vocab_size, hidden)],
-            "gated": [(2 * model.intermediate_size, hidden)],
+            "norm": norm,
+            "gated": gated,
             "add": [] if target.is_shard else to_hidden,
         }
         return shapes[self._variant]
 
     def case(self, target: TuneTarget, key: str, rows: int) -> "LinearCase | None":
-        shape = dict(zip(self.shape_keys(target), self._shapes(target), strict=True))[key]
+        shape = {shape_key(target.dtype, n=n, k=k): (n, k) for n, k in self._shapes(target)}[key]
         return LinearCase(self._variant, target, *shape, rows) if rows <= MAX_ROWS else None
 
 
 class LinearCase:
     """Implements :class:`splitserve.kernels.tuning.tunables.TunableCase`."""
+
+    tolerance = None
 
     def __init__(self, variant: Variant, target: TuneTarget, out_features: int, in_features: int, rows: int) -> None:
         self._variant, self._rows = variant, rows

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from splitserve.kernels.experts.spec import RouterSpec
+from splitserve.kernels.latent.shape import LatentShape
 from splitserve.kernels.tuning.parameters import Params
 
 _TUNABLES = {
@@ -51,6 +52,13 @@ class ExpertSizes(Protocol):
     def is_mxfp4(self) -> bool: ...
 
 
+class Fp8Sizes(Protocol):
+    """The numbers that share a scale of weights in FP8; :class:`splitserve.models.config.Fp8Format` has them."""
+
+    @property
+    def block(self) -> tuple[int, int] | None: ...
+
+
 class DecoderSizes(Protocol):
     """Sizes of a model that a tunable reads; :class:`splitserve.models.config.ModelConfig` has them."""
 
@@ -70,6 +78,12 @@ class DecoderSizes(Protocol):
     def vocab_size(self) -> int: ...
     @property
     def experts(self) -> ExpertSizes | None: ...
+    @property
+    def activation(self) -> str: ...
+    @property
+    def fp8(self) -> Fp8Sizes | None: ...
+    @property
+    def latent(self) -> LatentShape | None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +102,11 @@ class TuneTarget:
 
 class TunableCase(Protocol):
     """One shape at one number of rows, with enough copies of its random inputs that each call finds them uncached."""
+
+    @property
+    def tolerance(self) -> float | None:
+        """The most that a right result differs from the reference's; None: roundings of its dtype alone."""
+        ...
 
     @property
     def num_bytes(self) -> int:

@@ -24,7 +24,8 @@ from torch import Tensor
 
 from splitserve.common.errors import ConfigError
 from splitserve.kernels.experts.spec import RouterSpec
-from splitserve.models.config import DecoderSizes, ModelConfig, RopeScaling, load_model_config
+from splitserve.kernels.latent.shape import LatentShape
+from splitserve.models.config import DecoderSizes, Fp8Format, ModelConfig, RopeScaling, load_model_config
 from splitserve.models.declared import declare
 from splitserve.models.demo.tokenizer import LLAMA_TOKENS, QWEN_TOKENS, SpecialTokens, train_tokenizer
 from splitserve.models.experts import ExpertsSpec
@@ -51,6 +52,9 @@ class DemoShape(DecoderSizes):
     rope_scaling: RopeScaling | None = None
     rms_norm_eps: float = 1e-6
     experts: ExpertsSpec | None = None
+    fp8: Fp8Format | None = None
+    latent: LatentShape | None = None
+    activation: str = "silu"
 
 
 _LLAMA_3_2_ROPE = RopeScaling(32.0, 1.0, 4.0, 8192)

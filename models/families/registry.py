@@ -38,3 +38,12 @@ TEXT_OF: Mapping[str, str] = {
     "Kimi_K25ForConditionalGeneration": "DeepseekV3ForCausalLM",
 }
 """Architectures with other parts, vision for one, and the one of their text model, which is what is served."""
+
+TEXT_BY_TYPE: Mapping[str, Mapping[str, str]] = {
+    "Cohere2VisionForConditionalGeneration": {"cohere2": "Cohere2ForCausalLM"},
+    "Mistral3ForConditionalGeneration": {"mistral": "MistralForCausalLM", "ministral3": "Ministral3ForCausalLM"},
+}
+"""Such architectures whose text model has the architecture that ``text_config.model_type`` names."""
+
+WITH_TEXT = frozenset((*TEXT_OF, *TEXT_BY_TYPE))
+"""All architectures whose text model alone is served."""

@@ -12,7 +12,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from splitserve.common.errors import CheckpointError
 from splitserve.common.model_files import MAX_CONFIG_BYTES, few, read_json_object, shown
 from splitserve.models.config import ModelConfig, TransformersSizes
-from splitserve.models.fields import ConfigFields
+from splitserve.models.fields import RECURRENT_KINDS, ConfigFields
 from splitserve.models.transformers_backend.proof import LayerFacts, ModelFacts, prove
 from splitserve.models.transformers_backend.self_test import check_small_copy
 
@@ -21,7 +21,6 @@ logger = logging.getLogger(__name__)
 # The rotations of every token of a step depend on the longest of its sequences
 _STEPWISE_ROTATIONS = ("dynamic", "longrope")
 _LAYER_KINDS = ("full_attention", "sliding_attention")
-_RECURRENT_KINDS = ("linear_attention", "conv", "hybrid", "hybrid_sliding", "mamba", "mamba2", "recurrent")
 _LAYER_COUNTS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "decoder_layers", "encoder_layers")
 
 
@@ -90,7 +89,7 @@ def _check_raw(raw: Mapping[str, Any]) -> None:
 
 def _check(name: str, text: Any) -> None:
     kinds = set(getattr(text, "layer_types", None) or ()) - set(_LAYER_KINDS)
-    if kinds & set(_RECURRENT_KINDS):
+    if kinds & set(RECURRENT_KINDS):
         raise CheckpointError(f"config.json: {name}: recurrent state isn't supported yet")
     if kinds:
         raise CheckpointError(

@@ -17,7 +17,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from splitserve.common.errors import CheckpointError
 from splitserve.kernels.api import Experts, Kernels, Linear, NormedLinear, ResidualLinear
 from splitserve.kernels.experts.spec import GatedActivation
 from splitserve.kernels.experts.weights import ExpertWeights
@@ -28,28 +27,26 @@ from splitserve.kernels.registry import select_kernels
 from splitserve.models.config import ModelConfig
 from splitserve.models.declared import declare
 from splitserve.models.decoder import DecoderModel
-from splitserve.models.layers.decoder import HEAD_NAME, Decoder, Progress
+from splitserve.models.layers.decoder import Decoder, Progress
 from splitserve.models.layers.layer import Order
 from splitserve.models.layers.weight import Stack, Weight, stack_parts
 from splitserve.models.parallel.ranks import Alone, Collectives, RowParallelLinear, VocabParallelHead
-from splitserve.models.weights.checkpoint import TensorRecord, read_records, text_records, without_layers
-from splitserve.models.weights.fp8_scales import FP8, ScaleReader
-from splitserve.models.weights.fused_experts import dequantised_blocks, dequantised_experts, expert_records
+from splitserve.models.weights.checkpoint import TensorRecord
+from splitserve.models.weights.fp8_scales import ScaleReader
+from splitserve.models.weights.fused_experts import dequantised_blocks, dequantised_experts
 from splitserve.models.weights.kv_scales import KVScales, read_kv_scales, scaled_fp8_rows, scaled_rows
+from splitserve.models.weights.model_records import model_records
 from splitserve.models.weights.reading import (
     MAX_THREADS,
-    STORED_DTYPES,
     DummyReader,
     MappedReader,
     StagedReader,
     WeightReader,
 )
-from splitserve.models.weights.shard import Kept, Parts, Shard, head_rows, local_config
+from splitserve.models.weights.shard import Parts, Shard, head_rows, local_config
 
 logger = logging.getLogger(__name__)
 
-# Buffers that are computed today, scales of activations and of KV
-_IGNORED_ENDINGS = (".rotary_emb.inv_freq", ".input_scale", ".k_scale", ".v_scale")
 _TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -90,14 +87,8 @@ def load_model(
     group = group or Alone()
     if kernels is None:
         kernels = select_kernels(device, dtype, head_dim=config.head_dim, has_sinks=config.sinks)
-    records = None if load_format == "dummy" else read_records(Path(path))
-    if records is not None and config.text_of is not None:
-        records = text_records(records)
     decoder = declare(config)
-    if records is not None:
-        records = expert_records(
-            without_layers(records, config.num_layers, config.num_speculator_layers), decoder.weights()
-        )
+    records = None if load_format == "dummy" else model_records(Path(path), config, decoder)
     reader = _make_reader(records, config, decoder, dtype, device, is_part=group.shard.size > 1)
     pack_fp8, description = select_fp8(
         device, dtype, pack_linear=kernels.pack_linear, rms_norm=kernels.rms_norm, silu_mul=kernels.silu_mul
@@ -133,57 +124,13 @@ def _make_reader(
     *,
     is_part: bool,
 ) -> WeightReader:
-    """Return a reader of ``records``, after checks; None: random weights. ``is_part``: one rank's is all it reads."""
-    weights = {weight.name: weight for weight in decoder.weights()}
+    """Return a reader of ``records``; None: random weights. ``is_part``: one rank's is all it reads."""
     if records is None:
-        return DummyReader(weights, dtype, device, config.fp8)
-    _check_records(records, weights, config)
+        return DummyReader({weight.name: weight for weight in decoder.weights()}, dtype, device, config.fp8)
     scales = None if config.fp8 is None else ScaleReader(records, config.fp8.block)
     if device.type == "cpu" and not is_part:
         return MappedReader(records, dtype, scales)
     return StagedReader(records, dtype, device, scales, num_threads=MAX_THREADS if device.type == "cuda" else 1)
-
-
-def _check_records(records: Mapping[str, TensorRecord], weights: Mapping[str, Weight], config: ModelConfig) -> None:
-    """Raise :class:`CheckpointError` for a tensor that is missing, unexpected, misshapen or of the wrong type."""
-    expected = {name: weight.shape for name, weight in weights.items()}
-    if config.fp8 is not None:
-        for name, weight in weights.items():
-            if weight.may_be_fp8 and name in records and records[name].dtype == FP8:
-                expected |= weight.scale_shapes(config.fp8)
-    missing = [name for name in expected if name not in records]
-    if missing:
-        raise CheckpointError(f"the checkpoint lacks {_few(missing)}; is config.json of another model?")
-    # A tied head may be stored all the same, and old Llama files carry a buffer that is computed today.
-    unexpected = [name for name in sorted(records) if name not in expected and name != HEAD_NAME]
-    unexpected = [name for name in unexpected if not name.endswith(_IGNORED_ENDINGS)]
-    if unexpected:
-        raise CheckpointError(f"the checkpoint has tensors that its config.json doesn't explain: {_few(unexpected)}")
-    for name, shape in expected.items():
-        _check_record(records[name], shape, weights.get(name), has_fp8=config.fp8 is not None)
-
-
-def _check_record(record: TensorRecord, shape: tuple[int, ...], weight: Weight | None, *, has_fp8: bool) -> None:
-    if record.shape != shape and not (shape == () and record.shape == (1,)):
-        raise CheckpointError(
-            f"tensor {record.name} in {record.file.name} has shape {list(record.shape)}; config.json needs "
-            f"{list(shape)}"
-        )
-    is_packed = weight is not None and weight.kept is Kept.BYTES
-    supported = ["U8"] if is_packed else [name for name in STORED_DTYPES if name != "U8"]
-    if record.dtype not in supported:
-        raise CheckpointError(f"tensor {record.name} is stored as {record.dtype}; supported are {', '.join(supported)}")
-    may_be_fp8 = weight is not None and weight.may_be_fp8 and has_fp8
-    if record.dtype == FP8 and not may_be_fp8:
-        raise CheckpointError(
-            f"tensor {record.name} is stored as {FP8}: only the projections of layers may be, and with a "
-            'quantization_config of the method "fp8" in config.json'
-        )
-
-
-def _few(names: list[str]) -> str:
-    shown = ", ".join(names[:3])
-    return f"{shown} and {len(names) - 3} more" if len(names) > 3 else shown
 
 
 class _Source:

@@ -9,10 +9,10 @@ from splitserve.common.errors import CheckpointError, ConfigError
 from splitserve.common.model_files import MAX_TOKENIZER_BYTES, parse_json, read_text
 from splitserve.models.cache_groups import cache_layout
 from splitserve.models.config import ModelConfig, load_model_config
-from splitserve.models.declared import stored_weights
+from splitserve.models.declared import declare
 from splitserve.models.kv_plan import longest_sequences, plan_kv_memory, sequence_bytes, token_bytes
 from splitserve.models.weights.checkpoint import read_records, weight_files, weights_version
-from splitserve.orchestration.doctor.report import Check, Problem, check, few, skipped
+from splitserve.orchestration.doctor.report import Check, Problem, check, skipped
 from splitserve.orchestration.spec.model_source import check_model_directory
 from splitserve.protocol.cache_layout import CacheGroup, CacheLayout
 from splitserve.protocol.config import EngineConfig
@@ -102,17 +102,10 @@ def _check_directory(directory: Path, backend: str) -> ModelConfig:
 
 def _read_weights(directory: Path, backend: str) -> str:
     """Check the weight files; returns a summary. Raises :class:`CheckpointError`."""
+    from splitserve.models.weights.model_records import model_records  # loads torch
+
     config = _check_directory(directory, backend)
     files = weight_files(directory)
-    records = read_records(directory)
-    expected = stored_weights(config)
-    missing = [name for name in expected if name not in records]
-    if missing:
-        raise CheckpointError(f"{directory} lacks {len(missing)} tensors that config.json requires: {few(missing)}")
-    for name, weight in expected.items():
-        if records[name].shape != weight.shape:
-            found = list(records[name].shape)
-            raise CheckpointError(
-                f"{records[name].file}: {name} has shape {found}; config.json requires {list(weight.shape)}"
-            )
+    # The tensors of a model of transformers' code are that library's to know.
+    records = read_records(directory) if config.transformers else model_records(directory, config, declare(config))
     return f"{len(records)} tensors in {len(files)} file{'' if len(files) == 1 else 's'}"

@@ -130,7 +130,7 @@ class ForkServer:
             os.environ.clear()
             os.environ.update(order.environment)
             os.chdir(order.folder)
-            status = child.main(descriptors[3])
+            status = self._run_child(descriptors[3])
         except BaseException:
             traceback.print_exc()
         finally:  # the server's own frames, further up the stack, must not continue here
@@ -138,20 +138,25 @@ class ForkServer:
             sys.stderr.flush()
             os._exit(status)
 
+    @staticmethod
+    def _run_child(status_fd: int) -> int:
+        """Be the child, whose descriptors are in place; returns its exit status."""
+        return child.main(status_fd)
 
-def main() -> None:
-    """Import, then serve the control socket whose descriptor is the only argument."""
+
+def serve(preloaded: str, kind: type[ForkServer] = ForkServer) -> None:
+    """Import a module, then serve the control socket whose descriptor is the program's only argument."""
     control = socket.socket(fileno=int(sys.argv[1]))
     control.set_inheritable(False)
     gc.disable()
-    importlib.import_module(PRELOADED)
+    importlib.import_module(preloaded)
     gc.freeze()  # the collector would otherwise copy all pages of these objects in each child
     gc.enable()
     threads = os.listdir("/proc/self/task")
     if len(threads) > 1:
-        sys.exit(f"{PRELOADED} started {len(threads) - 1} threads while it was imported: a fork would lose them")
-    ForkServer(control).serve()
+        sys.exit(f"{preloaded} started {len(threads) - 1} threads while it was imported: a fork would lose them")
+    kind(control).serve()
 
 
 if __name__ == "__main__":
-    main()
+    serve(PRELOADED)

@@ -21,6 +21,7 @@ from pathlib import Path
 
 import msgspec
 
+from splitserve.orchestration.hosts import fork_server as fork_server_main
 from splitserve.orchestration.hosts.fork_server import MAX_PACKET_BYTES, Exited, Forked, ForkOrder, Refused, Reply
 
 # Prefixes of variables that the interpreter, PyTorch or a library of theirs reads while it is loaded. Numbers of
@@ -83,13 +84,13 @@ class ForkedProcess:
 
 
 class ForkServerLink:
-    """Running fork server: its process, and the control socket to it."""
+    """Running fork server: its process, and the control socket to it. ``module`` is the server's main."""
 
-    def __init__(self, environment: Mapping[str, str]) -> None:
+    def __init__(self, environment: Mapping[str, str], module: str = fork_server_main.__name__) -> None:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._popen = subprocess.Popen(
-                [sys.executable, "-m", "splitserve.orchestration.hosts.fork_server", str(theirs.fileno())],
+                [sys.executable, "-m", module, str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(),),

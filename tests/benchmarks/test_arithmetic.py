@@ -27,7 +27,8 @@ from splitserve.benchmarks.kv.tier_hits import _paces
 from splitserve.benchmarks.serving import latency
 from splitserve.benchmarks.serving.load import Endpoint, run_load
 from splitserve.models.demo.checkpoint import shape_config
-from splitserve.models.step_costs import decode_bytes, kv_token_elements, prefill_flops, weight_elements
+from splitserve.models.demo.published import named_config
+from splitserve.models.step_costs import attended_pairs, decode_bytes, kv_token_elements, prefill_flops, weight_elements
 
 CPU = torch.device("cpu")
 # Of a layer: q and o 2 x 6 x 4, k and v 2 x 3 x 4, three of 5 x 4: 132 in matrices, 8 in norms.
@@ -45,6 +46,24 @@ class TestStepCosts:
     def test_bytes_of_a_decode_step(self) -> None:
         assert kv_token_elements(CONFIG) == 2 * 2 * 1 * 3
         assert decode_bytes(CONFIG, batch=3, context=10, itemsize=2) == (312 + 3 * 10 * 12) * 2
+
+    def test_bytes_of_the_experts_that_are_hit(self) -> None:
+        """128 experts of three matrices of 2048 x 768 in each of 48 layers, in two bytes or in one."""
+        for name, itemsize in (("qwen3-30b-a3b", 2), ("qwen3-30b-a3b-fp8", 1)):
+            config = named_config(name)
+            whole, hit = decode_bytes(config, 0, 0, 2), decode_bytes(config, 0, 0, 2, experts_hit=8.5)
+            assert whole - hit == pytest.approx((128 - 8.5) * 48 * 3 * 2048 * 768 * itemsize)
+            assert decode_bytes(config, 0, 0, 2, experts_hit=128.0) == whole
+
+    def test_a_window_bounds_what_is_read(self) -> None:
+        config = replace(CONFIG, window=4, sliding_layers=(1,))
+        assert decode_bytes(config, 3, 10, 2) == (312 + 3 * (10 + 4) * 6) * 2
+
+    @pytest.mark.parametrize("window", [None, 1, 5, 30])
+    def test_pairs_within_a_window(self, window: int | None) -> None:
+        for query_len, context in ((1, 1), (1, 12), (7, 12), (12, 12), (3, 20)):
+            seen = [min(position + 1, window or 99) for position in range(context - query_len, context)]
+            assert attended_pairs(query_len, context, window) == sum(seen)
 
     def test_operations_of_a_prefill(self) -> None:
         products = 2 * 2 * 132 * 5  # two operations per weight, two layers, five tokens
@@ -64,14 +83,21 @@ class TestStepCosts:
 
     def test_a_decode_step_against_its_floors(self) -> None:
         spans = [(0.0, 4.0, "a"), (6.0, 10.0, "b")]
-        figure = decode_figure(4, 512, 3_000_000, 0.006, spans=spans, ceilings=CEILINGS)
+        figure = decode_figure(4, 512, 3_000_000, [0.006], spans=spans, ceilings=CEILINGS)
         assert (figure.batch, figure.context) == (4, 512)
         assert (figure.step_ms, figure.floor_ms, figure.floor_share) == pytest.approx((6.0, 3.0, 0.5))
         assert (figure.read_floor_ms, figure.read_floor_share) == pytest.approx((1.5, 0.25))
         assert figure.busy_share == pytest.approx(0.8)
 
+    def test_rounds_of_a_way_to_draw(self) -> None:
+        """Each is compared with the greedy steps of its own round."""
+        rounds = {"seconds": [0.003, 0.005, 0.006], "greedy_seconds": [0.002, 0.004, 0.006]}
+        figure = decode_figure(4, 512, 1_000_000, ceilings=CEILINGS, sampling="top-p", **rounds)
+        assert (figure.step_ms, figure.least_ms, figure.most_ms) == pytest.approx((5.0, 3.0, 6.0))
+        assert figure.beyond_greedy == pytest.approx(0.25) and figure.floor_share == pytest.approx(0.2)
+
     def test_a_prefill_against_the_product(self) -> None:
-        figure = prefill_figure(500, 2 * 10**11, 0.25, CEILINGS)
+        figure = prefill_figure(500, 2 * 10**11, [0.25], CEILINGS)
         assert (figure.ms, figure.tokens_per_second, figure.gemm_share) == pytest.approx((250.0, 2000.0, 0.8))
 
 

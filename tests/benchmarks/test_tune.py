@@ -18,6 +18,7 @@ from splitserve.kernels.experts.spec import RouterSpec
 from splitserve.kernels.tuning import parameters as tuning
 from splitserve.kernels.tuning.parameters import Params, TunedEntry
 from splitserve.kernels.tuning.tunables import OPERATIONS, TuneTarget, load_tunable
+from splitserve.models.config import Fp8Format
 from splitserve.models.demo.checkpoint import SHAPES
 from splitserve.models.experts import ExpertsSpec
 from splitserve.orchestration.cli import main as cli
@@ -54,6 +55,7 @@ def sleepy_sum(x: Tensor) -> Tensor:
 
 class SleepyCase:
     num_bytes = 1000
+    tolerance = None
 
     def __init__(self, rows: int, candidates: Sequence[int], seen: list[Params]) -> None:
         self.x = torch.randn(rows, 8)
@@ -170,20 +172,26 @@ def test_tunables_agree_with_their_reference(operation: str, is_shard: bool) -> 
 
 @pytest.mark.on_gpu
 @pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize("is_mxfp4", [False, True])
-def test_experts_agree_with_their_reference(is_mxfp4: bool) -> None:
+@pytest.mark.parametrize("stored", ["plain", "mxfp4", "fp8"])
+def test_experts_agree_with_their_reference(stored: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    experts = ExpertsSpec(RouterSpec(4, 2), 32, is_mxfp4=is_mxfp4)
-    target = TuneTarget(replace(SHAPES["tiny"], experts=experts), torch.float32, device, 4)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32  # as in workers; the interpreter's is wrong
+    experts = ExpertsSpec(RouterSpec(4, 2), 128, is_mxfp4=stored == "mxfp4")
+    model = replace(SHAPES["tiny"], experts=experts, fp8=Fp8Format((128, 128)) if stored == "fp8" else None)
+    if device.type == "cpu":
+        monkeypatch.setattr("splitserve.kernels.experts.tunable.fp8_unavailable_reason", lambda _device, _dtype: None)
+    target = TuneTarget(model, dtype, device, 4)
     tunable = load_tunable("experts")
     (key,) = tunable.shape_keys(target)
+    names = {"plain": str(dtype).removeprefix("torch."), "mxfp4": "uint8", "fp8": "float8_e4m3fn"}
+    assert key == f"{names[stored]} experts=4 top_k=2 hidden=128 inner=128"
     case = tunable.case(target, key, 2)
     assert case is not None
     expected = case.expected()
     for params in ({}, case.candidates({})[1]):
         with tuning.forced("experts", params):
-            assert relative_error(case.calls()[0](), expected) <= TOLERANCE[torch.float32]
+            assert relative_error(case.calls()[0](), expected) <= (case.tolerance or TOLERANCE[dtype])
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for Triton's interpreter, which needs tiny shapes")

@@ -84,6 +84,7 @@ def test_defaults(tmp_path: Path) -> None:
         ({"layer_types": ["full_attention"] * 2, "sliding_window": 8}, "2 entries for 16 layers"),
         ({"layer_types": ["sliding_attention"] * 16, "sliding_window": 8}, "only full attention"),
         ({"layer_types": ["chunked_attention"] * 16}, "layer_types has 'chunked_attention'"),
+        ({"layer_types": ["linear_attention"] * 16}, "recurrent state isn't supported yet"),
         ({"rope_scaling": {"rope_type": "mrope", "factor": 4.0}}, "rope type 'mrope'"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 0}}, "factor is 0"),
         ({"rope_scaling": {"rope_type": "longrope", "short_factor": []}}, "short_factor is"),

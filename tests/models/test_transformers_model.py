@@ -28,8 +28,8 @@ NUM_TOP = 3
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("transformers") / "flint"
-    make_model("FlintForCausalLM").save_pretrained(path)
+    path = tmp_path_factory.mktemp("transformers") / "exaone"
+    make_model("Exaone4ForCausalLM").save_pretrained(path)
     return path
 
 

@@ -3,6 +3,8 @@
 The misconfigurations are real: workers, sockets, limits and files, around one running cluster.
 """
 
+import functools
+import io
 import json
 import os
 import queue
@@ -13,7 +15,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from collections.abc import Set as AbstractSet
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,8 +26,10 @@ import pytest
 from misconfigured_worker import FAULT, SECONDS_AHEAD
 from splitserve.common.cores import available_cores
 from splitserve.models.demo.checkpoint import write_demo_model
+from splitserve.orchestration.cli.main import main
 from splitserve.orchestration.cluster.host import ChildExited, Event
 from splitserve.orchestration.cluster.launcher import LocalCluster
+from splitserve.orchestration.doctor import machine
 from splitserve.orchestration.doctor.cluster import read_report
 from splitserve.orchestration.doctor.http import Endpoint
 from splitserve.orchestration.hosts.process import ChildProcess
@@ -66,14 +70,42 @@ def running(tiny_qwen3: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
             yield Running(cluster.url, engine, membership)
 
 
-def doctor(*arguments: str, environment: Mapping[str, str] | None = None) -> tuple[int, dict[str, Any]]:
-    """Exit status and JSON of the command."""
+@pytest.fixture(scope="module", autouse=True)
+def torch_asked_once() -> Iterator[None]:
+    """Facts that a process of its own reads from PyTorch, read once for all commands that run in this process."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(machine, "ask_torch", functools.cache(machine.ask_torch))
+        yield
+
+
+def started(*arguments: str, environment: Mapping[str, str] | None = None) -> tuple[int, dict[str, Any]]:
+    """Exit status and JSON of the command in a process of its own."""
     command = [sys.executable, "-m", "splitserve.orchestration.cli.main", "doctor", "--json", *arguments]
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=200, check=False, env={**os.environ, **(environment or {})}
     )
     assert done.stdout, f"{arguments}: {done.returncode}\n{done.stderr}"
     return done.returncode, json.loads(done.stdout)
+
+
+def run_here(*arguments: str, environment: Mapping[str, str] | None = None) -> tuple[int, str, str]:
+    """Exit status, output and errors of the command in this process, which has imported what it needs already."""
+    output, errors, on_end = io.StringIO(), io.StringIO(), signal.getsignal(signal.SIGTERM)
+    with pytest.MonkeyPatch.context() as variables, redirect_stdout(output), redirect_stderr(errors):
+        for name, value in (environment or {}).items():
+            variables.setenv(name, value)
+        try:
+            status = main(["doctor", *arguments])
+        finally:
+            signal.signal(signal.SIGTERM, on_end)
+    return status, output.getvalue(), errors.getvalue()
+
+
+def doctor(*arguments: str, environment: Mapping[str, str] | None = None) -> tuple[int, dict[str, Any]]:
+    """Exit status and JSON of the command in this process."""
+    status, output, errors = run_here("--json", *arguments, environment=environment)
+    assert output, f"{arguments}: {status}\n{errors}"
+    return status, json.loads(output)
 
 
 class Names(set[str]):
@@ -132,6 +164,7 @@ def another_worker(
         log_level="error",
         emit=events.put,
         environment={**(environment or {}), **({FAULT: fault} if fault else {})},
+        forks=True,
     )
     try:
         yield child
@@ -156,7 +189,7 @@ def is_ready(running: Running, name: str) -> bool:
 
 
 def test_a_healthy_cluster(running: Running) -> None:
-    status, found = doctor("--against", running.url)
+    status, found = started("--against", running.url)
     assert names(status, found) - CROWD == set(), found["checks"]
     probe = found["probe"]
     assert (probe["prefill"], probe["decode"]) == ("prefill-0", "decode-0")
@@ -277,7 +310,7 @@ def test_low_memlock_of_this_shell(running: Running) -> None:
 
 
 def test_wrong_transport_of_this_shell(running: Running) -> None:
-    status, found = doctor("--port", "0", environment={"UCX_TLS": "tcp"})
+    status, found = started("--port", "0", environment={"UCX_TLS": "tcp"})
     assert names(status, found) == {"wrong_transport"}
     assert found["probe"]["transport"].startswith("nixl/tcp") and found["probe"]["blocks"] == 33
 
@@ -308,16 +341,8 @@ def test_a_transport_can_be_asked_for(running: Running) -> None:
 )
 def test_what_it_refuses(running: Running, arguments: list[str], key: str, message: str) -> None:
     filled = [argument.format(url=running.url) for argument in arguments]
-    command = [sys.executable, "-m", "splitserve.orchestration.cli.main", "doctor", *filled]
-    done = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-        env={**os.environ, "SPLITSERVE_API_KEY": key},
-    )
-    assert done.returncode == 2 and message in done.stderr, done.stdout + done.stderr
+    status, output, errors = run_here(*filled, environment={"SPLITSERVE_API_KEY": key})
+    assert status == 2 and message in errors, output + errors
 
 
 def test_nobody_there(running: Running) -> None:

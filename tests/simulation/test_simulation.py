@@ -3,12 +3,14 @@
 What a schedule is: ``schedules.py``. That these checks bite: ``test_planted_bugs.py``.
 """
 
+import os
+
 import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from schedules import LONG_WAITS, SHORT_LEASES, Schedule, run_schedule
+from schedules import LONG_WAITS, QUIET_SECONDS, SHORT_LEASES, Schedule, run_schedule
 from splitserve.router.placement.policies import Disaggregated
 from splitserve.router.requests.effects import Deliver
 from splitserve.simulation.faults import Faults, Shape
@@ -37,8 +39,11 @@ EVERYTHING = Faults(
     kills=1, freezes=1,
 )  # fmt: skip
 
+NUM_SCHEDULES = int(os.environ.get("SPLITSERVE_SCHEDULES", "25"))
+"""Schedules of each kind; scripts/long-tests runs more of them."""
+
 seeds = st.integers(0, 2**32)
-bounded = settings(max_examples=50)
+bounded = settings(max_examples=NUM_SCHEDULES)
 
 
 @given(seed=seeds, shape=st.sampled_from(DISAGGREGATED))
@@ -135,7 +140,7 @@ some = st.integers(0, 3)
         damage=st.floats(0, 0.3),
     ),
 )
-@settings(parent=bounded, max_examples=100)
+@settings(parent=bounded, max_examples=2 * NUM_SCHEDULES)
 def test_any_mix_of_faults(seed: int, shape: Shape, faults: Faults) -> None:
     run_schedule(Schedule(seed=seed, faults=faults, shape=shape))
 
@@ -165,7 +170,9 @@ def test_a_preempted_request_is_not_overtaken_by_newcomers_for_ever() -> None:
     for index in range(num_requests):
         prompt = [sim.random.randrange(VOCAB) for _ in range(sim.random.choice([3, 9, 17, 30]))]
         sim.at(1.0 + index * interval_seconds, lambda i=index, p=prompt: sim.router.submit(f"r{i}", p, 20))  # type: ignore[misc]
-    sim.run(until=300.0)
+    while sim.now < 300.0 and not sim.router.has_ended(num_requests):
+        sim.run(until=sim.now + 1.0)
+    sim.run(until=sim.now + QUIET_SECONDS + sim.protocol.lease_seconds)
     sim.check_end()
     decode = sim.living("decode-0")
     assert decode.core.load().preemptions > 0

@@ -1,6 +1,7 @@
 """Small tiers under every fault that the simulator knows: right tokens, each block in one state, every count back."""
 
 import itertools
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -54,7 +55,7 @@ FAULTS = {
 }  # fmt: skip
 
 seeds = st.integers(0, 2**32)
-bounded = settings(max_examples=10)
+bounded = settings(max_examples=int(os.environ.get("SPLITSERVE_SCHEDULES", "8")))
 
 
 @pytest.mark.parametrize("faults", FAULTS.values(), ids=FAULTS)

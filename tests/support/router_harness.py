@@ -5,16 +5,15 @@ import json
 import re
 import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import msgspec
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from forked_routers import ForkedRouter
 from splitserve.benchmarks.router.instant_worker import InstantWorker, WorkerOptions
 from splitserve.benchmarks.router.worker_script import Script, default_script
 from splitserve.protocol.config import RouterConfig
@@ -55,42 +54,20 @@ def write_model_dir(path: Path) -> Tokenizer:
     return tokenizer
 
 
-_CHILD = """
-import json, os, sys, msgspec
-from splitserve.common.logs import set_up_logging
-from splitserve.protocol.config import RouterConfig
-from splitserve.common.errors import SplitserveError
-from splitserve.router.server import run_router
-set_up_logging("router", os.environ.get("TEST_ROUTER_LOG_LEVEL", "warning"))
-def progress(event, fields):
-    print(json.dumps([event, fields]), flush=True)
-try:
-    run_router(msgspec.json.decode(sys.argv[1], type=RouterConfig), progress)
-except SplitserveError as error:
-    sys.exit(f"{type(error).__name__}: {error}")
-print(json.dumps(["ended", {"torch": str("torch" in sys.modules)}]), flush=True)
-"""
-
-
 class RouterProcess:
     """A router in a process of its own; ``url`` and ``membership`` are where it listens."""
 
     def __init__(self, model_dir: Path, **settings: Any) -> None:
         settings.setdefault("port", 0)
         config = RouterConfig(model=str(model_dir), served_model_name="tiny", **settings)
-        argument = msgspec.json.encode(config).decode()
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", _CHILD, argument], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
+        self.process = ForkedRouter(config)
         self.membership = self._event("membership")["endpoint"]
         self.url = self._event("listening")["url"]
 
     def _event(self, name: str) -> dict[str, str]:
-        assert self.process.stdout is not None and self.process.stderr is not None
         line = self.process.stdout.readline()
         if not line:
-            with self.process:
-                raise RuntimeError(self.process.stderr.read())
+            raise RuntimeError(self.process.communicate(PATIENCE_SECONDS)[1])
         event, fields = json.loads(line)
         assert event == name
         return fields
@@ -140,7 +117,9 @@ class RouterProcess:
             self.process.kill()
             self.process.communicate()
             raise
-        return self.process.returncode, out, err
+        status = self.process.returncode
+        assert status is not None
+        return status, out, err
 
 
 class Workers:

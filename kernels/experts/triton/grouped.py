@@ -92,19 +92,20 @@ def _or(tensor: Tensor | None, other: Tensor) -> Tensor:
 def _tile(x_at, weight_at, x_scales_at, weight_scales_at, total, SIZE: tl.constexpr, BLOCK_K: tl.constexpr,
           FORMAT: tl.constexpr):  # fmt: skip
     """Return ``total`` plus the product of a tile's rows of x and of the weight; pointers are those of the rows."""
-    if FORMAT == 2:
-        return _packed_tile(x_at, weight_at, weight_scales_at, total, SIZE, BLOCK_K)
-    columns = tl.arange(0, BLOCK_K)
-    for start in range(0, SIZE, BLOCK_K):
-        inside = start + columns < SIZE
-        rows = tl.load(x_at[:, None] + start + columns[None, :], mask=inside[None, :], other=0.0)
-        weight = tl.load(weight_at[None, :] + start + columns[:, None], mask=inside[:, None], other=0.0)
-        if FORMAT == 1:
-            group = start // BLOCK_K
-            scale = tl.load(x_scales_at + group)[:, None] * tl.load(weight_scales_at + group)[None, :]
-            total += tl.dot(rows, weight) * scale
-        else:
-            total = tl.dot(rows, weight, total, input_precision="ieee")
+    if FORMAT == 2:  # one return for all: the compiler also compiles what comes after an early one
+        total = _packed_tile(x_at, weight_at, weight_scales_at, total, SIZE, BLOCK_K)
+    else:
+        columns = tl.arange(0, BLOCK_K)
+        for start in range(0, SIZE, BLOCK_K):
+            inside = start + columns < SIZE
+            rows = tl.load(x_at[:, None] + start + columns[None, :], mask=inside[None, :], other=0.0)
+            weight = tl.load(weight_at[None, :] + start + columns[:, None], mask=inside[:, None], other=0.0)
+            if FORMAT == 1:
+                group = start // BLOCK_K
+                scale = tl.load(x_scales_at + group)[:, None] * tl.load(weight_scales_at + group)[None, :]
+                total += tl.dot(rows, weight) * scale
+            else:
+                total = tl.dot(rows, weight, total, input_precision="ieee")
     return total
 
 

@@ -77,21 +77,23 @@ def _row_products(x_at, weight_ptr, scales_ptr, rows, SIZE: tl.constexpr, GROUP:
                   BLOCK_K: tl.constexpr):  # fmt: skip
     """Return the products [BLOCK_N] of the vector at ``x_at`` with ``rows`` of the weight, in float32."""
     if IS_MXFP4:
-        return _packed_row_products(x_at, weight_ptr, scales_ptr, rows, SIZE, GROUP, BLOCK_N, BLOCK_K)
-    NUM_GROUPS: tl.constexpr = (SIZE + GROUP - 1) // GROUP
-    columns = tl.arange(0, BLOCK_K)
-    total = tl.zeros((BLOCK_N, BLOCK_K), dtype=tl.float32)
-    for start in range(0, SIZE, BLOCK_K):
-        at = start + columns
-        inside = at < SIZE
-        x = tl.load(x_at + at, mask=inside, other=0.0).to(tl.float32)
-        weight = tl.load(weight_ptr + rows[:, None] * SIZE + at[None, :], mask=inside[None, :], other=0.0)
-        weight = weight.to(tl.float32)
-        if HAS_SCALES:
-            scales_at = scales_ptr + rows[:, None] * NUM_GROUPS + (at // GROUP)[None, :]
-            weight *= tl.load(scales_at, mask=inside[None, :], other=0.0)
-        total += weight * x[None, :]
-    return tl.sum(total, 1)
+        products = _packed_row_products(x_at, weight_ptr, scales_ptr, rows, SIZE, GROUP, BLOCK_N, BLOCK_K)
+    else:
+        NUM_GROUPS: tl.constexpr = (SIZE + GROUP - 1) // GROUP
+        columns = tl.arange(0, BLOCK_K)
+        total = tl.zeros((BLOCK_N, BLOCK_K), dtype=tl.float32)
+        for start in range(0, SIZE, BLOCK_K):
+            at = start + columns
+            inside = at < SIZE
+            x = tl.load(x_at + at, mask=inside, other=0.0).to(tl.float32)
+            weight = tl.load(weight_ptr + rows[:, None] * SIZE + at[None, :], mask=inside[None, :], other=0.0)
+            weight = weight.to(tl.float32)
+            if HAS_SCALES:
+                scales_at = scales_ptr + rows[:, None] * NUM_GROUPS + (at // GROUP)[None, :]
+                weight *= tl.load(scales_at, mask=inside[None, :], other=0.0)
+            total += weight * x[None, :]
+        products = tl.sum(total, 1)
+    return products
 
 
 @triton.jit

@@ -19,6 +19,7 @@ from splitserve.models.layers.weight import Role
 from splitserve.models.step_costs import token_flops
 from splitserve.models.weights.loader import load_model
 from splitserve.models.weights.shard import Shard
+from splitserve.orchestration.doctor.model import look_at_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -129,6 +130,8 @@ def test_experts_may_be_stored_as_one_tensor(tmp_path: Path, shard: Shard) -> No
     tensors = write_checkpoint(tmp_path / "each", QWEN)
     write_config(tmp_path / "fused", QWEN)
     save_file(fused(tensors, 4, "gate_proj", "up_proj", "down_proj"), tmp_path / "fused" / "model.safetensors")
+    (tmp_path / "fused" / "tokenizer.json").write_text("{}")
+    assert not look_at_model(str(tmp_path / "fused")).problems
     options = {} if shard.size == 1 else {"group": _Group(shard)}
     one, other = experts_of(tmp_path / "each", **options), experts_of(tmp_path / "fused", **options)
     assert torch.equal(one.gate_up, other.gate_up) and torch.equal(one.down, other.down)

@@ -1,0 +1,91 @@
+"""Decode steps as a worker launches them, for ``splitserve bench engine``."""
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from splitserve.benchmarks.engine.sampling_modes import SamplingMode
+from splitserve.benchmarks.engine.step_memory import SequenceTables
+from splitserve.kernels.api import Route
+from splitserve.kernels.experts.spec import RouterSpec
+from splitserve.protocol.step import UNKNOWN_TOKEN, LaunchedStep, LaunchingRunner, ScheduledChunk, StepPlan
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeRun:
+    """Sequences that are decoded together, from ``first`` tokens each, all drawn in the same way. ``prompt_ids``: what
+    penalties know of each."""
+
+    tables: Sequence[SequenceTables]
+    first: int
+    mode: SamplingMode
+    prompt_ids: Sequence[int] = ()
+
+    def seconds(self, runner: LaunchingRunner, warm_up: int, count: int) -> float:
+        """Return the seconds of ``count`` steps, from the end of the last of ``warm_up`` steps to that of the last.
+
+        Each step is launched while the one before it runs, unless the draw has to wait for its token.
+        """
+        pending: deque[LaunchedStep] = deque()
+        ends: list[float] = []
+        tokens: list[int] | None = [1] * len(self.tables)
+
+        def finish() -> list[int]:
+            drawn = [token for token in pending.popleft().wait().token_ids if token is not None]
+            ends.append(time.perf_counter())
+            return drawn
+
+        for step in range(warm_up + count):
+            pending.append(runner.launch(StepPlan(self._chunks(step, tokens))))
+            tokens = None
+            if self.mode.waits:
+                tokens = finish()
+            elif len(pending) > 1:
+                finish()
+        while pending:
+            finish()
+        return ends[-1] - ends[warm_up - 1]
+
+    def _chunks(self, step: int, tokens: Sequence[int] | None) -> list[ScheduledChunk]:
+        at = self.first + step
+        chunks = []
+        for index, sequence in enumerate(self.tables):
+            table, others = sequence.upto(at, at + 1)
+            spec = self.mode.spec(index, at + 1, self.prompt_ids if step == 0 else None)
+            token, previous = (UNKNOWN_TOKEN, index) if tokens is None else (tokens[index], None)
+            chunks.append(ScheduledChunk([token], at, table, spec, previous, other_tables=others))
+        return chunks
+
+
+@dataclass(slots=True)
+class HitExperts:
+    """A choice of experts that notes them while :meth:`noting` runs."""
+
+    route: Route
+    _noted: list[Tensor] | None = field(default=None, init=False)
+
+    def __call__(self, logits: Tensor, bias: Tensor | None, spec: RouterSpec) -> tuple[Tensor, Tensor]:
+        """See :class:`splitserve.kernels.api.Route`."""
+        experts, factors = self.route(logits, bias, spec)
+        if self._noted is not None:
+            self._noted.append(experts)
+        return experts, factors
+
+    @contextmanager
+    def noting(self) -> Iterator[Callable[[], float | None]]:
+        """Note the experts of the steps that run meanwhile: their mean number in a layer's step, None without any."""
+        noted = self._noted = []
+        try:
+            yield lambda: _mean_hit(noted)
+        finally:
+            self._noted = None
+
+
+def _mean_hit(choices: Sequence[Tensor]) -> float | None:
+    counts = [int(torch.unique(experts).numel()) for experts in choices]
+    return sum(counts) / len(counts) if counts else None
