@@ -1,6 +1,6 @@
 """Masks of the tokens that may come next: made on the host, one bit per token, and applied where the logits are."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -12,7 +12,6 @@ FORBIDDEN = -1e30
 """The logit of a token that isn't allowed: finite, and below whatever a ban by another feature leaves."""
 
 _BITS = 32
-_SAMPLE = 32  # the part of a mask that is hashed: one word in so many
 _SPARSE = 8  # a mask is sparse if at most one word in so many allows a token
 
 Float32Array = npt.NDArray[np.float32]
@@ -65,57 +64,40 @@ class HostMasks:
     """Masks for logits on a CPU, applied in place without a branch for each token."""
 
     def __init__(self) -> None:
-        self._highest = np.empty((0, 8), np.float32)  # room for the highest logits of a row; a new one would cost more
+        self._highest = np.empty((0, 8), np.float32)  # the highest logits of a row under the last mask that lowered any
+        self._lowering: Mask = np.empty(0, np.uint32)  # that mask
 
     def apply(self, logits: Tensor, rows: Sequence[int], bits: Tensor) -> None:
         """Apply the masks ``bits`` [n, words] to ``rows`` of the logits, as :func:`apply_masks` does."""
         values = logits.numpy()
-        for mask, alike in _alike(rows, bits.numpy().view(np.uint32)):
-            if _SPARSE * np.count_nonzero(mask) < mask.size:
-                ids = _allowed_ids(mask)
-                _keep_few(values, alike, ids[: ids.searchsorted(values.shape[1])])
+        for row, mask in zip(rows, bits.numpy().view(np.uint32), strict=True):
+            is_used = mask != 0
+            if _SPARSE * np.count_nonzero(is_used) < mask.size:
+                _keep_few(values[row], _allowed_ids(mask, is_used.nonzero()[0]))
             else:
-                self._lower(values, alike, mask)
+                self._lower(values[row], mask)
 
-    def _lower(self, values: Float32Array, rows: Sequence[int], mask: Mask) -> None:
-        """Apply one mask to some rows by the smaller of each logit and the highest one that the mask allows."""
-        num_bytes = mask.size * _BITS // 8
-        if len(self._highest) != num_bytes:
-            self._highest = np.empty((num_bytes, 8), np.float32)
-        np.take(_HIGHEST, mask.view(np.uint8), axis=0, out=self._highest, mode="clip")
-        highest = self._highest.reshape(-1)[: values.shape[1]]
-        for row in rows:
-            np.minimum(values[row], highest, out=values[row])
-
-
-def _alike(rows: Sequence[int], masks: npt.NDArray[np.uint32]) -> Iterator[tuple[Mask, list[int]]]:
-    """Yield the distinct ones of the masks [n, words], with the rows that each is for: sequences of one grammar are
-    often at places where it allows the same tokens."""
-    found: dict[bytes, list[tuple[bytes, Mask, list[int]]]] = {}  # by a part of the mask, which is cheaper to hash
-    for row, mask in zip(rows, masks, strict=True):
-        content, similar = mask.tobytes(), found.setdefault(mask[::_SAMPLE].tobytes(), [])
-        alike = next((those for other, _, those in similar if other == content), None)
-        if alike is None:
-            similar.append((content, mask, [row]))
-        else:
-            alike.append(row)
-    for similar in found.values():
-        for _, mask, alike in similar:
-            yield mask, alike
+    def _lower(self, logits: Float32Array, mask: Mask) -> None:
+        """Apply a mask to a row of logits by the smaller of each one and the highest one that the mask allows."""
+        if not np.array_equal(mask, self._lowering):  # inside strings it is the same for many rows and steps
+            if mask.size != self._lowering.size:
+                self._highest = np.empty((mask.size * _BITS // 8, 8), np.float32)
+            np.take(_HIGHEST, mask.view(np.uint8), axis=0, out=self._highest, mode="clip")
+            self._lowering = mask.copy()
+        np.minimum(logits, self._highest.reshape(-1)[: logits.size], out=logits)
 
 
-def _keep_few(values: Float32Array, rows: Sequence[int], ids: npt.NDArray[np.int64]) -> None:
-    """Keep the logits of a few tokens in some rows."""
-    for row in rows:
-        logits = values[row]
-        kept = logits.take(ids)
-        logits.fill(FORBIDDEN)
-        logits[ids] = kept
+def _keep_few(logits: Float32Array, ids: npt.NDArray[np.int64]) -> None:
+    """Keep the logits of a few tokens in a row; ``ids`` beyond its end don't count."""
+    if ids.size and ids[-1] >= logits.size:
+        ids = ids[: ids.searchsorted(logits.size)]
+    kept = logits.take(ids)
+    logits.fill(FORBIDDEN)
+    logits[ids] = kept
 
 
-def _allowed_ids(bits: Mask) -> npt.NDArray[np.int64]:
-    """Return the tokens that a mask allows, in their order."""
-    words = (bits != 0).nonzero()[0]
+def _allowed_ids(bits: Mask, words: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Return the tokens that a mask allows, in their order; ``words`` are the numbers of those words that aren't 0."""
     (found,) = np.unpackbits(bits[words].view(np.uint8), bitorder="little").view(np.bool_).nonzero()
     ids: npt.NDArray[np.int64] = words[found // _BITS] * _BITS + found % _BITS
     return ids

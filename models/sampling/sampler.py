@@ -70,9 +70,11 @@ class Sampler:
         for state_id in plan.released:
             self._release(state_id)
         for chunk in plan.chunks:
-            for spec in (chunk.sample, *chunk.others):
-                if spec is not None and spec.features is not None:
-                    self._prepare(spec.features, chunk.token_ids[-1])
+            if chunk.sample is not None and chunk.sample.features is not None:
+                self._prepare(chunk.sample.features, chunk.token_ids[-1])
+            for other in chunk.others:
+                if other.features is not None:
+                    self._prepare(other.features, chunk.token_ids[-1])
 
     def _prepare(self, use: FeatureUse, last_token: int) -> None:
         """Make the states that begin, or let present ones know the token before the draw."""
@@ -90,11 +92,12 @@ class Sampler:
         ``logits`` [R, vocab], which may be changed, are the raw ones of the chunks that draw; with draws of other
         choices they are repeated.
         """
-        draws = draws_of(chunks)
-        specs = [spec for _, spec in draws]
-        if len(draws) > logits.shape[0]:
-            row_of_chunk = {index: row for row, (index, _) in enumerate(draws[: logits.shape[0]])}
+        specs = [chunk.sample for chunk in chunks if chunk.sample is not None]
+        if any(chunk.others for chunk in chunks):
+            draws = draws_of(chunks)
+            row_of_chunk = {index: row for row, (index, _) in enumerate(draws[: len(specs)])}
             logits = logits[to_device(torch.tensor([row_of_chunk[index] for index, _ in draws]), logits.device)]
+            specs = [spec for _, spec in draws]
         self.raw = RawDraws.of(logits, specs) if self._is_lead else None
         wanted = self._rows(specs)
         if wanted:
