@@ -18,6 +18,7 @@ from starlette.types import ASGIApp
 
 from splitserve.common.errors import ConfigError
 from splitserve.common.security import is_loopback
+from splitserve.common.short_slices import ask_for_short_slices
 from splitserve.protocol.config import RouterConfig
 from splitserve.router.admin.metrics import RouterMetrics
 from splitserve.router.http.access.cross_origin import ANY_ORIGIN
@@ -62,6 +63,7 @@ def run_router(config: RouterConfig, progress: Progress) -> None:
             config.host,
         )
     _allow_many_files()
+    ask_for_short_slices()
     # Threads for each text of a batch cost more than they save, and their cores belong to the workers.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     with listening_socket(config.host, config.port) as listener:
@@ -143,7 +145,7 @@ async def _serve(
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stop)
-        _settle_collector()
+        settle_collector()
         await server.serve(sockets=[listener])
     finally:
         dispatcher.close()
@@ -170,7 +172,7 @@ def _reload_tenants(dispatcher: Dispatcher) -> None:
         log.info("%d tenants are known", len(dispatcher.tenants.by_name) - 1)
 
 
-def _settle_collector() -> None:
+def settle_collector() -> None:
     """Exclude the objects of the start-up, which live as long as the process, from the collector's full passes."""
     gc.collect()
     gc.freeze()

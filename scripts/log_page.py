@@ -42,8 +42,8 @@ message; a traceback follows an unexpected error. With `--log-format json` a lin
 `level`, `process`, `logger`, `message`, perhaps `traceback`, and, when a request ends, the fields below. `--log-level`
 (info) is for all processes.
 
-A request's id begins with its `X-Request-Id`. The router names it in each line about the request; with
-`--log-level debug` workers log each message about a request, with its id.
+A request's id begins with its `X-Request-Id`. Router and workers name it in each line about the request; with
+`--log-level debug` workers log each message about a request.
 
 ## When a request ends
 
@@ -52,7 +52,7 @@ INFO, or WARNING if it failed; `--no-request-log` leaves the failed ones:
     request ID finished (length), prefill-0 -> decode-0, prompt=512 cached=0 output=128 ttft_ms=41.3 itl_ms=8.02
     handover_ms=3.10 transport=nixl/cma seconds=1.060
 
-It is one line. Every 10 s with load, INFO:
+It is one line. The workers' lines have the same id with the number of the attempt, `ID#0`. Every 10 s with load, INFO:
 
     last 10 s: 4.2 requests/s, 2150 prompt and 538 output tokens/s, 5 in flight, TTFT 44 ms median, 97 ms p99
 """

@@ -3,15 +3,14 @@
     splitserve bench observability --rounds 30
 
 The router's core and its reports handle the messages of requests, as they come over the wire, by turns with all of it,
-with traces of 1% besides, and without any of it: no marks in the messages, no timeline, no metrics, no log. Figures are
-CPU time of the process with its threads, the least of the rounds: other processes only add to it. The log goes to a
-file.
+with traces of 1% and of all requests besides, and without any of it: no marks in the messages, no timeline, no metrics,
+no log. Figures are CPU time of the process with its threads, the least of the rounds: other processes only add to it.
+The log goes to a file. What traces of 1% add follows from those of all, since it is less than the clock's noise.
 """
 
 import argparse
 import asyncio
 import contextlib
-import gc
 import logging
 import random
 import sys
@@ -19,7 +18,7 @@ import tempfile
 import time
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from splitserve.benchmarks.common.report import add_result_options, keep_result, table
 from splitserve.benchmarks.router.worker_script import DEFAULT_LAYOUT
@@ -43,8 +42,12 @@ from splitserve.router.requests.events import Event, FromWorker, Submit
 from splitserve.router.requests.settlement import Settlement
 from splitserve.router.requests.state import RequestPhase, Update
 from splitserve.router.requests.timeline.timeline import Timeline
+from splitserve.router.server import settle_collector
 from splitserve.router.tracing.context import begin_trace
-from splitserve.router.tracing.tracing import NoTracing, Tracing, tracing_of
+from splitserve.router.tracing.tracing import NoTracing, Tracing
+
+if TYPE_CHECKING:
+    from splitserve.router.tracing.exporter import OtlpExporter
 
 PREFILL, DECODE = Party("prefill-0", 1), Party("decode-0", 2)
 PREFILL_MARKS = [MarkKind.ACCEPTED, MarkKind.GRANTED, MarkKind.BEGUN, MarkKind.CHUNK, MarkKind.CHUNK, MarkKind.DRAWN]
@@ -59,7 +62,7 @@ FEW, MANY = 2, 66  # output tokens of a request
 TRACE_RATIO = 0.01
 REPORTED_TOGETHER = 10
 """Requests in a batch of reports: as many end within ``REPORT_SECONDS`` at 100 per second, far from a full router."""
-WITH, TRACED, WITHOUT = "with", "with traces of 1%", "without"
+WITH, TRACED, ALL_TRACED, WITHOUT = "with", "with traces of 1%", "with traces of all", "without"
 
 
 class NoTimeline(Timeline):
@@ -100,10 +103,11 @@ class NoSettlement(Settlement):
 class Arm:
     """A router's core with its reports, or without them."""
 
-    def __init__(self, tracing: NoTracing | None, *, is_on: bool = True) -> None:
+    def __init__(self, exporter: "OtlpExporter | None" = None, ratio: float = 0.0, *, is_on: bool = True) -> None:
         self.is_on = is_on
-        self._tracing = NoTracing() if tracing is None else tracing
-        self._trace_ratio = 0.0 if tracing is None else TRACE_RATIO
+        self._exporter = exporter
+        self._tracing = NoTracing() if exporter is None else Tracing(exporter, ratio)
+        self._trace_ratio = ratio
         membership = Membership(5.0, 60.0)
         self._core = RouterCore(
             RouterConfig(model="m", served_model_name="m"), membership, PrefixView(), random.Random(0)
@@ -130,8 +134,7 @@ class Arm:
     def run(self, messages: Sequence[tuple[str, Sequence[tuple[float, bytes]]]]) -> float:
         """Return the CPU seconds of the requests with these ids and messages."""
         prompt, now = array("i", range(NUM_PROMPT_TOKENS)), time.monotonic()
-        gc.collect()
-        gc.freeze()  # as the router does after its start
+        settle_collector()  # as the router does after its start
         began_at = time.process_time()
         for number, (request_id, payloads) in enumerate(messages, 1):
             num_tokens = len(payloads) - 1  # the first one comes twice
@@ -148,6 +151,8 @@ class Arm:
             assert request.state.ended, "the messages don't end the request"
             if not number % REPORTED_TOGETHER:
                 self.reports.report_ended()
+        if self._exporter is not None:
+            self._exporter.flush()
         return time.process_time() - began_at
 
     def _handle(self, event: Event, now: float) -> None:
@@ -180,10 +185,10 @@ def messages_of(request_id: str, num_tokens: int, *, has_marks: bool) -> Iterato
 
 def measure(rounds: int, collector: str) -> dict[str, dict[str, float]]:
     """Return the microseconds of CPU time per request and per token, by arm, and what the arms add."""
-    traced = tracing_of(RouterConfig(model="m", served_model_name="m", otlp_endpoint=collector)) if collector else None
-    arms = {WITH: Arm(None), WITHOUT: Arm(None, is_on=False)}
-    if isinstance(traced, Tracing):
-        arms[TRACED] = Arm(traced)
+    arms = {WITH: Arm(), WITHOUT: Arm(is_on=False)}
+    exporter = _exporter(collector) if collector else None
+    if exporter is not None:
+        arms |= {TRACED: Arm(exporter, TRACE_RATIO), ALL_TRACED: Arm(exporter, 1.0)}
     seconds: dict[str, dict[int, list[float]]] = {name: {FEW: [], MANY: []} for name in arms}
     for turn in range(rounds):
         names = list(arms) if turn % 2 else list(reversed(arms))
@@ -194,9 +199,23 @@ def measure(rounds: int, collector: str) -> dict[str, dict[str, float]]:
                 seconds[name][num_tokens].append(arms[name].run(messages) / BATCH)
     for arm in arms.values():
         arm.reports.close()
-    if traced is not None:
-        traced.close()
+    if exporter is not None:
+        exporter.close()
     return {name: _costs(found, seconds[WITHOUT]) for name, found in seconds.items()}
+
+
+def _exporter(collector: str) -> "OtlpExporter":
+    from splitserve.router.tracing.exporter import OtlpExporter  # which needs the extra "otel"
+
+    return OtlpExporter(collector, "m")
+
+
+def trace_costs(rows: dict[str, dict[str, float]]) -> dict[str, float]:
+    """Return the microseconds that a sampled request adds, and what traces of 1% add to each request."""
+    if ALL_TRACED not in rows:
+        return {}
+    sampled = rows[ALL_TRACED]["us_per_request_of_many"] - rows[WITH]["us_per_request_of_many"]
+    return {"us_per_sampled_request": sampled, "us_per_request_at_1_percent": TRACE_RATIO * sampled}
 
 
 def _costs(found: dict[int, list[float]], without: dict[int, list[float]]) -> dict[str, float]:
@@ -228,7 +247,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     headers = ["arm", "us/request", "us/request", "added us/request", "added us/token"]
     print(table([(name, *(round(value, 2) for value in row.values())) for name, row in rows.items()], headers))
     print(f"of {FEW} and of {MANY} output tokens; added: against {WITHOUT!r}, apart from its tokens")
-    keep_result("observability", arguments, {"results": rows}, options)
+    traces = trace_costs(rows)
+    if traces:
+        print("traces: {:.0f} us per sampled request; at 1% {:.1f} us per request".format(*traces.values()))
+    keep_result("observability", arguments, {"results": rows, "traces": traces}, options)
     return 0
 
 

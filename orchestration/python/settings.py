@@ -49,7 +49,7 @@ class Settings(TypedDict, total=False):
     allowed_origins: str | Sequence[str]
     # YAML file with the tenants' keys, shares and limits, read again on SIGHUP; empty: none
     tenants: str | os.PathLike[str]
-    # write a line to the log when a request ends; off: only if it failed
+    # write a line to the log when a request ends, in each process; off: only if it failed
     request_log: bool
     # openTelemetry collector that takes traces by OTLP over HTTP, like http://127.0.0.1:4318; empty: none
     otlp_endpoint: str

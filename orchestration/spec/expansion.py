@@ -135,6 +135,7 @@ def worker_config(
         secret=secrets.secret,
         protocol=spec.protocol_config(),
         affinity=affinity,
+        request_log=spec.router.request_log,
     )
 
 

@@ -36,6 +36,7 @@ class QuickHistogram(Collector):
         self._text = text
         self._bounds = tuple(map(float, bounds))
         self._series: dict[tuple[str, ...], Series] = {}
+        self._by_first: dict[tuple[str, ...], dict[str, Series]] = {}  # by the other labels, then by the first one
         if not labels:
             self.observe = self.labels().observe
         registry.register(self)
@@ -49,9 +50,11 @@ class QuickHistogram(Collector):
 
     def observe_each(self, values: Mapping[str, float], *more: str) -> None:
         """Observe values by their first label; ``more``: the other labels."""
-        bounds, all_series = self._bounds, self._series
+        bounds, by_first = self._bounds, self._by_first.setdefault(more, {})
         for label, value in values.items():
-            series = all_series.get((label, *more)) or self.labels(label, *more)
+            series = by_first.get(label)
+            if series is None:
+                series = by_first[label] = self.labels(label, *more)
             series.counts[bisect_left(bounds, value)] += 1
             series.total += value
 

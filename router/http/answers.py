@@ -10,6 +10,7 @@ the stream has begun, or while a request waits for a worker that replaces a lost
 
 import asyncio
 import logging
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -223,6 +224,7 @@ class GenerationResponse(Response):
     async def _send_events(self, send: Send, pulse: Pulse) -> None:
         started = False
         opened: set[int] = set()
+        written: set[int] = set()
         while True:
             pieces, error = await self._next_pieces()
             if error is not None and not (started or pieces):
@@ -239,8 +241,17 @@ class GenerationResponse(Response):
             if events:
                 await send({"type": "http.response.body", "body": events, "more_body": True})
                 pulse.note_sent()
+                self._note_written(opened, written)
         events += self._format.end(self._usage()) if error is None else self._format.failure(error)
         await send({"type": "http.response.body", "body": events, "more_body": False})
+        self._note_written(opened, written)
+
+    def _note_written(self, opened: set[int], written: set[int]) -> None:
+        """Note for the timelines of choices in ``opened`` that their first events are written, once."""
+        if len(opened) != len(written):
+            for index in opened - written:
+                self._requests[index].timeline.on_written(time.monotonic())
+            written |= opened
 
     def _events(self, index: int, piece: Piece, opened: set[int]) -> bytes:
         extra = {} if piece.finish_reason is None else self._route(self._requests[index])

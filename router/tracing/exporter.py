@@ -57,6 +57,10 @@ class OtlpExporter:
                 attempt = span_id
             self._processor.on_end(self._span(span, context, span_id, parent, began_at))
 
+    def flush(self) -> None:
+        """Send what is queued now."""
+        self._processor.force_flush()
+
     def close(self) -> None:
         """Send what is queued, but wait for the collector a short time only."""
         closing = threading.Thread(target=self._processor.shutdown, name="end-of-traces", daemon=True)

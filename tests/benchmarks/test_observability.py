@@ -1,10 +1,23 @@
 """The bench of what observing requests costs the router: each arm serves, and their costs are compared."""
 
+import gc
 import json
+from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
 
 from otlp_receiver import collector
 from splitserve.benchmarks.router import observability
+
+
+@pytest.fixture(autouse=True)
+def collector_as_before() -> Iterator[None]:
+    """Undo the bench's settings of Python's collector."""
+    threshold = gc.get_threshold()
+    yield
+    gc.set_threshold(*threshold)
+    gc.unfreeze()
 
 
 def test_the_arms_are_compared_and_the_result_is_kept(tmp_path: Path) -> None:
@@ -12,7 +25,9 @@ def test_the_arms_are_compared_and_the_result_is_kept(tmp_path: Path) -> None:
         arguments = ["--rounds", "2", "--otlp-endpoint", received.url, "--result-dir", str(tmp_path)]
         assert observability.main(arguments) == 0
     (kept,) = tmp_path.glob("*.json")
-    rows = json.loads(kept.read_text())["results"]
-    assert set(rows) == {observability.WITH, observability.WITHOUT, observability.TRACED}
+    result = json.loads(kept.read_text())
+    rows = result["results"]
+    arms = {observability.WITH, observability.WITHOUT, observability.TRACED, observability.ALL_TRACED}
+    assert set(rows) == arms and result["traces"]["us_per_sampled_request"] > 0
     assert rows[observability.WITHOUT]["added_us_per_request"] == 0.0
     assert all(row["us_per_request_of_many"] > row["us_per_request_of_few"] > 0 for row in rows.values())

@@ -21,7 +21,7 @@ from splitserve.orchestration.cluster.launcher import LocalCluster
 from splitserve.orchestration.spec.shorthand import simple_spec
 from splitserve.protocol.cluster_report import ClusterReport, RequestTrace, RequestTraces
 from splitserve.protocol.config import EngineConfig
-from timeline_runs import ARRANGEMENTS, run
+from timeline_runs import run
 
 NUM_REQUESTS = 40
 MAX_TOKENS = 6
@@ -96,6 +96,7 @@ def test_stages_add_up_to_the_routers_ttft_and_that_to_the_clients(cluster: Loca
             "prefill_queue",
             "prefill",
             "delivery",
+            "write",
         } < summary.ttft_stages.keys()
         for stages in (summary.ttft_stages, summary.handover_stages):
             assert stages and all(seconds >= 0 for seconds in stages.values()), stages
@@ -147,5 +148,5 @@ def test_metrics_show_stages_steps_and_the_model(cluster: LocalCluster) -> None:
 
 def test_clocks_that_differ_change_nothing(tiny_qwen3: Path) -> None:
     """The prefill worker's clock is 50 ms ahead, the decode worker's 50 ms behind: effects follow their causes."""
-    outcome = run(ARRANGEMENTS["shifted"], tiny_qwen3, 24)
+    outcome = run("shifted", tiny_qwen3, 24)
     assert outcome.problems == [] and outcome.figures["disaggregated"] == 24

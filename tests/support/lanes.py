@@ -83,6 +83,7 @@ ON_CLUSTERS = {
     "end_to_end/test_tiers",
     "end_to_end/test_fuzz_sockets",
     "end_to_end/test_tensor_parallel",
+    "end_to_end/test_model_kinds",
     "end_to_end/test_windows",
     "end_to_end/test_cli_serve",
     "end_to_end/test_python",

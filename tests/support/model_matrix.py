@@ -19,6 +19,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -67,9 +68,12 @@ class Matrix:
         self._model = model
         self._backend = backend
         self._references = transformers_greedy(model, PROMPTS, MAX_TOKENS)
-        self._long_references = transformers_greedy(model, LONG_PROMPTS, LONG_OUTPUT)
         self.problems: list[str] = []
         self.figures = Counter[str]()
+
+    @cached_property
+    def _long_references(self) -> list[Reference]:
+        return transformers_greedy(self._model, LONG_PROMPTS, LONG_OUTPUT)
 
     def run(self, arrangement: str) -> None:
         """Serve in one arrangement."""

@@ -8,8 +8,10 @@
     shifted      1P1D; the prefill worker's clock is 50 ms ahead of the router's, the decode worker's 50 ms behind
 
 Of each request the stages must add up to the router's time to first token, none of them negative; in the first two
-arrangements 95% of the clients must see their first token within 1% or 1 ms of that time. Exit status 1 if not. With
-SPLITSERVE_FIGURES set, figures of the run go to that file.
+arrangements 95% of the times that a client takes at its socket must be within 1% or 1 ms of that time. Exit status 1 if
+not. With SPLITSERVE_FIGURES set, figures of the run go to that file: among them the time from the client's send to the
+router's first stage (the kernel's and the event loop's: no stage sees it) and from the router's write to the client's
+socket.
 """
 
 import argparse
@@ -18,6 +20,7 @@ import os
 import random
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import threading
@@ -30,6 +33,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
@@ -82,6 +86,7 @@ class Run:
 
     figures: Counter[str] = field(default_factory=Counter)
     problems: list[str] = field(default_factory=list)
+    beside_stages: list[dict[str, Any]] = field(default_factory=list)  # of arrangements that compare clients
 
     def check(self, trace: RequestTrace) -> None:
         """Check the stages of a request, and count what it lived through."""
@@ -118,16 +123,37 @@ class Run:
             if cause in ends and effect in ends and ends[effect] < ends[cause] - CAUSALITY_SECONDS:
                 self.problems.append(f"{trace.summary.request_id}: {effect} ends before {cause}: {ends}")
 
-    def compare_clients(self, traces: dict[int, RequestTrace], client_ttfts: dict[int, float]) -> None:
-        """Compare the times to first token with those that clients measured."""
-        late = 0
+    def compare_clients(
+        self, name: str, traces: dict[int, RequestTrace], times: dict[int, tuple[float, float]]
+    ) -> None:
+        """Compare the times to first token with those that clients measured: when they sent and had an event."""
+        late, unix_offset = 0, time.time() - time.monotonic()
+        before, after, ttfts = [], [], []
         for number, trace in traces.items():
-            ttft, seen = trace.summary.ttft_seconds, client_ttfts.get(number, 0.0)
-            late += ttft is None or abs(seen - ttft) > max(CLIENT_SHARE * seen, CLIENT_SECONDS)
+            ttft = trace.summary.ttft_seconds
+            if ttft is None or number not in times:
+                late += 1
+                continue
+            sent_at, first_event_at = times[number]
+            seen, arrived_at = first_event_at - sent_at, trace.began_at - unix_offset
+            late += abs(seen - ttft) > max(CLIENT_SHARE * seen, CLIENT_SECONDS)
+            before.append(arrived_at - sent_at)
+            after.append(first_event_at - arrived_at - ttft)
+            ttfts.append(seen)
+        found = {"client's ttft": ttfts, "send to arrival": before, "write to client": after}
+        self.beside_stages.append(
+            {"arrangement": name, **{f"{each} ms, p50 p95 max": _quantiles(values) for each, values in found.items()}}
+        )
         self.figures["clients compared"] += len(traces)
         self.figures["clients beyond 1% and 1 ms"] += late
         if late > MAX_LATE * len(traces):
             self.problems.append(f"{late} of {len(traces)} clients saw another time to first token")
+
+
+def _quantiles(seconds: list[float]) -> list[float]:
+    ordered = sorted(seconds) or [0.0]
+    last = len(ordered) - 1
+    return [round(1e3 * ordered[at], 3) for at in (last // 2, int(0.95 * last), last)]
 
 
 def _has_migrated(trace: RequestTrace) -> bool:
@@ -165,7 +191,6 @@ class Requests:
     def __init__(self, url: str, model: str, max_tokens: int) -> None:
         self._max_tokens = max_tokens
         self.url = url
-        self.client_ttfts: dict[int, float] = {}
         address = urlsplit(url)
         self._host, self._port = str(address.hostname), address.port
         self._model = model
@@ -175,8 +200,8 @@ class Requests:
         chosen = random.Random(number - 11 if number % 4 == 3 and number >= 11 else number)
         return [chosen.randrange(300, 1500) for _ in range(chosen.randrange(32, 400))]
 
-    def stream(self, number: int) -> None:
-        """Send a request, and read its stream to the end."""
+    def message(self, number: int) -> tuple[str, str]:
+        """Return the head and the body of a request."""
         body = {
             "model": self._model, "prompt": self.prompt(number), "max_tokens": self._max_tokens, "temperature": 0,
             "ignore_eos": True, "stream": True,
@@ -186,18 +211,27 @@ class Requests:
             f"POST /v1/completions HTTP/1.1\r\nHost: {self._host}\r\nContent-Type: application/json\r\n"
             f"X-Request-Id: {_id(number)}\r\nContent-Length: {len(content)}\r\nConnection: close\r\n\r\n"
         )
-        message, received = (head + content).encode(), b""
+        return head, content
+
+    def stream(self, number: int) -> None:
+        """Send a request, and read its stream to the end."""
+        message = "".join(self.message(number)).encode()
         with socket.create_connection((self._host, self._port), timeout=PATIENCE_SECONDS) as connection:
-            began_at = time.monotonic()
             connection.sendall(message)
-            while b"data: {" not in received:
-                more = connection.recv(65536)
-                if not more:
-                    return  # it failed before its first token
-                received += more
-            self.client_ttfts[number] = time.monotonic() - began_at
             while connection.recv(65536):
                 pass
+
+    def stream_from_another_process(self, numbers: range, per_second: float) -> dict[int, tuple[float, float]]:
+        """Send requests at random times; return when each was sent and had its first event, at the client's socket."""
+        chosen, after, requests = random.Random(numbers.start), 0.0, []
+        for number in numbers:
+            after += chosen.expovariate(per_second)
+            head, body = self.message(number)
+            requests.append({"after": after, "head": head, "body": body})
+        given = json.dumps({"host": self._host, "port": self._port, "requests": requests})
+        client = str(Path(__file__).with_name("socket_client.py"))
+        done = subprocess.run([sys.executable, client], input=given, capture_output=True, text=True, check=True)
+        return {number: tuple(times) for number, times in zip(numbers, json.loads(done.stdout), strict=True) if times}
 
     def trace(self, number: int) -> RequestTrace | None:
         """Return the router's trace of a request that has ended; None if it never began."""
@@ -219,19 +253,6 @@ def send_at_once(requests: Requests, numbers: range) -> float:
     with ThreadPoolExecutor(NUM_CLIENTS) as clients:
         list(clients.map(requests.stream, numbers))
     return len(numbers) / (time.monotonic() - began_at)
-
-
-def send_at_rate(requests: Requests, numbers: range, per_second: float) -> None:
-    """Send requests at random times."""
-    chosen, due_at = random.Random(numbers.start), time.monotonic()
-    with ThreadPoolExecutor(NUM_CLIENTS) as clients:
-        sent = []
-        for number in numbers:
-            due_at += chosen.expovariate(per_second)
-            time.sleep(max(0.0, due_at - time.monotonic()))
-            sent.append(clients.submit(requests.stream, number))
-        for each in sent:
-            each.result()
 
 
 @contextmanager
@@ -257,23 +278,23 @@ def kills(cluster: LocalCluster, counted: Counter[str]) -> Iterator[None]:
         thread.join()
 
 
-def run(arrangement: Arrangement, model: Path, num_requests: int) -> Run:
+def run(name: str, model: Path, num_requests: int) -> Run:
     """Send the requests, and check their timelines."""
-    outcome = Run()
+    arrangement, outcome, times = ARRANGEMENTS[name], Run(), {}
     with running(arrangement, model) as cluster:
         requests = Requests(cluster.url, model.name, arrangement.max_tokens)
         rate = send_at_once(requests, range(90_000, 90_000 + WARM_UP))
         numbers = range(num_requests)
         if arrangement.compares_clients:
-            send_at_rate(requests, numbers, rate / 2)
+            times = requests.stream_from_another_process(numbers, rate / 2)
         elif arrangement.kills:
             with kills(cluster, outcome.figures):
                 send_at_once(requests, numbers)
         else:
             send_at_once(requests, numbers)
         loads = wait_until_quiet(cluster.url)
-        for name in ("tier_loaded_blocks_total", "peer_prefixes_total", "prefix_hit_tokens_total"):
-            outcome.figures[name.removesuffix("_total")] += int(sum(load.get(name, 0) for load in loads.values()))
+        for metric in ("tier_loaded_blocks_total", "peer_prefixes_total", "prefix_hit_tokens_total"):
+            outcome.figures[metric.removesuffix("_total")] += int(sum(load.get(metric, 0) for load in loads.values()))
         traces = {number: trace for number in numbers if (trace := requests.trace(number)) is not None}
     for trace in traces.values():
         outcome.check(trace)
@@ -281,7 +302,7 @@ def run(arrangement: Arrangement, model: Path, num_requests: int) -> Run:
     if len(traces) < num_requests:
         outcome.problems.append(f"only {len(traces)} of {num_requests} requests have a timeline")
     if arrangement.compares_clients:
-        outcome.compare_clients(traces, requests.client_ttfts)
+        outcome.compare_clients(name, traces, times)
     return outcome
 
 
@@ -292,11 +313,12 @@ def main() -> int:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         model = write_demo_model(Path(folder) / "tiny-qwen3", architecture="qwen3")
-        outcome = run(ARRANGEMENTS[options.arrangement], model, options.requests)
-    print(json.dumps(outcome.figures, indent=2))
+        outcome = run(options.arrangement, model, options.requests)
+    figures = {**outcome.figures, "beside stages": outcome.beside_stages}
+    print(json.dumps(figures, indent=2))
     print("\n".join(outcome.problems[:20]), file=sys.stderr)
     if "SPLITSERVE_FIGURES" in os.environ:
-        Path(os.environ["SPLITSERVE_FIGURES"]).write_text(json.dumps(outcome.figures))
+        Path(os.environ["SPLITSERVE_FIGURES"]).write_text(json.dumps(figures))
     return 1 if outcome.problems else 0
 
 

@@ -8,7 +8,7 @@ from splitserve.router.admin.diagnosis.evidence import Evidence, finding, millis
 BUSY_ROUTER = 0.85
 LATE_SECONDS = 0.05
 HALF_BUSY = 0.6
-ROUTER_STAGES = ("prepare", "delivery", "unexplained")
+ROUTER_STAGES = ("prepare", "delivery", "write", "unexplained")
 MIN_UNREAD = 2
 MIN_UNREAD_SHARE = 0.25
 MIN_UNREAD_SECONDS = 1.0

@@ -14,6 +14,7 @@ ROUTER_SPANS = {
     "prepare": "Until its prompt is tokens: body, chat template, tokenizer",
     "queue": "Wait until a worker can take it",
     "attempt": "One attempt on the chosen workers; one that failed has the reason",
+    "write": "First token in the router until its event is written to the client's connection",
     "stream": "First to last token delivered",
     "gap": "Time between two deliveries of tokens that was longer than the objective; the tokens before it",
 }
@@ -60,6 +61,10 @@ def spans_of(timeline: Timeline) -> list[TraceSpan]:
     for number, attempt in enumerate(timeline.attempts):
         later = timeline.attempts[number + 1 :]
         spans += _attempt_spans(attempt, origin, later[0].began_at if later else ended_at)
+    written_at = min(timeline.first_written_at, ended_at)
+    if written_at > timeline.first_token_at:
+        seconds = written_at - timeline.first_token_at
+        spans.append(TraceSpan("write", ROUTER, timeline.first_token_at - origin, seconds))
     if timeline.num_tokens > 1:
         seconds = timeline.last_token_at - timeline.first_token_at
         spans.append(TraceSpan("stream", ROUTER, timeline.first_token_at - origin, seconds, timeline.num_tokens))

@@ -23,6 +23,7 @@ TTFT_STAGES = {
     "handover": "Hand-over of the prompt's KV, for the choices after the first",
     "choice": "Computation of the first token of a choice after the first",
     "delivery": "Way of the first token to the router",
+    "write": "First token in the router until its event is written to the client's connection; only of streams",
     UNEXPLAINED: "Time between events of which one is unknown",
 }
 """Stages of the time to first token, in their order, with their meanings."""
@@ -68,7 +69,9 @@ def _ttft_stages(timeline: Timeline, attempt: AttemptTimeline, times: tuple[Time
         boundaries.append(("retries", attempt.began_at))
     boundaries += _worker_boundaries(attempt, times)
     boundaries.append(("delivery", timeline.first_token_at))
-    return _split(timeline.arrived_at, timeline.first_token_at, boundaries)
+    if timeline.first_written_at:
+        boundaries.append(("write", timeline.first_written_at))
+    return _split(timeline.arrived_at, timeline.first_written_at or timeline.first_token_at, boundaries)
 
 
 def _worker_boundaries(attempt: AttemptTimeline, times: tuple[Times, Times]) -> list[Boundary]:

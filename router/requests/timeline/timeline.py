@@ -95,7 +95,8 @@ class Timeline:
     prepared_at: float = 0.0  # the prompt's tokens were known
     gap_seconds: float = math.inf  # the objective for the time between tokens
     attempts: list[AttemptTimeline] = field(default_factory=list)
-    first_token_at: float = 0.0
+    first_token_at: float = 0.0  # it came from a worker
+    first_written_at: float = 0.0  # its event was written to the client's connection; answers in one piece have none
     last_token_at: float = 0.0
     num_tokens: int = 0  # delivered
     longest_gap_seconds: float = 0.0
@@ -137,6 +138,11 @@ class Timeline:
         self.num_tokens += count
         return seconds
 
+    def on_written(self, now: float) -> None:
+        """Note that the event with the first token was written to the client's connection."""
+        if self.num_tokens and not self.first_written_at:
+            self.first_written_at = now
+
     def on_handover(self, now: float, *, is_first: bool) -> float:
         """Note decode's report and return the seconds since the first token. ``is_first``: decode's own message brings
         the token: it was faster than prefill's."""
@@ -156,8 +162,8 @@ class Timeline:
 
     @property
     def ttft_seconds(self) -> float | None:
-        """Return the time from the arrival to the first token; None if no token came."""
-        return self.first_token_at - self.arrived_at if self.num_tokens else None
+        """Return the time from the arrival to the first token, in a stream until it is written; None: none came."""
+        return (self.first_written_at or self.first_token_at) - self.arrived_at if self.num_tokens else None
 
     @property
     def itl_seconds(self) -> float | None:

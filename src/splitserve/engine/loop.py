@@ -22,6 +22,7 @@ from splitserve.engine.effects import (
 )
 from splitserve.engine.io.kv_event_socket import NoKVEvents, PublishesKVEvents
 from splitserve.engine.io.membership_client import MembershipClient
+from splitserve.engine.io.request_log import RequestLog
 from splitserve.engine.io.sockets import WorkerSockets
 from splitserve.engine.io.waker import Waker
 from splitserve.engine.profiling.step_profiler import NoProfiler, Profiler
@@ -73,6 +74,7 @@ class WorkerLoop:
     ) -> None:
         """``explain`` finds the cause of an error that came from another rank. ``estimate`` of its steps' times."""
         self._engine_id = config.engine_id
+        self._request_log = RequestLog(writes_lines=config.request_log)
         self._core = core
         self._io = io
         self._sockets = io.sockets
@@ -248,6 +250,7 @@ class WorkerLoop:
                 case Send(to, body):
                     log_message("to", to, body)
                     self._sockets.send(to, body)
+                    self._request_log.note_sent(body)
                 case StartRead(command):
                     self._io.connector.read(command)
                 case StartCopy(copy):

@@ -129,6 +129,7 @@ class WorkerConfig(Confidential, frozen=True, kw_only=True):
     protocol: ProtocolConfig = ProtocolConfig()
     secret: str = ""
     affinity: CoreAffinity = CoreAffinity()
+    request_log: bool = True  # a line when the work for a request is done; off: only if it failed
 
 
 class LMCacheConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -275,7 +276,7 @@ class RouterConfig(Confidential, frozen=True, kw_only=True):
     ] = ""
     request_log: Annotated[
         bool,
-        Meta(description="Write a line to the log when a request ends; off: only if it failed."),
+        Meta(description="Write a line to the log when a request ends, in each process; off: only if it failed."),
         Setting(flags=("--request-log",), group=ENDPOINT, location="router.request_log"),
     ] = True
     otlp_endpoint: Annotated[

@@ -207,3 +207,23 @@ def test_marks_of_a_long_prompt_are_bounded_and_lose_no_token() -> None:
     assert sum(mark.amount for mark in taken if mark.kind is MarkKind.CHUNK) == 8000
     assert [mark.at for mark in taken if mark.kind is MarkKind.BEGUN] == [0.5]
     assert kept.take() == []
+
+
+def test_the_write_to_the_client_is_a_stage_of_its_own() -> None:
+    timeline = disaggregated()
+    before, waited = ttft_stages(timeline), timeline.ttft_seconds
+    timeline.on_written(10.213)
+    timeline.on_written(10.5)  # a later event
+    stages = ttft_stages(timeline)
+    assert "write" not in before and stages["write"] == pytest.approx(0.003)
+    assert timeline.ttft_seconds == pytest.approx(waited + 0.003) and {**before, "write": 0.003} == pytest.approx(
+        stages
+    )
+    (span,) = (span for span in spans_of(timeline) if span.name == "write")
+    assert span.begin + span.seconds == pytest.approx(0.213)
+
+
+def test_nothing_is_written_before_the_first_token() -> None:
+    timeline = Timeline(1.0)
+    timeline.on_written(1.5)
+    assert timeline.ttft_seconds is None and not timeline.first_written_at
