@@ -115,7 +115,7 @@ class SinkPart(Part):
             self._state.add_delta(sequence, delta)
         if sequence.siblings:
             sequence.handover = report
-            self._requests.fork(sequence)
+            self._requests.fork(sequence, first_token, now)
         if sequence.was_aborted or delta.finish_reason is not None:
             self._requests.end(sequence, "its first token was its last one", now)
             return

@@ -2,6 +2,7 @@
 read it."""
 
 from collections.abc import Mapping
+from itertools import takewhile
 
 from splitserve.common.bounded import ExpiringMap
 from splitserve.engine.effects import Incident, Serve
@@ -305,8 +306,9 @@ class SourcePart(Part):
             blocks, _ = self._digested(sequence, handover, num_full)
         (self._undigested.discard if is_whole else self._undigested.add)(key)
         if first_token is not None and is_whole:
-            logprobs = () if first_token.logprobs is None else (first_token.logprobs,)
-            handover.offer_last(blocks, sequence.num_computed, [first_token.token_id], now, logprobs)
+            draws = [first_token, *takewhile(lambda draw: not draw.error, first_token.others)]
+            logprobs = [draw.logprobs for draw in draws if draw.logprobs is not None]
+            handover.offer_last(blocks, sequence.num_computed, [draw.token_id for draw in draws], now, logprobs)
             del self._first_tokens[key]
         elif any(blocks):
             handover.offer(blocks, (handover.num_offered_blocks() + len(blocks[0])) * block_size, now)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 import torch
-from llguidance import LLExecutor, LLMatcher
+from llguidance import LLMatcher
 from torch import Tensor
 
 FORBIDDEN = -1e30
@@ -15,6 +15,7 @@ _BITS = 32
 _SPARSE = 8  # a mask is sparse if at most one word in so many allows a token
 
 Float32Array = npt.NDArray[np.float32]
+Mask = npt.NDArray[np.uint32]  # [words]
 
 
 class MaskMaker:
@@ -22,31 +23,34 @@ class MaskMaker:
 
     def __init__(self, *, pin_memory: bool) -> None:
         self._pin_memory = pin_memory
-        self._executor = LLExecutor(1)  # one thread: more would compete with the engine's
+        self._room = torch.empty(0, dtype=torch.int32)  # for masks that aren't pinned; new memory would cost more
 
     def make(self, matchers: Sequence[LLMatcher], vocab_size: int) -> Tensor:
         """Return the masks of ``matchers``: int32 [n, vocab_size / 32, rounded up], on the host; bit i of a row allows
-        token i. Takes 5 us a row, and releases the GIL.
+        token i. Takes 5 us a row on this thread: another thread would cost more than it saves. Masks that aren't pinned
+        are valid up to the next call.
 
         The matchers' vocabulary has at least ``vocab_size`` tokens. A matcher that can't go on has an error afterwards.
         """
         num_words = -(-vocab_size // _BITS)
-        bits = torch.empty((len(matchers), num_words), dtype=torch.int32, pin_memory=self._pin_memory)
-        numbered = [(matcher, index) for index, matcher in enumerate(matchers)]
-        self._executor.unsafe_compute_mask_ptr(numbered, bits.data_ptr(), num_words * _BITS // 8, len(matchers))
+        bits = self._new_bits(len(matchers), num_words)
+        address, num_bytes = bits.data_ptr(), num_words * _BITS // 8
+        for index, matcher in enumerate(matchers):
+            matcher.unsafe_compute_mask_ptr(address + index * num_bytes, num_bytes)
         return bits
+
+    def _new_bits(self, num_rows: int, num_words: int) -> Tensor:
+        if self._pin_memory:
+            return torch.empty((num_rows, num_words), dtype=torch.int32, pin_memory=True)
+        if self._room.numel() < num_rows * num_words:
+            self._room = torch.empty(num_rows * num_words, dtype=torch.int32)
+        return self._room[: num_rows * num_words].view(num_rows, num_words)
 
 
 def apply_masks(logits: Tensor, rows: Tensor, bits: Tensor) -> None:
     """Set the logits, float32 [R, vocab], of tokens that ``bits`` [n, words] doesn't allow in ``rows`` (int64 [n]) to
-    :data:`FORBIDDEN`, in place. All are on one device; a GPU isn't waited for."""
-    if logits.device.type == "cpu":
-        values, allowed = logits.numpy(), bits.numpy()
-        highest = np.empty((allowed.shape[1] * _BITS // 8, 8), np.float32)  # of one row; a new one would cost more
-        for row, words in zip(rows.tolist(), allowed.view(np.uint32), strict=True):
-            _apply_on_host(values[row], words, highest)
-    else:
-        logits[rows] = masked(logits[rows], bits)
+    :data:`FORBIDDEN`, in place, on a GPU, which isn't waited for."""
+    logits[rows] = masked(logits[rows], bits)
 
 
 def masked(logits: Tensor, bits: Tensor) -> Tensor:
@@ -56,23 +60,44 @@ def masked(logits: Tensor, bits: Tensor) -> Tensor:
     return logits.masked_fill(~allowed, FORBIDDEN)
 
 
-def _apply_on_host(row: Float32Array, bits: npt.NDArray[np.uint32], highest: Float32Array) -> None:
-    """Apply one mask, uint32 [words], to one row of logits [vocab], without a branch for each token. ``highest``:
-    room for the highest logits of the row, [words * 4, 8]."""
-    if _SPARSE * np.count_nonzero(bits) < bits.size:
-        ids = _allowed_ids(bits)
-        ids = ids[: ids.searchsorted(row.size)]
-        kept = row.take(ids)
-        row.fill(FORBIDDEN)
-        row[ids] = kept
-    else:
-        np.take(_HIGHEST, bits.view(np.uint8), axis=0, out=highest, mode="clip")
-        np.minimum(row, highest.reshape(-1)[: row.size], out=row)
+class HostMasks:
+    """Masks for logits on a CPU, applied in place without a branch for each token."""
+
+    def __init__(self) -> None:
+        self._highest = np.empty((0, 8), np.float32)  # the highest logits of a row under the last mask that lowered any
+        self._lowering: Mask = np.empty(0, np.uint32)  # that mask
+
+    def apply(self, logits: Tensor, rows: Sequence[int], bits: Tensor) -> None:
+        """Apply the masks ``bits`` [n, words] to ``rows`` of the logits, as :func:`apply_masks` does."""
+        values = logits.numpy()
+        for row, mask in zip(rows, bits.numpy().view(np.uint32), strict=True):
+            is_used = mask != 0
+            if _SPARSE * np.count_nonzero(is_used) < mask.size:
+                _keep_few(values[row], _allowed_ids(mask, is_used.nonzero()[0]))
+            else:
+                self._lower(values[row], mask)
+
+    def _lower(self, logits: Float32Array, mask: Mask) -> None:
+        """Apply a mask to a row of logits by the smaller of each one and the highest one that the mask allows."""
+        if not np.array_equal(mask, self._lowering):  # inside strings it is the same for many rows and steps
+            if mask.size != self._lowering.size:
+                self._highest = np.empty((mask.size * _BITS // 8, 8), np.float32)
+            np.take(_HIGHEST, mask.view(np.uint8), axis=0, out=self._highest, mode="clip")
+            self._lowering = mask.copy()
+        np.minimum(logits, self._highest.reshape(-1)[: logits.size], out=logits)
 
 
-def _allowed_ids(bits: npt.NDArray[np.uint32]) -> npt.NDArray[np.int64]:
-    """Return the tokens that a mask allows, in their order."""
-    words = (bits != 0).nonzero()[0]
+def _keep_few(logits: Float32Array, ids: npt.NDArray[np.int64]) -> None:
+    """Keep the logits of a few tokens in a row; ``ids`` beyond its end don't count."""
+    if ids.size and ids[-1] >= logits.size:
+        ids = ids[: ids.searchsorted(logits.size)]
+    kept = logits.take(ids)
+    logits.fill(FORBIDDEN)
+    logits[ids] = kept
+
+
+def _allowed_ids(bits: Mask, words: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Return the tokens that a mask allows, in their order; ``words`` are the numbers of those words that aren't 0."""
     (found,) = np.unpackbits(bits[words].view(np.uint8), bitorder="little").view(np.bool_).nonzero()
     ids: npt.NDArray[np.int64] = words[found // _BITS] * _BITS + found % _BITS
     return ids

@@ -59,9 +59,11 @@ class Progress:
         is_end = token_ids[0] in self._end_token_ids
         if self._has_ended or (is_end and matcher.is_stopped()):
             return
-        end = next((number for number, each in enumerate(token_ids, 1) if each in self._end_token_ids), None)
-        self._has_ended = end is not None
-        if not matcher.consume_tokens(list(token_ids[:end])):
+        if not self._end_token_ids.isdisjoint(token_ids):
+            self._has_ended = True
+            end = next(number for number, each in enumerate(token_ids, 1) if each in self._end_token_ids)
+            token_ids = token_ids[:end]
+        if not matcher.consume_tokens(list(token_ids)):
             raise ConstraintError(f"the output doesn't match the grammar: {problem_of(matcher)}")
 
     def _begin(self, token_ids: Sequence[int]) -> Sequence[int]:

@@ -80,7 +80,7 @@ class Residual:
     def scale(self, factor: float) -> None:
         """Multiply all of it by ``factor``, rounded to its dtype."""
         self._settle()
-        self._hidden.mul_(self._hidden.new_tensor(factor))
+        self._hidden.mul_(self._hidden.new_full((), factor))  # filled on the device: CUDA graphs capture no copy
 
     def normed(self, weight: "Tensor", eps: float) -> Normed:
         """Carry out the sum that is pending, and return the residual to be normalised by ``weight``."""

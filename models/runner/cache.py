@@ -73,6 +73,12 @@ class RunnerCache:
             shape.slots(blocks, offsets) for shape, blocks in zip(self.shapes[1:], block_ids.unbind(), strict=True)
         )
 
+    def copy_blocks(self, chunks: Sequence[ScheduledChunk]) -> None:
+        """Make the copies of blocks that the chunks need, in the order of the device's other work."""
+        for chunk in chunks:
+            for copy in chunk.copies:
+                self.groups[copy.group][copy.target].copy_(self.groups[copy.group][copy.source])
+
     def clear(self, ends: Sequence[int]) -> None:
         """Clear the leading blocks of each group, as many as ``ends`` says."""
         for tensor, end in zip(self.groups, ends, strict=True):

@@ -95,12 +95,13 @@ class CudaRunner(ModelRunner):
         sampled = tuple(index for index, chunk in enumerate(plan.chunks) if chunk.sample is not None)
         with torch.cuda.stream(self._stream):
             self.sampler.prepare(plan)
+            self.cache.copy_blocks(plan.chunks)
             prompts = PromptRows.of(plan.chunks, self.model.device, is_lead=self.model.is_lead)
             logits = self._logits(plan.chunks, prompts)
             drawn = None
             if logits is not None:
                 drawn = self.sampler.draw(logits, plan.chunks)
-                self._drawn[: drawn.shape[0]].copy_(drawn)
+                self._drawn[: len(sampled)].copy_(drawn[: len(sampled)])
             numbers, scores = self._results(drawn, prompts)
             host = torch.empty(numbers.shape, dtype=torch.int64, pin_memory=True)
             host.copy_(numbers, non_blocking=True)

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeAlias
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -21,7 +22,7 @@ from splitserve.models.runner.cache import RunnerCache
 from splitserve.models.sampling.logprobs import PromptRows, StepScores
 from splitserve.models.sampling.sampler import Sampler
 from splitserve.protocol.messages.logprobs import Logprobs
-from splitserve.protocol.step import Draw, LaunchingRunner, ScheduledChunk, StepOutput, StepPlan
+from splitserve.protocol.step import Draw, LaunchingRunner, ScheduledChunk, StepOutput, StepPlan, draws_of
 
 Int64Array: TypeAlias = npt.NDArray[np.int64]
 
@@ -77,6 +78,7 @@ class ModelRunner:
         Raises :class:`NonFiniteLogitsError`; then no token of the step may be used.
         """
         self.sampler.prepare(plan)
+        self.cache.copy_blocks(plan.chunks)
         prompts = PromptRows.of(plan.chunks, self.model.device, is_lead=self.model.is_lead)
         logits = self._forward(self._batch(plan.chunks, prompts))
         drawn = None if logits is None else self.sampler.draw(logits, plan.chunks)
@@ -138,7 +140,8 @@ def output_of_step(
 
     ``errors``: of draws, by row. Raises :class:`NonFiniteLogitsError`.
     """
-    sampled = [index for index, chunk in enumerate(plan.chunks) if chunk.sample is not None]
+    num_own = sum([chunk.sample is not None for chunk in plan.chunks])
+    sampled = [index for index, _ in draws_of(plan.chunks)]
     drawn = numbers[: len(sampled)].tolist()
     if failed := tuple(index for index, token in zip(sampled, drawn, strict=True) if token < 0):
         raise NonFiniteLogitsError(failed)
@@ -148,9 +151,12 @@ def output_of_step(
         of_draws, of_prompts = scores.read(numbers[len(sampled) :])
         if failed := tuple(index for index, logprobs in of_prompts.items() if not logprobs.is_finite()):
             raise NonFiniteLogitsError(failed)
+    by_row = [
+        Draw((0,), error=errors[row]) if row in errors else Draw((token,), of_draws.get(row))
+        for row, token in enumerate(drawn)
+    ]
     draws: list[Draw | None] = [None] * len(plan.chunks)
-    for row, (index, token) in enumerate(zip(sampled, drawn, strict=True)):
-        draws[index] = Draw((token,), of_draws.get(row))
-    for row, error in errors.items():
-        draws[sampled[row]] = Draw((0,), error=error)
+    for index, draw in zip(sampled[:num_own], by_row, strict=False):
+        others = [other for chunk, other in zip(sampled[num_own:], by_row[num_own:], strict=True) if chunk == index]
+        draws[index] = msgspec.structs.replace(draw, others=tuple(others)) if others else draw
     return StepOutput(draws, of_prompts)

@@ -6,8 +6,9 @@ tokens that only the device knows so far. Nothing in ``apply`` and ``advance`` m
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -23,10 +24,10 @@ BAN = -1e9
 """Added to the logit of a token that is drawn only where all others are :data:`BANNED`."""
 
 Int64Array = npt.NDArray[np.int64]
+Float32Array = npt.NDArray[np.float32]
 
 
-@dataclass(frozen=True, slots=True)
-class Draw:
+class Draw(NamedTuple):
     """One draw: its row in the step's logits, and its sequence's slot."""
 
     row: int
@@ -42,14 +43,32 @@ class Draw:
 
 
 class Rows:
-    """The draws of a step that want one feature, and their tensors on the device. ``rows`` and ``slots``: int64 [n]."""
+    """The draws of a step that want one feature. Their tensors are made on the device when a feature first asks."""
 
     def __init__(self, draws: Sequence[Draw], device: torch.device) -> None:
         self.draws = draws
         self.device = device
         self.errors: dict[int, str] = {}  # by row of the logits: why its request can't draw a token and fails
-        numbers = to_device(torch.tensor([[draw.row for draw in draws], [draw.slot for draw in draws]]), device)
-        self.rows, self.slots = numbers[0], numbers[1]
+
+    @cached_property
+    def _numbers(self) -> Tensor:
+        return to_device(
+            torch.tensor([[draw.row for draw in self.draws], [draw.slot for draw in self.draws]]), self.device
+        )
+
+    @property
+    def rows(self) -> Tensor:
+        """The rows of the logits, int64 [n]."""
+        return self._numbers[0]
+
+    @property
+    def slots(self) -> Tensor:
+        """The sequences' slots, int64 [n]."""
+        return self._numbers[1]
+
+    def tokens(self, drawn: Tensor) -> Tensor:
+        """Return those of the step's drawn tokens, int64 [R], that these draws drew -> int64 [n]; 0 of a failed one."""
+        return drawn[self.rows].clamp(min=0)
 
     def column(self, value: Callable[[Draw], float]) -> Tensor:
         """Return a value of each draw -> float32 [n, 1]."""
@@ -81,11 +100,12 @@ class Feature:
         """Carry the state on with the token before the next draw: only features that need it on the host are told."""
 
     def apply(self, logits: Tensor, rows: Rows) -> None:
-        """Change, in place, the rows ``rows.rows`` of the raw logits, float32 [R, vocab]."""
+        """Change, in place, the rows ``rows.rows`` of the raw logits, float32 [R, vocab]. A feature on a CPU may use
+        NumPy: an operation of torch takes as long there as one on a thousand numbers."""
         raise NotImplementedError
 
     def advance(self, rows: Rows, drawn: Tensor) -> None:
-        """Carry the states on with the drawn tokens of ``rows``, int64 [n] on the device; a failed row has 0."""
+        """Carry the states on with the tokens that the step drew, int64 [R] on the device: ``rows.tokens(drawn)``."""
 
     def end(self, slot: int) -> None:
         """Forget the slot's state."""

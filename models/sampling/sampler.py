@@ -5,7 +5,7 @@ launched before the tokens of the step before it are known, since features learn
 """
 
 import heapq
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from splitserve.kernels.api import Sample, SamplingBatch
-from splitserve.models.sampling.feature import Draw, Feature, Rows
+from splitserve.models.sampling.feature import Draw, Feature, Rows, to_device
 from splitserve.models.sampling.logprobs import RawDraws
 from splitserve.protocol.request import SamplingParams
 from splitserve.protocol.sampling_features import SAMPLING_FEATURES, wanted_features
-from splitserve.protocol.step import FeatureStart, SampleSpec, ScheduledChunk, StepPlan
+from splitserve.protocol.step import FeatureStart, FeatureUse, SampleSpec, ScheduledChunk, StepPlan, draws_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +29,7 @@ class _States:
     params: SamplingParams
     num_prompt_tokens: int
     names: tuple[str, ...]  # of its features, in the order in which they apply
+    noting: tuple[Feature, ...]  # those of them that need the token before a draw on the host
 
 
 class Sampler:
@@ -69,19 +70,34 @@ class Sampler:
         for state_id in plan.released:
             self._release(state_id)
         for chunk in plan.chunks:
-            use = None if chunk.sample is None else chunk.sample.features
-            if use is not None and use.start is not None:
-                self._release(use.state_id)
-                self._states[use.state_id] = self._begin(use.start)
-            elif use is not None:
-                self._note_token(self._states[use.state_id], chunk.token_ids[-1])
+            if chunk.sample is not None and chunk.sample.features is not None:
+                self._prepare(chunk.sample.features, chunk.token_ids[-1])
+            for other in chunk.others:
+                if other.features is not None:
+                    self._prepare(other.features, chunk.token_ids[-1])
+
+    def _prepare(self, use: FeatureUse, last_token: int) -> None:
+        """Make the states that begin, or let present ones know the token before the draw."""
+        if use.start is not None:
+            self._release(use.state_id)
+            self._states[use.state_id] = self._begin(use.start)
+        else:
+            states = self._states[use.state_id]
+            for feature in states.noting:
+                feature.note_token(states.slot, last_token)
 
     def draw(self, logits: Tensor, chunks: Sequence[ScheduledChunk]) -> Tensor:
-        """Return the drawn tokens of the chunks that draw -> int64 [R]; -1 for a row that isn't finite.
+        """Return the tokens of the step's draws (:func:`draws_of`) -> int64 [N]; -1 for a row that isn't finite.
 
-        ``logits`` [R, vocab], which may be changed, are raw up to the call of :meth:`_apply`.
+        ``logits`` [R, vocab], which may be changed, are the raw ones of the chunks that draw; with draws of other
+        choices they are repeated.
         """
         specs = [chunk.sample for chunk in chunks if chunk.sample is not None]
+        if any(chunk.others for chunk in chunks):
+            draws = draws_of(chunks)
+            row_of_chunk = {index: row for row, (index, _) in enumerate(draws[: len(specs)])}
+            logits = logits[to_device(torch.tensor([row_of_chunk[index] for index, _ in draws]), logits.device)]
+            specs = [spec for _, spec in draws]
         self.raw = RawDraws.of(logits, specs) if self._is_lead else None
         wanted = self._rows(specs)
         if wanted:
@@ -91,7 +107,7 @@ class Sampler:
         self.errors = {row: error for rows in wanted.values() for row, error in rows.errors.items()}
         drawn = self._sample(logits, sampling_batch(specs))
         for name, rows in wanted.items():
-            self._features[name].advance(rows, drawn[rows.rows].clamp(min=0))
+            self._features[name].advance(rows, drawn)
         return drawn
 
     # ---- states ----
@@ -103,7 +119,8 @@ class Sampler:
             self._feature(name).begin(slot, start)
         if self._free_slots:
             heapq.heappop(self._free_slots)
-        return _States(slot, start.params, len(start.prompt_ids), names)
+        noting = tuple(self._features[name] for name in names if SAMPLING_FEATURES[name].needs_last_token)
+        return _States(slot, start.params, len(start.prompt_ids), names, noting)
 
     def _feature(self, name: str) -> Feature:
         """Return a feature by name, made when a request first wants it."""
@@ -118,11 +135,6 @@ class Sampler:
             self._features[name] = feature
         return feature
 
-    def _note_token(self, states: _States, token_id: int) -> None:
-        for name in states.names:
-            if SAMPLING_FEATURES[name].needs_last_token:
-                self._features[name].note_token(states.slot, token_id)
-
     def _release(self, state_id: int) -> None:
         """Forget states; no effect if they were never made, as after a step that failed."""
         states = self._states.pop(state_id, None)
@@ -136,17 +148,13 @@ class Sampler:
     def _rows(self, specs: Sequence[SampleSpec]) -> dict[str, Rows]:
         """Return the draws of each feature that any of them wants, in the order in which features apply."""
         draws: dict[str, list[Draw]] = {}
-        for name, draw in self._draws(specs):
-            draws.setdefault(name, []).append(draw)
-        return {name: Rows(draws[name], self._device) for name in SAMPLING_FEATURES if name in draws}
-
-    def _draws(self, specs: Sequence[SampleSpec]) -> Iterator[tuple[str, Draw]]:
         for row, spec in enumerate(specs):
             if spec.features is not None:
                 states = self._states[spec.features.state_id]
                 draw = Draw(row, states.slot, states.params, states.num_prompt_tokens, spec.position)
                 for name in states.names:
-                    yield name, draw
+                    draws.setdefault(name, []).append(draw)
+        return {name: Rows(draws[name], self._device) for name in SAMPLING_FEATURES if name in draws}
 
 
 def sampling_batch(specs: Sequence[SampleSpec]) -> SamplingBatch:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from family_runs import CPU, NUM_BLOCKS, draws, make_runner, tokens_of_two_ranks
+from family_runs import CPU, NUM_BLOCKS, draws, greedy_together, make_runner, tokens_of_two_ranks
 from family_runs import greedy as greedy_tokens
 from latent_families import LATENT_FAMILIES, LATENT_MISTAKES
 from splitserve.kernels.experts.spec import GroupScore, Score
@@ -183,10 +183,9 @@ def differs(runner: ModelRunner, expected: list[list[int]]) -> bool:
 @pytest.mark.parametrize("budget", [512, 16, 13])
 def test_greedy_tokens_are_those_of_transformers(family: tuple[Path, list[list[int]]], budget: int) -> None:
     path, expected = family
-    runner = make_runner(path)
-    assert [greedy(runner, prompt, budget) for prompt in PROMPTS[:3]] == expected[:3]
-    if budget == 512:
-        assert [greedy(runner, prompt, budget, NUM_AT_EDGES) for prompt in PROMPTS[3:]] == expected[3:]
+    count = len(PROMPTS) if budget == 512 else 3
+    runner = make_runner(path, num_prompts=count)
+    assert greedy_together(runner, PROMPTS[:count], budget, list(map(len, expected[:count]))) == expected[:count]
 
 
 def test_logits_are_those_of_transformers(family: tuple[Path, list[list[int]]]) -> None:

@@ -20,7 +20,7 @@ from transformers_models import make_model
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 CPU = torch.device("cpu")
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else CPU
 BLOCK_SIZE = 16
 PROMPT = random.Random(3).choices(range(300, 1500), k=37)
 NUM_TOP = 3

@@ -10,11 +10,13 @@ from hypothesis import strategies as st
 
 from planted import WRONG_TOKENS, find
 from schedules import Schedule, random_schedule, run_schedule
+from splitserve.engine.block_manager import BlockManager
 from splitserve.engine.requests import Requests
 from splitserve.engine.sequence import Sequence
 from splitserve.engine.state import EngineState
 from splitserve.protocol.messages.requests import Abort, FailureCode, RequestFailed
 from splitserve.protocol.request import Party
+from splitserve.protocol.step import Draw, ScheduledChunk
 from splitserve.router.requests.table import RequestTable
 from splitserve.simulation.faults import Faults, Shape
 
@@ -32,6 +34,10 @@ def test_a_prompt_is_handed_over_once_for_all_its_choices(seed: int, shape: Shap
     firsts = [client for client in sim.router.clients.values() if client.first is None]
     assert sim.num_handovers <= len(firsts) and not sim.router.failures
     assert all(len(client.output) for client in sim.router.clients.values())
+    counters = [worker.core.state.counters for worker in sim.workers.values()]
+    if shape.num_blocks > 16 and not any(each.preemptions for each in counters):
+        num_computed = sum(each.prompt_tokens for each in counters)
+        assert num_computed <= sum(len(client.prompt) for client in firsts), "a token of a prompt was computed twice"
 
 
 @given(seed=st.integers(0, 2**32), faults=st.sampled_from([ABORTS, DEATHS]), window=st.sampled_from([0, 6]))
@@ -58,6 +64,36 @@ def all_choices_draw_alike(patch: pytest.MonkeyPatch) -> None:
         return original(self)
 
     patch.setattr(Sequence, "fork", fork)
+
+
+def partial_blocks_not_copied(patch: pytest.MonkeyPatch) -> None:
+    original = Sequence.chunk
+
+    def chunk(self: Sequence, num_tokens: int, block_size: int) -> ScheduledChunk:
+        return msgspec.structs.replace(original(self, num_tokens, block_size), copies=())
+
+    patch.setattr(Sequence, "chunk", chunk)
+
+
+def sources_given_up_before_the_copy(patch: pytest.MonkeyPatch) -> None:
+    original = BlockManager.share
+
+    def share(self: BlockManager, sequence: Sequence, fork: Sequence) -> bool:
+        has_blocks = original(self, sequence, fork)
+        for copy in fork.copies:
+            self.pools[copy.group].release([copy.source])
+        return has_blocks
+
+    patch.setattr(BlockManager, "share", share)
+
+
+def siblings_get_each_others_first_tokens(patch: pytest.MonkeyPatch) -> None:
+    original = Requests.fork
+
+    def fork(self: Requests, sequence: Sequence, draw: Draw, now: float) -> None:
+        original(self, sequence, msgspec.structs.replace(draw, others=draw.others[::-1]), now)
+
+    patch.setattr(Requests, "fork", fork)
 
 
 def siblings_end_with_the_first_choice(patch: pytest.MonkeyPatch) -> None:
@@ -99,6 +135,9 @@ def schedules(**options: Any) -> Iterator[Schedule]:
     ("plant", "faults", "words"),
     [
         (all_choices_draw_alike, Faults(), WRONG_TOKENS),
+        (partial_blocks_not_copied, Faults(), WRONG_TOKENS),
+        (sources_given_up_before_the_copy, Faults(), "blocks have references without a holder"),
+        (siblings_get_each_others_first_tokens, Faults(), WRONG_TOKENS),
         (siblings_end_with_the_first_choice, ABORTS, UNANSWERED),
         (siblings_fail_unnoticed, BAD_READS, UNANSWERED),
         (siblings_uncounted, Faults(), "but its attempts add up to"),

@@ -13,7 +13,7 @@ import pytest
 from planted import WRONG_TOKENS, Plant, find
 from splitserve.engine.feature_states import FeatureStates
 from splitserve.models.sampling.features.allowed_tokens import AllowedTokens
-from splitserve.models.sampling.features.penalties import Penalties
+from splitserve.models.sampling.features.penalties import HostPenalties, Penalties
 from splitserve.protocol.messages.envelope import Body
 from splitserve.protocol.request import Party, SamplingParams
 from splitserve.protocol.sampling_features import NEUTRAL_VALUES
@@ -100,15 +100,16 @@ def masks_of_the_request_before(patch: pytest.MonkeyPatch) -> None:
 
 
 def counts_of_the_request_before(patch: pytest.MonkeyPatch) -> None:
-    original = Penalties.begin
+    original = HostPenalties.begin
+    last_outputs: dict[int, list[int]] = {}  # by slot
 
-    def begin(self: Penalties, slot: int, start: FeatureStart) -> None:
-        self._counts.reserve(slot + 1)
-        before = self._counts.row(slot).clone()
+    def begin(self: HostPenalties, slot: int, start: FeatureStart) -> None:
         original(self, slot, start)
-        self._counts.row(slot).add_(before)
+        for token_id in last_outputs.get(slot, ()):
+            self._occurrences[slot].count(token_id)
+        last_outputs[slot] = list(start.output_ids)
 
-    patch.setattr(Penalties, "begin", begin)
+    patch.setattr(HostPenalties, "begin", begin)
 
 
 def tokens_not_counted_on_a_second_draw(patch: pytest.MonkeyPatch) -> None:

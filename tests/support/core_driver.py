@@ -51,6 +51,7 @@ class Worker:
             BlockMemory(
                 layout,
                 np.zeros(num_blocks, dtype=np.uint64),
+                other_generations=[np.zeros(num_blocks, dtype=np.uint64) for _ in layout.cache.groups[1:]],
                 first_generation=1,
                 leading_digests=leading_digests,
                 tiers=[Tier("host", TierIndex(num_slots, slots))] if num_slots else [],

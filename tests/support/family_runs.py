@@ -24,11 +24,17 @@ NUM_BLOCKS = 8
 
 
 def make_runner(
-    path: Path, group: Collectives | None = None, *, config: ModelConfig | None = None, **options: Any
+    path: Path,
+    group: Collectives | None = None,
+    *,
+    config: ModelConfig | None = None,
+    num_prompts: int = 1,
+    **options: Any,
 ) -> ModelRunner:
+    """Make a runner with room for ``num_prompts`` sequences at a time."""
     model = load_model(path, config or load_model_config(path), dtype=torch.float32, device=CPU, group=group, **options)
     local, dtype = model.config, options.get("kv_dtype", torch.float32)
-    shape = (NUM_BLOCKS, *local.block_shape(BLOCK_SIZE))
+    shape = (NUM_BLOCKS * num_prompts, *local.block_shape(BLOCK_SIZE))
     return ModelRunner(model, torch.full(shape, math.nan).to(dtype))
 
 
@@ -49,6 +55,26 @@ def draws(runner: ModelRunner, prompt: list[int], budget: int) -> Iterator[int]:
 def greedy(runner: ModelRunner, prompt: list[int], budget: int, count: int) -> list[int]:
     """Tokens drawn after ``prompt``, computed in chunks of at most ``budget``."""
     return list(islice(draws(runner, prompt, budget), count))
+
+
+def greedy_together(
+    runner: ModelRunner, prompts: Sequence[list[int]], budget: int, counts: Sequence[int]
+) -> list[list[int]]:
+    """Tokens drawn after each of ``prompts``, so many as ``counts`` says, in steps with a chunk of each."""
+    tokens, num_computed = [list(prompt) for prompt in prompts], [0] * len(prompts)
+    ends = [len(prompt) + count for prompt, count in zip(prompts, counts, strict=True)]
+    while running := [index for index, end in enumerate(ends) if len(tokens[index]) < end]:
+        chunks = []
+        for index in running:
+            start, known = num_computed[index], len(tokens[index])
+            num_computed[index] = end = min(start + budget, known)
+            spec = SampleSpec(0.0, 0, 1.0, 0, 0, end) if end == known else None
+            blocks = range(NUM_BLOCKS * index, NUM_BLOCKS * (index + 1))
+            chunks.append(ScheduledChunk(tokens[index][start:end], start, blocks, spec))
+        for index, token in zip(running, runner.run(StepPlan(chunks)).token_ids, strict=True):
+            if token is not None:
+                tokens[index].append(token)
+    return [found[len(prompt) :] for found, prompt in zip(tokens, prompts, strict=True)]
 
 
 class Ranks:
@@ -89,8 +115,9 @@ def tokens_of_two_ranks(
     tokens: dict[int, list[list[int]]] = {}
 
     def run(rank: int) -> None:
-        runner = make_runner(path, Rank(rank, ranks, has_whole_experts=has_whole_experts))
-        tokens[rank] = [greedy(runner, prompt, 512, count) for prompt in prompts]
+        group = Rank(rank, ranks, has_whole_experts=has_whole_experts)
+        runner = make_runner(path, group, num_prompts=len(prompts))
+        tokens[rank] = greedy_together(runner, prompts, 512, [count] * len(prompts))
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
     for thread in threads:

@@ -101,15 +101,15 @@ ON_CLUSTERS = {
 }
 """Likewise, but with clusters of several processes: one module after another, so that there are never too many."""
 SECONDS = {
-    "router/test_faults": 50,
-    "simulation/test_simulation": 50,
-    "simulation/test_tiers": 35,
+    "router/test_faults": 30,
+    "simulation/test_simulation": 30,
+    "simulation/test_tiers": 30,
     "orchestration/test_launcher": 27,
     "router/test_http_connections": 26,
     "simulation/test_planted_bugs": 25,
     "kernels/test_triton": 20,
     "models/test_hostile_checkpoints": 18,
-    "router/test_last_worker": 18,
+    "router/test_last_worker": 15,
     "worker/test_ranks": 18,
     "simulation/test_host_offers": 16,
     "simulation/test_logprobs": 10,
@@ -139,7 +139,7 @@ SECONDS = {
     "project/test_long_tests": 5,
     "models/test_precision": 4,
     "project/test_ci_run": 4,
-    "models/test_families": 40,
+    "models/test_families": 30,
     "models/test_transformers_backend": 30,
     "models/test_transformers_model": 8,
     "kernels/test_sampling": 4,

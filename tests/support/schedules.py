@@ -1,19 +1,23 @@
 """Schedules for the simulator: made from a seed, run with all checks, replayed from one line.
 
-    python tests/support/schedules.py --fuzz 100000 [--first SEED] [--jobs N]
+    python tests/support/schedules.py --fuzz 100000 [--first SEED] [--jobs N] [--windows]
     python tests/support/schedules.py --replay '{"seed": 7, ...}'
 
-A schedule that fails prints the second command; that one prints the trace.
+A schedule that fails prints the second command; that one prints the trace. With SPLITSERVE_FIGURES set, numbers of
+schedules and hand-overs go to that file.
 """
 
 import argparse
+import functools
+import json
 import multiprocessing
 import os
 import random
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import msgspec
 
@@ -41,6 +45,7 @@ SHAPES = (
     Shape(prefill=2, decode=1, num_blocks=16, prefill_blocks=11, tier_slots=4),
     Shape(decode=2, num_blocks=16, prefill_blocks=11),
 )
+WINDOWS = (1, 4, 5, 6, 9)
 LONG_WAITS = {"dead_after_seconds": 30.0, "lease_seconds": 30.0, "request_deadline_seconds": 300.0}
 EXPIRING_LEASES = {"lease_seconds": 0.4, "renew_interval_seconds": 0.3, "host_offer_after_seconds": 0.05}
 IMPATIENT_READS = {"read_deadline_seconds": 0.2}  # a peer is given up while others still read, and greeted anew
@@ -156,28 +161,37 @@ def window_schedule(seed: int, window: int = 6) -> Schedule:
     return msgspec.structs.replace(schedule, shape=shape)
 
 
-def failure_of(seed: int) -> tuple[int, str | None, int]:
+def any_window_schedule(seed: int) -> Schedule:
+    """Return that schedule with a window below, at and above the size of a block, by the seed."""
+    return window_schedule(seed, WINDOWS[seed % len(WINDOWS)])
+
+
+def failure_of(seed: int, make: Callable[[int], Schedule] = random_schedule) -> tuple[int, str | None, int]:
     """The seed, how its schedule failed (None: it didn't), and how many hand-overs it had."""
     try:
-        return seed, None, run_schedule(random_schedule(seed)).num_handovers
+        return seed, None, run_schedule(make(seed)).num_handovers
     except Exception as error:
         notes = "\n".join(getattr(error, "__notes__", ()))
         return seed, f"seed {seed}: {type(error).__name__}: {error}\n{notes}", 0
 
 
-def outcomes(first: int, count: int, jobs: int) -> Iterator[tuple[int, str | None, int]]:
-    seeds = range(first, first + count)
+def outcomes(
+    first: int, count: int, jobs: int, make: Callable[[int], Schedule]
+) -> Iterator[tuple[int, str | None, int]]:
+    seeds, failure = range(first, first + count), functools.partial(failure_of, make=make)
     if jobs == 1:
-        yield from map(failure_of, seeds)
+        yield from map(failure, seeds)
         return
     with multiprocessing.get_context("spawn").Pool(jobs) as pool:
-        yield from pool.imap_unordered(failure_of, seeds, chunksize=50)
+        yield from pool.imap_unordered(failure, seeds, chunksize=50)
 
 
-def fuzz(first: int, count: int, jobs: int, max_failures: int) -> int:
+def fuzz(
+    first: int, count: int, jobs: int, max_failures: int, make: Callable[[int], Schedule] = random_schedule
+) -> int:
     """Run ``count`` random schedules; returns how many failed. Stops after ``max_failures``."""
     started, num_failures, num_handovers, shown_at = time.monotonic(), 0, 0, time.monotonic()
-    for number, (_, failure, handovers) in enumerate(outcomes(first, count, jobs), start=1):
+    for number, (_, failure, handovers) in enumerate(outcomes(first, count, jobs, make), start=1):
         num_handovers += handovers
         if failure is not None:
             num_failures += 1
@@ -191,6 +205,8 @@ def fuzz(first: int, count: int, jobs: int, max_failures: int) -> int:
                 f"{number} schedules, {num_handovers} hand-overs, {num_failures} failed, {rate:.0f} schedules/s",
                 flush=True,
             )
+    if figures := os.environ.get("SPLITSERVE_FIGURES"):
+        Path(figures).write_text(json.dumps({"schedules": count, "hand-overs": num_handovers, "failed": num_failures}))
     return num_failures
 
 
@@ -213,13 +229,16 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=0, metavar="SEED", help="seed of the first one")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, metavar="N", help="processes to run them in")
     parser.add_argument("--max-failures", type=int, default=10, metavar="N", help="stop after as many")
+    parser.add_argument("--windows", action="store_true", help="caches of a full and a window group")
     parser.add_argument("--replay", metavar="SCHEDULE", help="run one schedule, or one seed of --fuzz, with its trace")
     options = parser.parse_args()
     if options.replay:
         text = options.replay
-        replay(random_schedule(int(text)) if text.isdigit() else msgspec.json.decode(text, type=Schedule))
+        make = any_window_schedule if options.windows else random_schedule
+        replay(make(int(text)) if text.isdigit() else msgspec.json.decode(text, type=Schedule))
     elif options.fuzz:
-        sys.exit(1 if fuzz(options.first, options.fuzz, options.jobs, options.max_failures) else 0)
+        make = any_window_schedule if options.windows else random_schedule
+        sys.exit(1 if fuzz(options.first, options.fuzz, options.jobs, options.max_failures, make) else 0)
     else:
         parser.error("say --fuzz N or --replay SCHEDULE")
 

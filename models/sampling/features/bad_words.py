@@ -50,7 +50,7 @@ class BadWords(Feature):
     def advance(self, rows: Rows, drawn: Tensor) -> None:
         """See :meth:`Feature.advance`."""
         recent = self._recent.values[rows.slots]
-        self._recent.values[rows.slots] = torch.cat((recent[:, 1:], drawn[:, None]), dim=1)
+        self._recent.values[rows.slots] = torch.cat((recent[:, 1:], rows.tokens(drawn)[:, None]), dim=1)
 
     def end(self, slot: int) -> None:
         """See :meth:`Feature.end`."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from splitserve.models.constraints.grammars import Grammars
-from splitserve.models.constraints.masks import MaskMaker, apply_masks
+from splitserve.models.constraints.masks import HostMasks, MaskMaker, apply_masks
 from splitserve.models.constraints.progress import Progress
 from splitserve.models.sampling.feature import Draw, Feature, Rows, to_device
 from splitserve.protocol.step import FeatureStart
@@ -24,6 +24,7 @@ class Grammar(Feature):
         super().__init__(vocab_size, device)
         self._grammars: Grammars | None = None
         self._masks = MaskMaker(pin_memory=device.type == "cuda")
+        self._on_host = HostMasks() if device.type == "cpu" else None
         self._progress: dict[int, Progress] = {}  # by slot
 
     def open_model(self, model_dir: Path) -> None:
@@ -54,8 +55,11 @@ class Grammar(Feature):
             if progress.error:
                 rows.errors[draw.row] = progress.error
                 bits[index] = -1
-        chosen = rows.rows if len(constrained) == len(rows.draws) else Rows(constrained, self.device).rows
-        apply_masks(logits, chosen, to_device(bits, self.device))
+        if self._on_host is not None:
+            self._on_host.apply(logits, [draw.row for draw in constrained], bits)
+        else:
+            chosen = rows if len(constrained) == len(rows.draws) else Rows(constrained, self.device)
+            apply_masks(logits, chosen.rows, to_device(bits, self.device))
 
     def _matches(self, draw: Draw, rows: Rows) -> bool:
         """Return whether the grammar has begun. Notes the error of one that has failed."""

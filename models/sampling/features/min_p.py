@@ -26,7 +26,7 @@ class MinP(Feature):
 def _cut(row: Tensor, log_share: float) -> None:
     """Forbid the tokens of one row [vocab] on a CPU whose logit is below the largest plus ``log_share``."""
     floor = row.amax() + log_share
-    below = torch.nextafter(floor, floor.new_tensor(-math.inf))
+    below = torch.nextafter(floor, floor.new_full((), -math.inf))
     torch.threshold_(row, float(below), FORBIDDEN)
 
 

@@ -12,6 +12,7 @@ from splitserve.kvconnector.layout.shape import num_blocks_for
 from splitserve.kvconnector.tiers.tiers import Tiers
 from splitserve.protocol.block_hash import extend_hashes, salted_root
 from splitserve.protocol.kv_event_batch import DEVICE, KVEvent
+from splitserve.protocol.step import BlockCopy
 from splitserve.protocol.token_ids import TokenIds
 
 
@@ -101,6 +102,38 @@ class BlockManager:
             return 0
         num_needed = num_blocks_for(len(sequence.token_ids) + 1, self.block_size)
         return max(0, min(sequence.num_forks, min(pool.num_blocks for pool in self.pools) - num_needed))
+
+    def share(self, sequence: Sequence, fork: Sequence) -> bool:
+        """Let ``fork``, another choice, hold the blocks of the prompt that ``sequence`` has: the full ones together
+        with it, and a block of its own that the content of a partial one is to be copied to. False, and nothing is
+        held, if the prompt's KV isn't complete, or if a group lacks a block for that."""
+        num_tokens = fork.num_prompt_tokens
+        num_full, num_rest = divmod(num_tokens, self.block_size)
+        is_complete = sequence.num_computed >= num_tokens and sequence.load is None
+        if not is_complete or (num_rest and not all(pool.num_available for pool in self.pools)):
+            return False
+        tables = []
+        for group, (table, pool) in enumerate(zip(self.tables(sequence), self.pools, strict=True)):
+            held = table.between(0, num_full)
+            pool.reference(held)
+            for source in table.between(num_full, num_full + 1) if num_rest else ():
+                pool.reference([source])
+                fresh = pool.allocate(1, after=source)
+                assert fresh is not None, "room was checked above"
+                fork.copies.append(BlockCopy(group, source, fresh[0]))
+                held += fresh
+            tables.append(Table(table.rule, table.first_number, held, max(num_full, table.first_number)))
+        fork.block_ids, fork.other_tables = tables[0].block_ids, tables[1:]
+        fork.block_hashes = sequence.block_hashes[:num_full]
+        fork.num_computed, fork.num_published = num_tokens, num_full
+        fork.was_admitted = True
+        return True
+
+    def forget_copies(self, sequence: Sequence) -> None:
+        """Release the sources of a sequence's copies, which are made or not needed any more."""
+        for copy in sequence.copies:
+            self.pools[copy.group].release([copy.source])
+        sequence.copies = []
 
     def _reserve_others(
         self, sequence: Sequence, hashes: ListLike[bytes], num_cached: int, headroom: int, *, pulls: bool
@@ -292,6 +325,7 @@ class BlockManager:
     def give_back(self, sequence: Sequence) -> None:
         """Drop the sequence's references. Nothing may touch its blocks any more."""
         assert not sequence.is_touched, f"{sequence.key} gives blocks back that a step or a load still touches"
+        self.forget_copies(sequence)
         self.pool.release(sequence.block_ids)
         for group, table in zip(self.others, sequence.other_tables, strict=False):
             group.pool.release(table.block_ids)

@@ -19,10 +19,8 @@ from splitserve.kvconnector.transfer.connector import PeerConnected
 from splitserve.protocol.counters import WorkerLoad
 from splitserve.protocol.handover.reads import ReadResult
 from splitserve.protocol.messages.envelope import Envelope
-from splitserve.protocol.messages.marks import Mark, MarkKind
 from splitserve.protocol.messages.membership import PeerLink
-from splitserve.protocol.messages.requests import Abort, FailureCode, TokenDelta
-from splitserve.protocol.request import FinishReason
+from splitserve.protocol.messages.requests import Abort, FailureCode
 from splitserve.protocol.step import MAX_STEPS_IN_FLIGHT, Draw, ScheduledChunk, StepOutput, StepPlan
 
 
@@ -37,6 +35,7 @@ class EngineCore:
         self._steps: deque[list[Planned]] = deque()  # launched, oldest first
         self._outcomes: deque[StepOutput | str] = deque()  # of the first of them, which wait for a load's end
         self._with_features: dict[Sequence, None] = {}  # sequences whose sampling features have states on the runner
+        self._drawn_once: list[int] = []  # states of features that only the step planned last uses
         self._handlers: dict[type, Handler] = {Abort: requests.on_abort}
         for part in parts:
             handlers = part.handlers()
@@ -104,7 +103,9 @@ class EngineCore:
             if sequence.features is not None and chunk.sample is not None:
                 self._with_features[sequence] = None
         self._steps.append(step)
-        return StepPlan([chunk for _, chunk in step], self._released_features() if self._with_features else ())
+        released = self._released_features() if self._with_features or self._drawn_once else ()
+        self._drawn_once = [spec.features.state_id for _, chunk in step for spec in chunk.others if spec.features]
+        return StepPlan([chunk for _, chunk in step], released)
 
     @property
     def newest_step(self) -> ListLike[Planned]:
@@ -112,11 +113,12 @@ class EngineCore:
         return self._steps[-1]
 
     def _released_features(self) -> tuple[int, ...]:
-        """Return the states of sampling features that no later step uses, once."""
+        """Return the states of sampling features that neither this step nor a later one uses, once."""
         released = [sequence for sequence in self._with_features if sequence.draws_no_more]
         for sequence in released:
             del self._with_features[sequence]
-        return tuple(sequence.features.release() for sequence in released if sequence.features is not None)
+        states = [sequence.features.release() for sequence in released if sequence.features is not None]
+        return (*self._drawn_once, *states)
 
     def commit_step(self, output: StepOutput, now: float) -> None:
         """Take the results of the oldest step: its KV is written, its tokens are drawn."""
@@ -145,6 +147,8 @@ class EngineCore:
             if sequence.has_ended:
                 self._give_back_untouched(sequence)
                 continue
+            if chunk.copies:
+                self.state.blocks.forget_copies(sequence)
             if _lacks_its_load(sequence, chunk):
                 continue
             if chunk.start < sequence.num_prompt_tokens:
@@ -181,10 +185,10 @@ class EngineCore:
         """Deliver a token, and end the request, hand it on, or let it draw the next one."""
         token_id = draw.token_id
         finish_reason = sequence.finish_reason(token_id)
-        self.state.counters.output_tokens += 1
-        self._deliver(sequence, draw, finish_reason, now)
+        self.state.counters.output_tokens += 1 + len(draw.others)
+        self._requests.deliver(sequence, draw, finish_reason, now)
         if sequence.siblings and sequence.decodes_here:
-            self._requests.fork(sequence)
+            self._requests.fork(sequence, draw, now)
         if sequence.was_aborted and not sequence.siblings:
             self._requests.end(sequence, "aborted", now)
         elif finish_reason is not None and not sequence.siblings:
@@ -195,27 +199,6 @@ class EngineCore:
         else:
             self.scheduler.remove(sequence)
             self._requests.owner(sequence).on_token(sequence, draw, now)
-
-    def _deliver(self, sequence: Sequence, draw: Draw, finish_reason: FinishReason | None, now: float) -> None:
-        if sequence.was_aborted:
-            return
-        marks: list[Mark] = []
-        if sequence.marks is not None:
-            sequence.marks.add(MarkKind.DRAWN, now)
-            marks, sequence.marks = sequence.marks.take(), None
-        position, num_cached_tokens = sequence.num_output_tokens, sequence.num_cached_tokens
-        delta = TokenDelta(
-            sequence.key,
-            position,
-            [draw.token_id],
-            finish_reason,
-            num_cached_tokens,
-            sequence.handover,
-            draw.logprobs,
-            marks,
-        )
-        sequence.handover = None
-        self.state.add_delta(sequence, delta)
 
     def _count_prompt_tokens(self, sequence: Sequence, chunk: ScheduledChunk) -> None:
         counters = self.state.counters
@@ -292,11 +275,13 @@ class EngineCore:
             *(p.sequence for step in self._steps for p in step),
             *(load.owner for load in tiers.loads),
         }
-        held = [b for s in holders for b in s.block_ids]
+        copies = [copy for s in holders for copy in s.copies]
+        held = [*(b for s in holders for b in s.block_ids), *(copy.source for copy in copies if copy.group == 0)]
         explained = len(held) + tiers.num_references() + sum(part.num_references for part in self.parts)
         assert blocks.pool.total_references() == explained, "blocks have references without a holder"
         for index, group in enumerate(blocks.others):
             num_held = sum(len(s.other_tables[index].block_ids) for s in holders if s.other_tables)
+            num_held += sum(copy.group == index + 1 for copy in copies)
             assert group.pool.total_references() == num_held, f"blocks of group {index + 1} have no holder"
         slots = sum(len(s.host_slots) for s in holders) + sum(part.num_slots for part in self.parts)
         assert tiers.num_held_slots == slots, "slots of the host tier are held without a holder"

@@ -8,9 +8,10 @@ from splitserve.engine.scheduling import StepScheduler
 from splitserve.engine.sequence import Sequence
 from splitserve.engine.stage import Stage
 from splitserve.engine.state import DRAINING_REASON, EngineState
-from splitserve.protocol.messages.marks import MarkKind
-from splitserve.protocol.messages.requests import Abort, FailureCode, RequestFailed
-from splitserve.protocol.request import Party
+from splitserve.protocol.messages.marks import Mark, MarkKind
+from splitserve.protocol.messages.requests import Abort, FailureCode, RequestFailed, TokenDelta
+from splitserve.protocol.request import FinishReason, Party
+from splitserve.protocol.step import Draw
 
 NO_PART = Part()
 """Owner of a sequence that only the scheduler has."""
@@ -46,6 +47,7 @@ class Requests:
             deadline=now + min(request.deadline_seconds, state.protocol.request_deadline_seconds),
             max_length=state.max_model_len,
             siblings={key: n for n, key in enumerate(request.siblings, 1) if key not in state.tombstones},
+            num_choices=1 + len(request.siblings),
             decodes_here=decodes_here,
             cache_salt=request.cache_salt,
         )
@@ -92,12 +94,56 @@ class Requests:
         if sequence is not None and sequence.was_aborted and not (sequence.siblings or sequence.has_ended):
             self.end(sequence, "aborted", now)
 
-    def fork(self, sequence: Sequence) -> None:
-        """Let the siblings of a sequence begin, whose prompt's KV is complete and published. They find its full blocks
-        in the prefix index, and compute the tokens after them."""
+    def fork(self, sequence: Sequence, draw: Draw, now: float) -> None:
+        """Let the siblings of a sequence begin with the first tokens that were drawn with its own, ``draw``."""
         for fork in reversed(sequence.fork()):
             self.state.sequences[fork.key] = fork
+            number = fork.sampling.choice - 1
+            first = draw.others[number] if number < len(draw.others) else None
+            if first is None:
+                self.scheduler.add(fork, first=True)
+            elif first.error:
+                self.fail(fork, FailureCode.INVALID, first.error, now)
+            else:
+                self._begin_fork(fork, sequence, first, now)
+
+    def _begin_fork(self, fork: Sequence, sequence: Sequence, first: Draw, now: float) -> None:
+        """Deliver a sibling's first token, and let it draw the next one. It shares the full blocks of the prompt, and
+        has a copy of a partial one; without room for that, or without all of the prompt's KV, it begins like a sequence
+        that was preempted."""
+        finish_reason = fork.finish_reason(first.token_id)
+        self.deliver(fork, first, finish_reason, now)
+        if finish_reason is not None:
+            self.end(fork, f"finished: {finish_reason}", now)
+            return
+        has_blocks = self.state.blocks.share(sequence, fork)
+        fork.token_ids.append(first.token_id)
+        if has_blocks:
+            self.scheduler.start_decoding(fork)
+        else:
             self.scheduler.add(fork, first=True)
+
+    def deliver(self, sequence: Sequence, draw: Draw, finish_reason: FinishReason | None, now: float) -> None:
+        """Send the router a token, unless nobody waits for it."""
+        if sequence.was_aborted:
+            return
+        marks: list[Mark] = []
+        if sequence.marks is not None:
+            sequence.marks.add(MarkKind.DRAWN, now)
+            marks, sequence.marks = sequence.marks.take(), None
+        position, num_cached_tokens = sequence.num_output_tokens, sequence.num_cached_tokens
+        delta = TokenDelta(
+            sequence.key,
+            position,
+            [draw.token_id],
+            finish_reason,
+            num_cached_tokens,
+            sequence.handover,
+            draw.logprobs,
+            marks,
+        )
+        sequence.handover = None
+        self.state.add_delta(sequence, delta)
 
     def end(self, sequence: Sequence, reason: str, now: float, *, attempt_over: bool = True) -> None:
         """End a request on this worker; ``attempt_over``: on every worker."""

@@ -13,7 +13,14 @@ from splitserve.kvconnector.tiers.loads import BlockLoad
 from splitserve.protocol.messages.marks import MarkList
 from splitserve.protocol.messages.requests import HandoverReport
 from splitserve.protocol.request import FinishReason, Party, RequestKey, SamplingParams
-from splitserve.protocol.step import MAX_STEPS_IN_FLIGHT, UNKNOWN_TOKEN, ChunkTable, SampleSpec, ScheduledChunk
+from splitserve.protocol.step import (
+    MAX_STEPS_IN_FLIGHT,
+    UNKNOWN_TOKEN,
+    BlockCopy,
+    ChunkTable,
+    SampleSpec,
+    ScheduledChunk,
+)
 from splitserve.protocol.token_ids import TokenIds
 
 _ENDED, _RELEASED = Stage.ENDED, Stage.RELEASED  # looked up for each token, where access to an Enum's member costs
@@ -55,6 +62,8 @@ class Sequence:
     cache_salt: str = ""  # its blocks are shared with sequences of the same salt only
     # Requests of the prompt's other choices, which begin when its KV is here; by key the choice.
     siblings: dict[RequestKey, int] = field(default_factory=dict)
+    num_choices: int = 1  # of the prompt, whose first tokens are drawn together
+    copies: list[BlockCopy] = field(default_factory=list)  # before its first chunk; it holds their sources, too
     was_aborted: bool = False  # its own output is over; it goes on for its siblings
     handover: HandoverReport | None = None  # of the prompt, for the message with the first token
     # Marks for the next message; None after its first token here.
@@ -154,6 +163,8 @@ class Sequence:
             (),
             self._other_tables(start, end) if self.other_tables else (),
             None if self.prompt_logprobs is None else self.prompt_logprobs.wanted(self.token_ids, start, end),
+            self._other_samples(end),
+            tuple(self.copies) if self.copies and not self.launched.num_steps else (),
         )
 
     def _other_tables(self, start: int, end: int) -> tuple[ChunkTable, ...]:
@@ -178,20 +189,22 @@ class Sequence:
             self._sample(end),
             gates=tuple(self.load.pending),
             scored=scored,
+            others=self._other_samples(end),
         )
 
     def _sample(self, position: int) -> SampleSpec:
-        sampling, features = self.sampling, self.features
-        return SampleSpec(
-            sampling.temperature,
-            sampling.top_k,
-            sampling.top_p,
-            sampling.seed,
-            sampling.choice,
-            position,
-            None if features is None else features.use(sampling, self.token_ids, self.num_prompt_tokens, position),
-            sampling.logprobs,
-        )
+        return _sample_spec(self.sampling, self.features, self.token_ids, self.num_prompt_tokens, position)
+
+    def _other_samples(self, end: int) -> tuple[SampleSpec, ...]:
+        """Return the draws of the other choices' first tokens, if a chunk that ends here draws the first token. States
+        of their features are made for that draw alone."""
+        if self.num_choices == 1 or end != self.num_prompt_tokens or end != len(self.token_ids):
+            return ()
+        others = (self._of_choice(choice) for choice in range(1, self.num_choices))
+        return tuple(_sample_spec(other, FeatureStates.of(other), self.token_ids, end, end) for other in others)
+
+    def _of_choice(self, choice: int) -> SamplingParams:
+        return msgspec.structs.replace(self.sampling, choice=choice, prompt_logprobs=None)
 
     @property
     def num_forks(self) -> int:
@@ -212,11 +225,12 @@ class Sequence:
                 reply_to=self.reply_to,
                 token_ids=self.token_ids[: self.num_prompt_tokens],
                 num_prompt_tokens=self.num_prompt_tokens,
-                sampling=msgspec.structs.replace(self.sampling, choice=choice, prompt_logprobs=None),
+                sampling=self._of_choice(choice),
                 deadline=self.deadline,
                 max_length=self.max_length,
                 handover=self.handover,
                 cache_salt=self.cache_salt,
+                num_cached_tokens=self.num_cached_tokens,
             )
             for key, choice in self.siblings.items()
         ]
@@ -290,6 +304,26 @@ class Sequence:
                 assert self.num_unplanned <= 1, f"{name} has {self.num_unplanned} tokens to compute"
             case Stage.OFFERED:
                 assert not self.decodes_here and self.num_remaining == 0, f"{name} isn't computed"
+
+
+def _sample_spec(
+    sampling: SamplingParams,
+    features: FeatureStates | None,
+    token_ids: TokenIds,
+    num_prompt_tokens: int,
+    position: int,
+) -> SampleSpec:
+    """Return the draw of the token at ``position``."""
+    return SampleSpec(
+        sampling.temperature,
+        sampling.top_k,
+        sampling.top_p,
+        sampling.seed,
+        sampling.choice,
+        position,
+        None if features is None else features.use(sampling, token_ids, num_prompt_tokens, position),
+        sampling.logprobs,
+    )
 
 
 _WITHOUT_BLOCKS = frozenset({Stage.NEW, Stage.UNGRANTED, Stage.UNADMITTED})

@@ -18,7 +18,7 @@ class Stage(Enum):
 
 _OVER = (Stage.ENDED, Stage.RELEASED)
 NEXT_STAGES: dict[Stage, frozenset[Stage]] = {
-    Stage.NEW: frozenset({Stage.UNGRANTED, Stage.UNADMITTED, Stage.QUEUED}),
+    Stage.NEW: frozenset({Stage.UNGRANTED, Stage.UNADMITTED, Stage.QUEUED, Stage.DECODING, Stage.ENDED}),
     Stage.UNGRANTED: frozenset({Stage.QUEUED, *_OVER}),
     Stage.UNADMITTED: frozenset({Stage.PULLING, Stage.ENDED}),
     Stage.PULLING: frozenset({Stage.UNADMITTED, Stage.QUEUED, Stage.PREFILLING, Stage.DECODING, Stage.ENDED}),

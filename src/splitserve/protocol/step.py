@@ -72,6 +72,14 @@ class ChunkTable(msgspec.Struct, frozen=True, array_like=True, gc=False):
     block_ids: Sequence[int]
 
 
+class BlockCopy(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A copy of one block's content to another block of the same group."""
+
+    group: int
+    source: int
+    target: int
+
+
 class ScheduledChunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Part of one sequence to compute in one step: a prefill chunk, or one decode token.
 
@@ -83,6 +91,8 @@ class ScheduledChunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
     token: it isn't known yet, and ``token_ids`` holds :data:`UNKNOWN_TOKEN` instead.
     ``gates`` are the ids of copies into the blocks that the device has to wait for. The copied content may turn out to
     be wrong.
+    ``others`` are draws of the prompt's other choices, from 1 on, from the same logits as ``sample``.
+    ``copies`` are made before any KV of the step is written.
     """
 
     token_ids: Sequence[int]
@@ -93,6 +103,8 @@ class ScheduledChunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
     gates: tuple[int, ...] = ()
     other_tables: tuple[ChunkTable, ...] = ()  # of the groups after the first
     scored: ScoredTokens | None = None
+    others: tuple[SampleSpec, ...] = ()
+    copies: tuple[BlockCopy, ...] = ()
 
     def table(self, group: int) -> ChunkTable:
         """Return the table of a group. Position ``p`` is in block ``p // block_size - first_number`` of it; that of a
@@ -125,12 +137,20 @@ class Draw(msgspec.Struct, frozen=True, array_like=True, gc=False):
     token_ids: tuple[int, ...]
     logprobs: Logprobs | None = None  # of each token; None: not wanted
     error: str = ""  # why the request can't draw a token, and fails; "": it can
+    others: tuple["Draw", ...] = ()  # those of the prompt's other choices, from 1 on, where they were drawn with it
 
     @property
     def token_id(self) -> int:
         """The only token. Raises ValueError if there are several."""
         (token_id,) = self.token_ids
         return token_id
+
+
+def draws_of(chunks: Sequence[ScheduledChunk]) -> list[tuple[int, SampleSpec]]:
+    """Return the draws of a step in the order of their results, each with its chunk's index: one for each chunk that
+    draws, then those of other choices."""
+    own = [(index, chunk.sample) for index, chunk in enumerate(chunks) if chunk.sample is not None]
+    return own + [(index, spec) for index, chunk in enumerate(chunks) for spec in chunk.others]
 
 
 class StepOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):

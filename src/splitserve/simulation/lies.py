@@ -33,9 +33,9 @@ class Liar:
             return offer
         if offer.first_tokens and chosen.random() < 0.3:
             self.deceived.add(offer.key.request_id)
-            [true_token] = offer.first_tokens
+            true_token, *others = offer.first_tokens
             token = (true_token + chosen.randrange(1, VOCAB + INVENTED_TOKENS)) % (VOCAB + INVENTED_TOKENS)
-            return msgspec.structs.replace(offer, first_tokens=[token])
+            return msgspec.structs.replace(offer, first_tokens=[token, *others])
         named = [span for span in offer.spans if span.blocks]
         if not named:
             return offer

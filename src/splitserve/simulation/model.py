@@ -54,9 +54,13 @@ class HashedModel:
         """See :meth:`Head.draw`."""
         drawn: list[Draw | None] = [None] * len(plan.chunks)
         for index, kv in read.items():
-            spec = plan.chunks[index].sample
-            assert spec is not None
-            drawn[index] = Draw((mix(*kv, draw_key(spec.seed, spec.choice), spec.position) % VOCAB,))
+            chunk = plan.chunks[index]
+            assert chunk.sample is not None
+            tokens = [
+                mix(*kv, draw_key(spec.seed, spec.choice), spec.position) % VOCAB
+                for spec in (chunk.sample, *chunk.others)
+            ]
+            drawn[index] = Draw((tokens[0],), others=tuple(Draw((token,)) for token in tokens[1:]))
         return drawn
 
     def expected_output(self, prompt: list[int], sampling: SamplingParams) -> list[int]:

@@ -10,7 +10,7 @@ import torch
 from byte_vocabulary import token_bytes
 from splitserve.common.grammars import GRAMMAR_LIMITS
 from splitserve.models.constraints.grammars import ConstraintError, Grammars
-from splitserve.models.constraints.masks import FORBIDDEN, MaskMaker, apply_masks, masked
+from splitserve.models.constraints.masks import FORBIDDEN, HostMasks, MaskMaker, masked
 from splitserve.models.constraints.progress import Progress
 from splitserve.models.demo.tokenizer import QWEN_TOKENS, train_tokenizer
 from splitserve.protocol.sampling_features import Constraint
@@ -188,7 +188,7 @@ def test_masks_on_the_host_equal_those_of_tensor_operations():
     bits[2, 31] = 1 << 7  # token 999 alone
     expected = logits.clone()
     expected[rows] = masked(logits[rows], bits)
-    apply_masks(logits, rows, bits)
+    HostMasks().apply(logits, rows.tolist(), bits)
     assert torch.equal(logits, expected)
     assert (logits[4] != FORBIDDEN).nonzero().tolist() == [[999]]
     assert (logits[1] != FORBIDDEN).all() and (logits[0] != FORBIDDEN).all()

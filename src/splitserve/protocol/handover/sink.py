@@ -3,6 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import zip_longest
+
+import msgspec
 
 from splitserve.protocol.config import ProtocolConfig
 from splitserve.protocol.handover.offered_blocks import DiscardedRead, OfferedBlocks
@@ -247,8 +250,10 @@ class SinkHandover:
 
     @property
     def first_draw(self) -> Draw:
-        """The first token, as the last offer brought it."""
-        return Draw((self.first_tokens[0],), self.first_logprobs[0] if self.first_logprobs else None)
+        """The first token, with those of the other choices, as the last offer brought them."""
+        pairs = zip_longest(self.first_tokens, self.first_logprobs[: len(self.first_tokens)])
+        first, *others = (Draw((token_id,), logprobs) for token_id, logprobs in pairs)
+        return msgspec.structs.replace(first, others=tuple(others))
 
     def _make_grant(self) -> Grant | PrefixGrant:
         if self._pull.hashes:

@@ -34,8 +34,12 @@ class Drawn(list[Draw | None]):
 
             draw, sample = self[index], chunk.sample
             if draw is not None and sample is not None and sample.num_top_logprobs is not None:
-                logprobs = scores(chunk.start + len(chunk.token_ids), draw.token_ids)
-                self[index] = msgspec.structs.replace(draw, logprobs=logprobs)
+                end = chunk.start + len(chunk.token_ids)
+                others = tuple(
+                    msgspec.structs.replace(other, logprobs=scores(end, other.token_ids)) for other in draw.others
+                )
+                logprobs = scores(end, draw.token_ids)
+                self[index] = msgspec.structs.replace(draw, logprobs=logprobs, others=others)
             if chunk.scored is not None:
                 self._of_prompts[index] = scores(chunk.start + chunk.scored.first_row + 1, chunk.scored.token_ids)
 

@@ -25,6 +25,7 @@ from splitserve.protocol.step import UNKNOWN_TOKEN, Draw, ScheduledChunk, StepPl
 from splitserve.simulation.model import BLOCK_SIZE, NUM_HEADS, VOCAB, layout_of, mix, next_kv, tail_kv
 from splitserve.simulation.worker.connector import SimConnector
 from splitserve.simulation.worker.drawn import Drawn
+from splitserve.simulation.worker.memory import copy_blocks, touched_blocks
 from splitserve.simulation.worker.parts import sink_of
 from splitserve.simulation.worker.reader import SimReader
 from splitserve.simulation.worker.tiers import SimTiers
@@ -282,10 +283,7 @@ class SimWorker:
             end, room = chunk.start + len(chunk.token_ids), len(chunk.block_ids) * BLOCK_SIZE
             assert end <= room, f"a step writes {end} tokens to blocks for {room}"
             self.check_tail(chunk)
-        taken = [
-            self.stamp([block_id for chunk in plan.chunks for block_id in chunk.table(group).block_ids], group)
-            for group in range(len(self.memories))
-        ]
+        taken = [self.stamp(touched_blocks(plan, group), group) for group in range(len(self.memories))]
         garbage = random.getrandbits(50) if random.random() < self.sim.faults.step_error else 0
         seconds = random.uniform(0.001, self.sim.faults.step_seconds)
         drawn = Drawn(plan)
@@ -316,6 +314,7 @@ class SimWorker:
         if not self.alive:
             return
         self.assert_all_kept(taken)
+        copy_blocks(plan, self.memories, self.heads_of(rank))
         for chunk in plan.chunks:
             tokens = chunk.token_ids
             if chunk.previous_chunk is not None:
