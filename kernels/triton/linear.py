@@ -81,9 +81,9 @@ class TritonLinear(PlainLinear):
         *,
         gated: bool,
     ) -> None:
-        if params.block_m == 1:
+        if params.block_m == 1 and normed is None:
             launch(x, self.weight, out, params, norm=norm, eps=eps, gated=gated)
-        else:
+        else:  # rows that come normalised may have another norm than RMS
             normed = self._rms_norm(x, norm, eps) if normed is None else normed
             launch(normed, self.weight, out, params, gated=gated)
 

@@ -13,6 +13,7 @@ import pytest
 
 pytest.importorskip("triton")
 
+from splitserve.kernels.experts.launch import ExpertLaunch
 from splitserve.kernels.triton.linear import MAX_ROWS
 from splitserve.kernels.tuning import parameters as tuning
 from splitserve.kernels.tuning.decode_launch import MAX_PARTS, DecodeLaunch
@@ -26,7 +27,13 @@ WORKSPACE_ELEMENTS, WORKSPACE_TILES = 1 << 23, 1 << 16  # of products in parts
 MAX_THREAD_ELEMENTS = 128  # of a row kernel's weights, in registers
 SIZES = {
     "attention_decode": ("heads", "kv_heads", "head_dim", "block_size"),
+    "experts": ("experts", "top_k", "hidden", "inner"),
     **dict.fromkeys((name for name in OPERATIONS if name.startswith("linear_")), ("n", "k")),
+}
+DEFAULTS: dict[str, Any] = {
+    "attention_decode": DecodeLaunch(1),
+    "experts": ExpertLaunch(),
+    **dict.fromkeys((name for name in OPERATIONS if name.startswith("linear_")), LinearLaunch()),
 }
 PATHS = sorted(tuning.SHIPPED_DIRECTORY.glob("*.json"))
 
@@ -45,6 +52,21 @@ def attention_problems(launch: DecodeLaunch, sizes: dict[str, int], item_bytes: 
     head_dim = 1 << (sizes["head_dim"] - 1).bit_length()
     taken = launch.num_stages * 2 * launch.tile * head_dim * item_bytes  # keys and values
     if taken > shared:
+        yield f"{taken} bytes of shared memory, the device has {shared}"
+
+
+def expert_problems(launch: ExpertLaunch, sizes: dict[str, int], item_bytes: int, shared: int) -> Iterator[str]:
+    if launch.block_m not in (1, 16, 32, 64, 128):
+        yield f"block_m is {launch.block_m}, not 1, 16, 32, 64 or 128"
+    tiles = ((2, launch.block_n, launch.block_k), (1, launch.down_block_n, launch.down_block_k))
+    if not all(is_power(number) for _, *tile in tiles for number in tile):
+        yield f"a tile of {tiles[0][1:]} or {tiles[1][1:]} isn't of powers of two"
+    elif launch.block_m == 1:
+        if (held := max(width * n * k for width, n, k in tiles) // (32 * launch.num_warps)) > MAX_THREAD_ELEMENTS:
+            yield f"{held} elements for each thread, at most {MAX_THREAD_ELEMENTS} fit its registers"
+    elif min(number for _, *tile in tiles for number in tile) < 16:
+        yield "matrix instructions take 16 rows and columns at least"
+    elif (taken := launch.num_stages * max((launch.block_m + n) * k for _, n, k in tiles) * item_bytes) > shared:
         yield f"{taken} bytes of shared memory, the device has {shared}"
 
 
@@ -113,7 +135,7 @@ def entry_problems(device: str, operation: str, shape: str, entry: tuning.TunedE
     if device not in SHARED_BYTES:
         return [f"nothing is known of {device}: add it to SHARED_BYTES"]
     sizes = {name: int(value) for name, value in (pair.split("=") for pair in pairs)}
-    default: Any = DecodeLaunch(1) if operation == "attention_decode" else LinearLaunch()
+    default = DEFAULTS[operation]
     for name, value in entry.params.items():
         if type(value) is not type(asdict(default).get(name)):
             return [f"{name} is {value!r}, which {type(default).__name__} doesn't take"]
@@ -128,6 +150,8 @@ def entry_problems(device: str, operation: str, shape: str, entry: tuning.TunedE
     common = (launch, sizes, ITEM_BYTES[dtype], SHARED_BYTES[device])
     if operation == "attention_decode":
         return [*found, *attention_problems(*common)]
+    if operation == "experts":
+        return [*found, *expert_problems(*common)]
     if launch.tma and device not in HAS_TMA:
         found.append(f"tma, which {device} lacks")
     return [*found, *linear_problems(*common, operation=operation, rows=entry.max_rows)]
@@ -149,6 +173,7 @@ def test_shipped_files(path: Path) -> None:
 
 ATTENTION = ("attention_decode", "bfloat16 heads=32 kv_heads=8 head_dim=128 block_size=64")
 LINEAR = ("linear_add", "bfloat16 n=4096 k=14336")
+EXPERTS = ("experts", "bfloat16 experts=128 top_k=8 hidden=2048 inner=768")
 GATED = ("linear_gated", "bfloat16 n=28672 k=4096")
 ONE_ROW = {"block_m": 1, "block_n": 4, "block_k": 1024, "num_warps": 4}
 
@@ -168,6 +193,11 @@ ONE_ROW = {"block_m": 1, "block_n": 4, "block_k": 1024, "num_warps": 4}
         (("attention_decode", "float32 heads=32 kv_heads=8 head_dim=128 block_size=64"), 1,
          {"tile": 64, "num_stages": 4}, "262144 bytes of shared memory"),
         (("attention_decode", "bfloat16 heads=9 kv_heads=2 head_dim=128 block_size=64"), 1, {"tile": 64}, "evenly"),
+        (EXPERTS, 16, {"block_m": 8}, "block_m is 8"),
+        (EXPERTS, 16, {"block_n": 48}, "isn't of powers of two"),
+        (EXPERTS, 16, {"block_m": 1, "block_n": 64, "block_k": 1024}, "1024 elements for each thread"),
+        (EXPERTS, 16, {"block_n": 8}, "take 16 rows"),
+        (EXPERTS, 16, {"block_k": 1024, "num_stages": 4}, "393216 bytes of shared memory"),
         (LINEAR, 16, {"block_k": 512, "num_stages": 5}, "245760 bytes of shared memory"),
         (GATED, 16, {"block_k": 512, "num_stages": 3}, "245760 bytes of shared memory"),
         (LINEAR, 16, {"block_m": 8}, "block_m is 8"),

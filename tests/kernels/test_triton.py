@@ -103,17 +103,24 @@ def test_linear(
             assert_close(actual, expected)
 
 
+@pytest.mark.parametrize("num_rows", [1, 3])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_rows_that_are_normalised_already_are_taken_as_they_are(dtype: torch.dtype) -> None:
+def test_rows_that_are_normalised_already_are_taken_as_they_are(dtype: torch.dtype, num_rows: int) -> None:
+    """By another norm than RMS, too."""
+
     def fails(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         raise AssertionError
 
-    x, norm, weight = rand(3, 64, dtype=dtype), rand(64, dtype=dtype, seed=1), rand(32, 64, dtype=dtype, seed=2) / 8
-    normed = triton_ops.rms_norm(x, norm, 1e-5)
-    plain = triton_linear.TritonLinear(weight, rms_norm=triton_ops.rms_norm, silu_mul=triton_ops.silu_mul)
+    x, norm, weight = (
+        rand(num_rows, 64, dtype=dtype),
+        rand(64, dtype=dtype, seed=1),
+        rand(32, 64, dtype=dtype, seed=2) / 8,
+    )
+    normed = torch.nn.functional.layer_norm(x.float(), (64,), norm.float()).to(dtype)
     packed = triton_linear.TritonLinear(weight, rms_norm=fails, silu_mul=triton_ops.silu_mul)
-    assert torch.equal(packed.after_norm(x, norm, 1e-5, normed), plain.after_norm(x, norm, 1e-5))
-    assert torch.equal(packed.gated_after_norm(x, norm, 1e-5, normed), plain.gated_after_norm(x, norm, 1e-5))
+    wide = normed.float() @ weight.float().T
+    assert_close(packed.after_norm(x, norm, 1e-5, normed), wide.to(dtype))
+    assert_close(packed.gated_after_norm(x, norm, 1e-5, normed), reference.silu_mul(wide).to(dtype))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
