@@ -59,7 +59,6 @@ _RECURRENT = "recurrent state isn't supported yet"
 
 REFUSED: Mapping[str, str] = {
     "BloomForCausalLM": _ALONE,
-    "CodeGenForCausalLM": _ALONE,
     "DiffLlamaForCausalLM": "it calls attention twice for each layer",
     "FalconForCausalLM": _ALONE,
     "FalconMambaForCausalLM": _RECURRENT,

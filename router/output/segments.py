@@ -42,6 +42,9 @@ class _BoundedPattern:
     def search(self, text: str, pos: int = 0, partial: bool = False) -> Any:
         return self.pattern.search(text, pos, partial=partial, timeout=SEARCH_SECONDS)
 
+    def match(self, text: str, pos: int = 0, partial: bool = False) -> Any:
+        return self.pattern.match(text, pos, partial=partial, timeout=SEARCH_SECONDS)
+
     def finditer(self, text: str) -> Iterator[Any]:
         found: Iterator[Any] = self.pattern.finditer(text, timeout=SEARCH_SECONDS)
         return found

@@ -4,6 +4,7 @@ refused before memory is taken. SPLITSERVE_ARCHITECTURES: which ones; `scripts/l
 import json
 import os
 import random
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +24,7 @@ from splitserve.models.step_costs import kv_token_elements, token_flops, weight_
 from splitserve.models.transformers_backend.known import REFUSED, TESTED
 from splitserve.models.transformers_backend.loading import load_transformers_model
 from splitserve.protocol.step import SampleSpec, ScheduledChunk, StepPlan
-from transformers_models import EVERY, NATIVE, SIZES, WINDOW, write_transformers_model
+from transformers_models import CHANGED, EVERY, NATIVE, SIZES, WINDOW, write_transformers_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -172,7 +173,6 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     "BloomForCausalLM": ({}, "it computes attention by itself"),
     "MptForCausalLM": ({"d_model": 64, "n_heads": 4, "n_layers": 2}, "it computes attention by itself"),
     "FalconForCausalLM": ({}, "can't be looked at without weights|it computes attention by itself|doesn't compute"),
-    "CodeGenForCausalLM": ({"rotary_dim": 8}, "it computes attention by itself|can't be looked at"),
     "Llama4ForCausalLM": ({}, "layer_types has 'chunked_attention'; only full_attention and sliding_attention"),
     "DiffLlamaForCausalLM": ({}, "one call of the attention interface for each of its 3 layers is needed, got 6"),
     "BertLMHeadModel": ({"is_decoder": False}, "attends to other tokens than all before it"),
@@ -213,6 +213,19 @@ def test_what_would_be_wrong_is_refused(architecture: str, tmp_path: Path) -> No
     (tmp_path / "config.json").write_text(json.dumps({**fields, "architectures": [architecture]}, default=str))
     with pytest.raises(CheckpointError, match=message):
         load_model_config(tmp_path, "transformers")
+
+
+@pytest.mark.parametrize("architecture", CHANGED)
+def test_what_newer_versions_of_transformers_changed_is_refused_or_right(architecture: str, tmp_path: Path) -> None:
+    path, prompts = write_transformers_model(tmp_path / "model", architecture), PROMPTS[:5]
+    try:
+        load_model_config(path, "transformers")
+    except CheckpointError as error:
+        assert re.search("it computes attention by itself|can't be looked at", str(error))
+    else:
+        tokens = CoreWorker(path, kv_bytes=8 << 20, backend="transformers").run(prompts, MAX_TOKENS)
+        references = transformers_greedy(path, prompts, MAX_TOKENS)
+        assert all(reference.agrees(own) for reference, own in zip(references, tokens, strict=True))
 
 
 @pytest.mark.parametrize(

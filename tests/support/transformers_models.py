@@ -113,6 +113,8 @@ NATIVE: dict[str, dict[str, Any]] = {
 """Architectures that have a family, too."""
 
 EVERY = {**OTHERS, **NATIVE}
+CHANGED = {"CodeGenForCausalLM": {"rotary_dim": 8}}
+"""Architectures whose attention goes through transformers' interface in newer versions of it only."""
 _NO_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")  # that a class needs some of
 
 
@@ -122,7 +124,9 @@ def make_model(architecture: str, **changes: Any) -> Any:
     import transformers
 
     model_class = getattr(transformers, architecture)
-    config = model_class.config_class(**{**SIZES, **dict.fromkeys(_NO_TOKENS, 0), **EVERY[architecture], **changes})
+    config = model_class.config_class(
+        **{**SIZES, **dict.fromkeys(_NO_TOKENS, 0), **{**EVERY, **CHANGED}[architecture], **changes}
+    )
     torch.manual_seed(0)
     model = model_class(config).eval()
     with torch.no_grad():
