@@ -48,7 +48,7 @@ pools:
 - {{name: fill, role: prefill, count: {pairs}, threads: 1, dtype: float32, memory: {{kv: 24MiB}}}}
 - {{name: gen, role: decode, count: {pairs}, threads: 1, dtype: float32, memory: {{kv: 48MiB}}}}
 engine: {{max_num_batched_tokens: 128, max_num_seqs: 32}}
-router: {{host: {host}, port: 0}}
+router: {{host: {host}, port: 0, policy: least-loaded}}
 """
 
 

@@ -19,7 +19,7 @@ model: {path: $SPLITSERVE_STATE_DIR/model, served_name: demo, load_format: dummy
 pools:
 - {name: fill, role: prefill, device: cuda, memory: {kv: 8GiB}}
 - {name: gen, role: decode, device: cuda, memory: {kv: 8GiB}}
-router: {port: 0}
+router: {port: 0, policy: least-loaded}
 Y
   time timeout 180 $C up --ray local --spec $SPLITSERVE_STATE_DIR/spec.yaml 2>&1 | tail -30
   $C status; nvidia-smi --query-compute-apps=pid,gpu_uuid,used_memory --format=csv

@@ -24,7 +24,7 @@ model: {{path: {model}, served_name: tiny, max_model_len: 512}}
 pools:
 - {{name: fill, role: prefill, threads: {threads}, memory: {{kv: 16MiB}}}}
 - {{name: gen, role: decode, threads: {threads}, memory: {{kv: 16MiB}}}}
-router: {{port: 0}}
+router: {{port: 0, policy: least-loaded}}
 """)
     return str(path)
 

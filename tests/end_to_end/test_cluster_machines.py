@@ -40,7 +40,7 @@ model: {{path: {model}, served_name: tiny, max_model_len: 512}}
 pools:
 - {{name: fill, role: prefill, count: 2, threads: 1, memory: {{kv: 16MiB}}}}
 - {{name: gen, role: decode, count: 2, threads: 1, memory: {{kv: 16MiB}}}}
-router: {{host: 0.0.0.0, port: 0}}
+router: {{host: 0.0.0.0, port: 0, policy: least-loaded}}
 secrets: {{shared: {{file: {secret}}}}}
 connector: {{transports: [tcp]}}
 """

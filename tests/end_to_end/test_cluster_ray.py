@@ -90,7 +90,7 @@ model: {{path: {model}, served_name: tiny, max_model_len: 512}}
 pools:
 - {{name: fill, role: prefill, count: 2, threads: {threads}, memory: {{kv: 16MiB}}}}
 - {{name: gen, role: decode, count: 2, threads: {threads}, memory: {{kv: 16MiB}}}}
-router: {{port: 0}}
+router: {{port: 0, policy: least-loaded}}
 network: {{host: 127.0.0.1}}
 """)
     return str(path)
@@ -300,7 +300,7 @@ name: near
 model: {{path: {tiny_qwen3}, served_name: tiny, max_model_len: 512}}
 pools: [{{name: both, role: mixed, count: 2, threads: 1, memory: {{kv: 16MiB}}}}]
 lmcache: {{memory: 32MiB, chunk_tokens: {CHUNK_TOKENS}, backends: [{{type: fs, base_path: {shared}}}]}}
-router: {{port: 0}}
+router: {{port: 0, policy: least-loaded}}
 network: {{host: 127.0.0.1}}
 """)
     url = up_on_ray(read_spec(str(spec)), StateFolder("near"), raylets.address, "info", restart=True)

@@ -9,7 +9,7 @@ import transformers
 from splitserve.models.cache_groups import cache_layout
 from splitserve.models.catalogue import architectures
 from splitserve.models.config import load_model_config
-from splitserve.models.families.registry import FAMILIES, TEXT_OF
+from splitserve.models.families.registry import FAMILIES, WITH_TEXT
 from splitserve.models.kv_plan import longest_sequences, plan_kv_memory, sequence_bytes, token_bytes
 from splitserve.protocol.config import EngineConfig
 
@@ -76,6 +76,6 @@ def test_the_list_of_architectures_has_each_family_once() -> None:
     known = list(architectures())
     names = [each.name for each in known]
     assert len(names) == len(set(names)), "an architecture is listed twice"
-    assert {each.name for each in known if each.support == "native"} == {*FAMILIES, *TEXT_OF}
+    assert {each.name for each in known if each.support == "native"} == {*FAMILIES, *WITH_TEXT}
     assert all(each.note.endswith(".") for each in known if each.support != "transformers")
     assert sum(each.support == "transformers" for each in known) >= 40

@@ -92,7 +92,7 @@ class Started:
 
 @pytest.fixture
 def started(tiny_qwen3: Path) -> Iterator[Started]:
-    processes = Started(spec_of(tiny_qwen3, router="{port: 0}"))
+    processes = Started(spec_of(tiny_qwen3, router="{port: 0, policy: least-loaded}"))
     yield processes
     processes.end()
 
