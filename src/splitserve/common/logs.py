@@ -76,13 +76,17 @@ class _Lines(logging.StreamHandler):  # type: ignore[type-arg]  # generic in stu
     """A handler that can write several records at once, for which it locks, writes and flushes once."""
 
     def write_at_once(self, records: Sequence[logging.LogRecord]) -> None:
-        """Write records that are old enough to be late by a moment."""
-        lines = [self.format(record) for record in records if self.filter(record)]
-        if not lines:
+        """Write records that are old enough to be late by a moment. Like any handler, it raises nothing."""
+        kept = [record for record in records if self.filter(record)]
+        if not kept:
             return
-        with self.lock:  # type: ignore[union-attr]  # every handler has one
-            self.stream.write("\n".join(lines) + self.terminator)
-            self.flush()
+        try:
+            text = "\n".join([self.format(record) for record in kept]) + self.terminator
+            with self.lock:  # type: ignore[union-attr]  # every handler has one
+                self.stream.write(text)
+                self.flush()
+        except Exception:
+            self.handleError(kept[-1])  # as `logging` does, on standard error where that is open
 
 
 def write_at_once(records: Sequence[logging.LogRecord]) -> None:
