@@ -276,6 +276,14 @@ FROZEN_SOURCE = """
 
     def main():
         source, reader = Source(), Reader()
+        try:
+            read_from_a_frozen_source(source, reader)
+        finally:  # a frozen child would keep this process from ending
+            source.process.kill()
+            source.process.join()
+        print("nothing landed")
+
+    def read_from_a_frozen_source(source, reader):
         reader.connect(source)
         reader.read(1, [0], [1])
         assert reader.result(1).error is None
@@ -292,9 +300,6 @@ FROZEN_SOURCE = """
         time.sleep(1.0)
         assert bool((reader.memory.blocks == -7.0).all()), "late bytes landed"
         reader.connector.close()
-        source.process.kill()
-        source.process.join()
-        print("nothing landed")
 
     if __name__ == "__main__":
         main()

@@ -1,12 +1,14 @@
 """A process with blocks to read, and a reader of this process: what the tests of NIXL share. Not a test module."""
 
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 
 import msgspec
+import psutil
 
 from forked_processes import fork_context
 from nixl_source import NUM_BLOCKS, PATTERN, SOURCE, make_memory, serve_blocks
@@ -17,7 +19,7 @@ from splitserve.kvconnector.transfer.read_settings import ReadSettings
 from splitserve.protocol.handover.reads import ReadCommand, ReadResult
 from splitserve.protocol.messages.handover import PeerWelcome
 from splitserve.protocol.request import Party
-from waiting import PATIENCE_SECONDS
+from waiting import PATIENCE_SECONDS, wait_until
 
 ME = Party("decode-0", 22)
 
@@ -40,6 +42,9 @@ class Source:
     def signal(self, number: int) -> None:
         assert self.process.pid is not None
         os.kill(self.process.pid, number)
+        if number == signal.SIGSTOP:  # its threads stop a moment later
+            stopped = psutil.Process(self.process.pid)
+            wait_until(lambda: stopped.status() == psutil.STATUS_STOPPED, "the source stops")
 
     def close(self) -> None:
         if self.process.is_alive():
