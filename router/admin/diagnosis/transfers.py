@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from splitserve.protocol.reports.overview import Finding, TransportFigures
 from splitserve.router.admin.diagnosis.evidence import (
     MIN_LOST_SECONDS,
-    MIN_REQUESTS,
     Evidence,
     finding,
     milliseconds,
@@ -14,6 +13,7 @@ from splitserve.router.admin.diagnosis.evidence import (
 )
 
 MIN_TRANSFER_SHARE = 0.2
+MIN_HANDOVERS = 10  # the first ones of a link also wait for it to be joined, and each choice of a request counts
 MAX_REMOTE_SHARE = 0.05
 WRONG_TRANSPORT = 0.2
 REMOTE_MEMORY = 0.2
@@ -26,7 +26,7 @@ def slow_transport(evidence: Evidence) -> Iterator[Finding]:
     for transport in evidence.view.transports:
         exposed = transport.exposed.mean
         lost = exposed / (exposed + evidence.view.ttft.mean) if exposed else 0.0
-        is_slow = transport.num >= MIN_REQUESTS and exposed >= MIN_LOST_SECONDS and lost >= MIN_TRANSFER_SHARE
+        is_slow = transport.num >= MIN_HANDOVERS and exposed >= MIN_LOST_SECONDS and lost >= MIN_TRANSFER_SHARE
         if transport.problem or is_slow:
             yield _slow(transport, max(lost, WRONG_TRANSPORT if transport.problem else 0.0))
 

@@ -5,7 +5,7 @@ import itertools
 import msgspec
 import pytest
 
-from overviews import PLANTED, broken, healthy, idle, large, replace, with_stages, with_workers
+from overviews import PLANTED, broken, healthy, idle, large, replace, times, with_stages, with_workers
 from splitserve.protocol.reports.overview import Objective, Overview, RouterFigures
 from splitserve.router.admin.diagnosis.diagnose import MIN_SEVERITY, diagnose
 
@@ -78,3 +78,12 @@ def test_requests_that_the_router_keeps_back_wait_for_prefill_or_for_decode() ->
     assert diagnose(busy).findings[0].name == "prefill_short"
     full = with_workers(waiting, "decode", blocks_used=4000, max_used_share=1.0)
     assert diagnose(full).findings[0].name == "decode_kv"
+
+
+@pytest.mark.parametrize(("num_handovers", "is_named"), [(9, False), (10, True)])
+def test_the_first_handovers_of_a_link_are_no_slow_transport(num_handovers: int, is_named: bool) -> None:
+    """They wait for the link to be joined."""
+    view = healthy()
+    slow = [replace(each, num=num_handovers, exposed=times(0.4)) for each in view.transports]
+    named = [each.name for each in diagnose(replace(view, transports=slow)).findings]
+    assert ("slow_transport" in named) is is_named
