@@ -97,7 +97,7 @@ network: {{host: 127.0.0.1}}
 
 
 def places(status: ClusterStatus, raylets: Cluster) -> Counter[tuple[str, str]]:
-    """How many workers of each pool are on each node, by the node's raylet."""
+    """Count the workers of each pool on each node, by the node's raylet."""
     found: Counter[tuple[str, str]] = Counter()
     for worker in status.workers:
         raylet = raylet_above(worker.pid)
@@ -125,7 +125,7 @@ def processes_of(name: str) -> list[psutil.Process]:
 
 
 def keepers_of(name: str) -> dict[int, psutil.Process]:
-    """What keeps the cluster's LMCache servers, by the raylets that they are under."""
+    """Return the processes that keep the cluster's LMCache servers, by the raylets that they are under."""
     found = {}
     for process in processes_of(name):
         with contextlib.suppress(psutil.Error):  # it may be ending
@@ -252,7 +252,7 @@ def test_the_controller_comes_back_and_a_killed_driver_leaves_nothing(
 
 
 def same_on_this_machine(spec: str, url: str) -> bool:
-    """Whether the same spec gives the same tokens without Ray, greedy and drawn."""
+    """Return whether the same spec gives the same tokens without Ray, greedy and drawn."""
     drawn = [{**body, "temperature": 0.9, "top_p": 0.9, "seed": 5} for body in bodies("tiny")]
     requests = [*bodies("tiny"), *drawn]
     with LocalCluster(read_spec(spec), log_level="warning") as local:

@@ -37,7 +37,7 @@ class _Compiler:
 
 @dataclass(slots=True)
 class Compiled:
-    """What has been compiled. ``failures``: the kernels that the compiler refused, with its reason."""
+    """The compiled kernels. ``failures``: the kernels that the compiler refused, with its reason."""
 
     kernels: dict[str, int] = field(default_factory=dict)  # variants of each
     failures: dict[str, str] = field(default_factory=dict)

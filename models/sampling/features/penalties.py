@@ -68,8 +68,8 @@ class Occurrences:
 
     @property
     def amounts(self) -> Float32Array:
-        """For each token the divisor of its logit, or factor of a negative one, and what is then subtracted for its
-        number in the output and for its presence there: float32 [3, n], a view."""
+        """The tokens' penalties, float32 [3, n], a view: the divisor of the logit (factor of a negative one), and the
+        amounts to subtract then, for the number in the output and for the presence there."""
         return self._amounts[:, : len(self.counts)]
 
     def count(self, token_id: int) -> None:
