@@ -24,7 +24,7 @@ from splitserve.orchestration.cli.command_parser import CommandParser
 from splitserve.orchestration.spec.cluster_spec import API_KEY_VARIABLE
 from splitserve.orchestration.spec.expansion import read_secret
 from splitserve.protocol.config import EngineConfig
-from splitserve.protocol.placement.policies import PLACEMENT_POLICIES
+from splitserve.protocol.placement.policies import DEFAULT_POLICY, PLACEMENT_POLICIES
 from splitserve.simulation.twin.cluster import TwinCluster, TwinSpec
 from splitserve.simulation.twin.models import Calibration
 from splitserve.simulation.twin.worker import WorkerSetup
@@ -89,7 +89,7 @@ def cluster_of(options: argparse.Namespace) -> Cluster:
     if options.against:
         report = report_of(options.against, read_secret(options.api_key_file, API_KEY_VARIABLE))
         calibration = of_cluster(report, options.against)
-        return Cluster(setups_of_cluster(report, calibration), calibration, options.policy or "least-loaded")
+        return Cluster(setups_of_cluster(report, calibration), calibration, options.policy or DEFAULT_POLICY)
     arm = parse_arm(options.cluster)
     with model_of(options) as model:
         engine, config = engine_of(options, model), load_model_config(model)
@@ -158,7 +158,7 @@ def parser() -> argparse.ArgumentParser:
     add("--cluster", default="1P1D", metavar="ARM", help=FORMS)
     add("--against", default="", metavar="URL", help="simulate this running cluster, by its own step times")
     add("--api-key-file", default="", metavar="FILE", help="file with the endpoint's API key")
-    add("--policy", default="", choices=["", *PLACEMENT_POLICIES], help="instead of the cluster's")
+    add("--policy", default="", choices=["", *PLACEMENT_POLICIES], help="instead of the arm's, or with --against of the default")
     add("--workload", default="1024/128", metavar="WORKLOAD", help=WORKLOADS)
     add("--rate", type=positive_seconds, default=1.0, metavar="R", help="requests per second")
     add("--runs", type=positive, default=5, metavar="N", help="runs with other arrivals, for the range of each figure")
