@@ -158,7 +158,12 @@ def parser() -> argparse.ArgumentParser:
     add("--cluster", default="1P1D", metavar="ARM", help=FORMS)
     add("--against", default="", metavar="URL", help="simulate this running cluster, by its own step times")
     add("--api-key-file", default="", metavar="FILE", help="file with the endpoint's API key")
-    add("--policy", default="", choices=["", *PLACEMENT_POLICIES], help="instead of the arm's, or with --against of the default")
+    add(
+        "--policy",
+        default="",
+        choices=["", *PLACEMENT_POLICIES],
+        help="instead of the arm's, or with --against of the default",
+    )
     add("--workload", default="1024/128", metavar="WORKLOAD", help=WORKLOADS)
     add("--rate", type=positive_seconds, default=1.0, metavar="R", help="requests per second")
     add("--runs", type=positive, default=5, metavar="N", help="runs with other arrivals, for the range of each figure")
