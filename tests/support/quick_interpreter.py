@@ -21,8 +21,8 @@ def make_quick() -> None:
 class OncePerLaunch:
     """Stands for the interpreter's function that replaces the language's functions by interpreted ones.
 
-    They are restored after a launch. A call within a launch finds them replaced, unless its module knows the language by
-    another name.
+    They are restored after a launch. A call within a launch finds them replaced, unless its module knows the language
+    by another name.
     """
 
     def __init__(self, interpreter: Any) -> None:
@@ -61,7 +61,7 @@ def remembering(look_up: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def remember_blocks(core: Any) -> None:
-    """Let types of blocks with equal elements and shapes share their fields, and tensors of equal shapes their shape."""
+    """Let types of blocks with equal elements and shapes share their fields, and tensors of equal shapes theirs."""
     make_type = core.block_type.__init__
     types: dict[tuple[Any, ...], dict[str, Any]] = {}
     shapes: dict[tuple[int, ...], tuple[Any, Any]] = {(): (core.constexpr(1), core.tuple([]))}
@@ -74,7 +74,7 @@ def remember_blocks(core: Any) -> None:
         else:
             self.__dict__.update(types[key])
 
-    def init_tensor(self: Any, handle: Any, type: Any) -> None:  # noqa: A002  (the name of its argument)
+    def init_tensor(self: Any, handle: Any, type: Any) -> None:
         sizes = tuple(type.shape.values) if type.is_block() else ()
         if sizes not in shapes:
             shapes[sizes] = core.constexpr(math.prod(sizes)), core.tuple([core.constexpr(size) for size in sizes])
