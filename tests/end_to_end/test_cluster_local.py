@@ -48,7 +48,8 @@ def test_a_life_under_load(tiny_qwen3: Path, tmp_path: Path, state: Path) -> Non
         status = json.loads(splitserve("status", "--json"))
         assert status["counts"] == {"fill": 1, "gen": 2} and status["revision"] == 2
         newest = max(status["workers"], key=lambda worker: worker["name"])
-        assert "last prefill worker" in splitserve("drain", "fill-0", status=2)
+        [fill] = [worker["name"] for worker in status["workers"] if worker["pool"] == "fill"]
+        assert "last prefill worker" in splitserve("drain", fill, status=2)
         drain_over_http(url, newest["name"])
         assert "the cluster couldn't serve" in splitserve("scale", "gen", "0", status=2)
     assert not load.problems, load.problems[:3]
