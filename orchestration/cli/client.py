@@ -157,8 +157,8 @@ def follow(
     """Print changes of the workers until ``is_over``, and workers that no machine has had room for for a while.
 
     ``wanted``: number of workers that the cluster should have. ``since``: status from which on changes are shown; None
-    takes the first one that is asked for here, which a quick worker may precede. Raises :class:`OperationError` if one of them was
-    abandoned meanwhile, or after ``timeout_seconds``.
+    takes the first one that is asked for here, which a quick worker may precede. Raises :class:`OperationError` if a
+    worker was abandoned meanwhile, or after ``timeout_seconds``.
     """
     shown = {} if since is None else {worker.name: worker.phase for worker in since.workers}
     words: dict[str, str] = {}
