@@ -33,13 +33,7 @@ def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
     heats = numbers[4:].view(torch.float64)
     options = overlapped(device)
     if is_filtered:
-        thresholds = keep_thresholds(
-            logits,
-            numbers,
-            heats,
-            has_top_k=any(0 < top_k < vocab_size for top_k in batch.top_ks),
-            has_top_p=any(top_p < 1.0 for top_p in batch.top_ps),
-        )
+        thresholds = keep_thresholds(logits, numbers, heats)
     else:
         thresholds = torch.empty(0, dtype=torch.float32, device=device)
     num_parts = triton.cdiv(vocab_size, _PART)
@@ -110,7 +104,13 @@ def _part_kernel(
     if IS_RANDOM:
         score = logits.to(tl.float64)
         heat = tl.load(heats_ptr + row)
-        if heat > 0.0:
+        is_drawn = heat > 0.0
+        if IS_FILTERED:
+            threshold = tl.load(thresholds_ptr + row)
+            if is_drawn & (tl.max(logits) < threshold):
+                score = tl.full((PART,), float("-inf"), tl.float64)
+                is_drawn = False
+        if is_drawn:
             seed = tl.load(numbers_ptr + row)
             choice = tl.load(numbers_ptr + num_rows + row).to(tl.uint32)
             position = tl.load(numbers_ptr + 2 * num_rows + row)
@@ -123,7 +123,7 @@ def _part_kernel(
             uniform = (words.to(tl.float64) + 0.5) * 2.3283064365386963e-10
             score = score / heat - tl.log(-tl.log(uniform))
             if IS_FILTERED:
-                score = tl.where(logits >= tl.load(thresholds_ptr + row), score, float("-inf"))
+                score = tl.where(logits >= threshold, score, float("-inf"))
     is_nan = tl.max((inside & (logits != logits)).to(tl.int32))
     score = tl.where(inside, score, float("-inf"))
     top = tl.max(score)

@@ -1,9 +1,14 @@
-"""The smallest logit that top-k and top-p keep, for each row, with several programs per row.
+"""The smallest logit that top-k and top-p keep, for each row, in three launches.
 
-A logit's bits, taken in the order of float32, are a number of 32 bits. The threshold is found digit by digit: in each
-pass, the programs of a row measure their part of the vocabulary (tokens, or their weights, of at least each of 16
-candidates), and those of the next pass add the parts up, in a fixed order, and take the largest candidate that is
-enough. Nothing is sorted, and no result depends on the order of programs.
+Few tokens of a large vocabulary pass a filter, so most are put aside at once. The vocabulary is cut into groups; the
+k-th largest of the groups' maxima is no larger than the k-th largest logit, for k groups have one that is at least as
+large. The tokens that reach this bound, a few more than k, are collected, and one program per row searches them alone.
+For top-p without top-k the bound is a maximum of the middle; where what reaches it has too little mass, or where more
+tokens reach a bound than there is room for, the program searches the whole row.
+
+A logit's bits, taken in the order of float32, are a number of 32 bits. A search finds its threshold digit by digit: it
+measures the tokens (their number, or their weight) of at least each of 16 candidates, and takes the largest candidate
+that is enough. Nothing is sorted, and no result depends on the order in which tokens were collected but by rounding.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
@@ -15,193 +20,99 @@ from torch import Tensor
 from splitserve.kernels.triton.launch import overlapped, wait
 
 _PART = 4096  # token ids per program
-_CHUNK = 1024  # of them at a time
-_DIGIT_BITS = 4
-_NUM_PASSES = 32 // _DIGIT_BITS
+_GROUP = 256  # token ids that share a maximum
+_ROOM = 2048  # tokens that can be collected for a row
 
 
-def keep_thresholds(logits: Tensor, numbers: Tensor, heats: Tensor, *, has_top_k: bool, has_top_p: bool) -> Tensor:
+def keep_thresholds(
+    logits: Tensor, numbers: Tensor, heats: Tensor, *, group: int = _GROUP, room: int = _ROOM
+) -> Tensor:
     """Return the smallest logit kept in each row, float32 [R]; -inf where all are.
 
-    ``logits`` [R, vocab]; ``numbers`` and ``heats`` as :func:`.sampling._numbers` packs them. ``has_top_k`` and
-    ``has_top_p``: some row has that filter.
+    ``logits`` [R, vocab]; ``numbers`` and ``heats`` as :func:`.sampling._numbers` packs them. ``group`` tokens (a power
+    of two, at most 4096) share a maximum, and ``room`` tokens of a row can be collected.
     """
     num_rows, vocab_size = logits.shape
-    num_parts = triton.cdiv(vocab_size, _PART)
+    num_parts, num_groups = triton.cdiv(vocab_size, _PART), triton.cdiv(vocab_size, group)
     device, options = logits.device, overlapped(logits.device)
-    largest = torch.empty((num_rows, num_parts), dtype=torch.float32, device=device)
-    kept = torch.empty(num_rows, dtype=torch.int64, device=device)  # order key of the smallest logit kept so far
-    surplus = torch.empty(num_rows, dtype=torch.float64, device=device)  # tokens that ties add to those k
+    maxima = torch.empty((num_rows, num_groups), dtype=logits.dtype, device=device)
+    masses = torch.empty((2, num_rows, num_parts), dtype=torch.float32, device=device)  # largest logit, sum of weights
+    counts = torch.empty(num_rows, dtype=torch.int32, device=device)
+    collected = torch.empty((num_rows, room), dtype=logits.dtype, device=device)
     thresholds = torch.empty(num_rows, dtype=torch.float32, device=device)
-    grid = (num_rows, num_parts)
-    sizes = {"VOCAB_SIZE": vocab_size, "NUM_PARTS": num_parts, "PARTS": triton.next_power_of_2(num_parts)}
-    _begin_kernel[grid](
-        logits, largest, kept, surplus, thresholds, logits.stride(0),
-        VOCAB_SIZE=vocab_size, NUM_PARTS=num_parts, PART=_PART, CHUNK=_CHUNK, **options,
+    sizes = {"VOCAB_SIZE": vocab_size, "NUM_GROUPS": num_groups}
+    _maxima_kernel[(num_rows, num_parts)](
+        logits, numbers, heats, maxima, masses, counts, logits.stride(0), num_rows,
+        **sizes, NUM_PARTS=num_parts, PART=_PART, GROUP=group, **options,
     )  # fmt: skip
-    for by_mass in [False] * has_top_k + [True] * has_top_p:
-        digits = torch.empty((_NUM_PASSES, num_rows, num_parts, 1 << _DIGIT_BITS), dtype=torch.float64, device=device)
-        prefixes = torch.empty((_NUM_PASSES, num_rows), dtype=torch.int64, device=device)
-        goals = torch.empty(num_rows, dtype=torch.float64, device=device)
-        for index in range(_NUM_PASSES):
-            _narrow_kernel[grid](
-                logits, numbers, heats, largest, kept, surplus, digits, prefixes, goals,
-                logits.stride(0), num_rows, index, **sizes, BY_MASS=by_mass, PART=_PART, CHUNK=_CHUNK,
-                BITS=_DIGIT_BITS, **options,
-            )  # fmt: skip
-        _settle_kernel[(num_rows,)](
-            numbers, heats, kept, surplus, digits, prefixes, goals, thresholds, num_rows, _NUM_PASSES,
-            **sizes, BY_MASS=by_mass, BITS=_DIGIT_BITS, **options,
-        )  # fmt: skip
+    _collect_kernel[(num_rows, num_parts)](
+        logits, numbers, heats, maxima, counts, collected, logits.stride(0), num_rows,
+        **sizes, ROOM=room, PART=_PART, **options,
+    )  # fmt: skip
+    _settle_kernel[(num_rows,)](
+        logits, numbers, heats, masses, counts, collected, thresholds, logits.stride(0), num_rows,
+        **sizes, NUM_PARTS=num_parts, PARTS=triton.next_power_of_2(num_parts), ROOM=room, num_warps=8, **options,
+    )  # fmt: skip
     return thresholds
 
 
 @triton.jit
 def _order_key(x):
-    """Map float32 to int64 in [0, 2**32) with the same order."""
+    """Map float32 to uint32 with the same order."""
     bits = x.to(tl.int32, bitcast=True)
-    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) + 2147483648
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.uint32, bitcast=True) ^ 0x80000000
 
 
 @triton.jit
 def _logit(key):
     """Return the float32 of an order key: the inverse of ``_order_key``."""
-    bits = (key - 2147483648).to(tl.int32)
+    bits = (key ^ 0x80000000).to(tl.int32, bitcast=True)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _begin_kernel(
-    logits_ptr,
-    largest_ptr,
-    kept_ptr,
-    surplus_ptr,
-    thresholds_ptr,
-    row_stride,
-    VOCAB_SIZE: tl.constexpr,
-    NUM_PARTS: tl.constexpr,
-    PART: tl.constexpr,
-    CHUNK: tl.constexpr,
-    OVERLAPPED: tl.constexpr,
-):
-    """Write the largest logit of each part; every row keeps all tokens so far."""
-    wait(OVERLAPPED)
-    row = tl.program_id(0).to(tl.int64)
-    part = tl.program_id(1)
-    largest = tl.full((), float("-inf"), tl.float32)
-    for first in range(0, PART, CHUNK):
-        columns = part * PART + first + tl.arange(0, CHUNK)
-        x = tl.load(logits_ptr + row * row_stride + columns, mask=columns < VOCAB_SIZE, other=float("-inf"))
-        largest = tl.maximum(largest, tl.max(x.to(tl.float32)))
-    tl.store(largest_ptr + row * NUM_PARTS + part, largest)
-    if part == 0:
-        tl.store(kept_ptr + row, 0)
-        tl.store(surplus_ptr + row, 0.0)
-        tl.store(thresholds_ptr + row, float("-inf"))
+def _filters(numbers_ptr, heats_ptr, row, num_rows, VOCAB_SIZE: tl.constexpr, NUM_GROUPS: tl.constexpr):
+    """Return the row's temperature, top-k (0: none), top-p (1: none), and the rank among the groups' maxima that bounds
+    the tokens to collect: 0 where none bounds them closely."""
+    heat = tl.load(heats_ptr + row)
+    top_k = tl.load(numbers_ptr + 3 * num_rows + row)
+    top_k = tl.where((heat > 0.0) & (top_k < VOCAB_SIZE), top_k, 0)
+    top_p = tl.where(heat > 0.0, tl.load(heats_ptr + num_rows + row), 1.0)
+    rank = tl.where(top_k > 0, top_k, NUM_GROUPS // 2)
+    return heat, top_k, top_p, tl.where((top_k > 0) | (top_p < 1.0), tl.where(rank <= NUM_GROUPS // 2, rank, 0), 0)
 
 
 @triton.jit
-def _is_filtered(numbers_ptr, heats_ptr, row, num_rows, VOCAB_SIZE: tl.constexpr, BY_MASS: tl.constexpr):
-    if BY_MASS:
-        filtered = tl.load(heats_ptr + num_rows + row) < 1.0
-    else:
-        top_k = tl.load(numbers_ptr + 3 * num_rows + row)
-        filtered = (top_k > 0) & (top_k < VOCAB_SIZE)
-    return filtered & (tl.load(heats_ptr + row) > 0.0)
-
-
-@triton.jit
-def _resolved(
-    numbers_ptr,
-    heats_ptr,
-    digits_ptr,
-    prefixes_ptr,
-    goals_ptr,
-    row,
-    num_rows,
-    index,
-    surplus_mass,
-    NUM_PARTS: tl.constexpr,
-    PARTS: tl.constexpr,
+def _search(
+    values_ptr,
+    count,
+    goal,
+    kept,
+    largest,
+    heat,
     BY_MASS: tl.constexpr,
-    BITS: tl.constexpr,
+    NUM_DIGITS: tl.constexpr = 8,
+    CHUNK: tl.constexpr = 1024,
 ):
-    """Return the digits found by the passes before ``index``, at least 1; the goal of the search; the measure of what
-    they keep. ``surplus_mass``: of the ties that top-k keeps beyond k, which count for nothing in top-p's total."""
-    WAYS: tl.constexpr = 1 << BITS
-    parts = tl.arange(0, PARTS)
+    """Return the largest order key such that the values of at least it measure ``goal``, with ``NUM_DIGITS`` digits of
+    four bits, and their measure (float64).
+
+    ``values_ptr``: ``count`` logits. Measured is their number, or with ``BY_MASS`` the sum of their weights
+    exp((x - largest) / heat), of those with at least the key ``kept``.
+    """
+    WAYS: tl.constexpr = 16
     ways = tl.arange(0, WAYS)
-    at = ((index - 1) * num_rows + row) * NUM_PARTS * WAYS
-    measured = tl.load(
-        digits_ptr + at + parts[:, None] * WAYS + ways[None, :], mask=parts[:, None] < NUM_PARTS, other=0.0
-    )
-    totals = tl.sum(measured, axis=0)
-    if BY_MASS:
-        if index == 1:
-            total = tl.sum(tl.where(ways == 0, totals, 0.0)) - surplus_mass
-            goal = tl.load(heats_ptr + num_rows + row) * total
-        else:
-            goal = tl.load(goals_ptr + row)
-    else:
-        goal = tl.load(numbers_ptr + 3 * num_rows + row).to(tl.float64)
-    digit = tl.sum(((totals >= goal) & (ways > 0)).to(tl.int64))
-    prefix = tl.load(prefixes_ptr + (index - 1) * num_rows + row) + (digit << (32 - BITS * index))
-    return prefix, goal, tl.sum(tl.where(ways == digit, totals, 0.0))
-
-
-@triton.jit(do_not_specialize=["num_rows", "index"])
-def _narrow_kernel(
-    logits_ptr,
-    numbers_ptr,
-    heats_ptr,
-    largest_ptr,
-    kept_ptr,
-    surplus_ptr,
-    digits_ptr,
-    prefixes_ptr,
-    goals_ptr,
-    row_stride,
-    num_rows,
-    index,
-    VOCAB_SIZE: tl.constexpr,
-    NUM_PARTS: tl.constexpr,
-    PARTS: tl.constexpr,
-    BY_MASS: tl.constexpr,
-    PART: tl.constexpr,
-    CHUNK: tl.constexpr,
-    BITS: tl.constexpr,
-    OVERLAPPED: tl.constexpr,
-):
-    """Measure a part of a row for the candidates of digit ``index``."""
-    wait(OVERLAPPED)
-    WAYS: tl.constexpr = 1 << BITS
-    row = tl.program_id(0).to(tl.int64)
-    part = tl.program_id(1)
-    if _is_filtered(numbers_ptr, heats_ptr, row, num_rows, VOCAB_SIZE, BY_MASS):
-        parts = tl.arange(0, PARTS)
-        of_parts = tl.load(largest_ptr + row * NUM_PARTS + parts, mask=parts < NUM_PARTS, other=float("-inf"))
-        largest = tl.max(of_parts)
-        heat = tl.load(heats_ptr + row).to(tl.float32)
-        kept = tl.load(kept_ptr + row)
-        prefix = tl.full((), 0, tl.int64)
-        if index > 0:
-            surplus = tl.load(surplus_ptr + row)
-            surplus_mass = tl.where(surplus > 0, surplus * tl.exp((_logit(kept) - largest) / heat), 0.0)
-            prefix, goal, _ = _resolved(
-                numbers_ptr, heats_ptr, digits_ptr, prefixes_ptr, goals_ptr, row, num_rows, index, surplus_mass,
-                NUM_PARTS, PARTS, BY_MASS, BITS,
-            )  # fmt: skip
-            if (part == 0) & (index == 1):
-                tl.store(goals_ptr + row, goal)
-        if part == 0:
-            tl.store(prefixes_ptr + index * num_rows + row, prefix)
-        ways = tl.arange(0, WAYS)
-        candidates = prefix + (ways.to(tl.int64) << (32 - BITS - BITS * index))
+    prefix = tl.full((), 0, tl.uint32)
+    reached = tl.full((), 0.0, tl.float64)
+    shift = tl.full((), 32, tl.int32)
+    for _ in range(NUM_DIGITS):
+        shift -= 4
+        candidates = prefix + (ways.to(tl.uint32) << shift.to(tl.uint32))
         measured = tl.zeros((WAYS,), tl.float64)
-        for first in range(0, PART, CHUNK):
-            columns = part * PART + first + tl.arange(0, CHUNK)
-            inside = columns < VOCAB_SIZE
-            x = tl.load(logits_ptr + row * row_stride + columns, mask=inside, other=float("-inf")).to(tl.float32)
+        for first in range(0, count, CHUNK):
+            columns = first + tl.arange(0, CHUNK)
+            inside = columns < count
+            x = tl.load(values_ptr + columns, mask=inside, other=float("-inf")).to(tl.float32)
             key = _order_key(x)
             if BY_MASS:
                 weight = tl.where(inside & (key >= kept), tl.exp((x - largest) / heat), 0.0)
@@ -209,37 +120,144 @@ def _narrow_kernel(
                 weight = inside.to(tl.float32)
             enough = key[:, None] >= candidates[None, :]
             measured += tl.sum(tl.where(enough, weight[:, None], 0.0), axis=0).to(tl.float64)
-        tl.store(digits_ptr + ((index * num_rows + row) * NUM_PARTS + part) * WAYS + ways, measured)
+        digit = tl.sum(((measured >= goal) & (ways > 0)).to(tl.int32))
+        prefix += digit.to(tl.uint32) << shift.to(tl.uint32)
+        reached = tl.sum(tl.where(ways == digit, measured, 0.0))
+    return prefix, reached
 
 
-@triton.jit(do_not_specialize=["num_rows", "index"])
-def _settle_kernel(
+@triton.jit(do_not_specialize=["num_rows"])
+def _maxima_kernel(
+    logits_ptr,
     numbers_ptr,
     heats_ptr,
-    kept_ptr,
-    surplus_ptr,
-    digits_ptr,
-    prefixes_ptr,
-    goals_ptr,
-    thresholds_ptr,
+    maxima_ptr,
+    masses_ptr,
+    counts_ptr,
+    row_stride,
     num_rows,
-    index,
     VOCAB_SIZE: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
     NUM_PARTS: tl.constexpr,
-    PARTS: tl.constexpr,
-    BY_MASS: tl.constexpr,
-    BITS: tl.constexpr,
+    PART: tl.constexpr,
+    GROUP: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ):
-    """Write the threshold of each row with the filter, after its last pass."""
+    """Write the largest logit of each group, and of each part the largest and the weights' sum relative to it."""
     wait(OVERLAPPED)
     row = tl.program_id(0).to(tl.int64)
-    if _is_filtered(numbers_ptr, heats_ptr, row, num_rows, VOCAB_SIZE, BY_MASS):
-        key, goal, measured = _resolved(
-            numbers_ptr, heats_ptr, digits_ptr, prefixes_ptr, goals_ptr, row, num_rows, index, 0.0,
-            NUM_PARTS, PARTS, BY_MASS, BITS,
-        )  # fmt: skip
-        tl.store(kept_ptr + row, key)
-        if not BY_MASS:
-            tl.store(surplus_ptr + row, measured - goal)
-        tl.store(thresholds_ptr + row, tl.where(key == 0, float("-inf"), _logit(key)))
+    part = tl.program_id(1)
+    if part == 0:
+        tl.store(counts_ptr + row, 0)
+    heat, top_k, top_p, _rank = _filters(numbers_ptr, heats_ptr, row, num_rows, VOCAB_SIZE, NUM_GROUPS)
+    if (top_k > 0) | (top_p < 1.0):
+        columns = part * PART + tl.arange(0, PART)
+        inside = columns < VOCAB_SIZE
+        x = tl.load(logits_ptr + row * row_stride + columns, mask=inside, other=float("-inf")).to(tl.float32)
+        of_groups = tl.max(tl.reshape(x, (PART // GROUP, GROUP)), axis=1)
+        groups = part * (PART // GROUP) + tl.arange(0, PART // GROUP)
+        tl.store(maxima_ptr + row * NUM_GROUPS + groups, of_groups, mask=groups < NUM_GROUPS)
+        largest = tl.max(of_groups)
+        tl.store(masses_ptr + row * NUM_PARTS + part, largest)
+        if top_k == 0:
+            weights = tl.where(inside, tl.exp((x - largest) / heat.to(tl.float32)), 0.0)
+            tl.store(masses_ptr + (num_rows + row) * NUM_PARTS + part, tl.sum(weights))
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _collect_kernel(
+    logits_ptr,
+    numbers_ptr,
+    heats_ptr,
+    maxima_ptr,
+    counts_ptr,
+    collected_ptr,
+    row_stride,
+    num_rows,
+    VOCAB_SIZE: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
+    ROOM: tl.constexpr,
+    PART: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
+):
+    """Collect the logits of a part that reach the row's bound, in any order; ``counts`` says how many there are."""
+    wait(OVERLAPPED)
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    _heat, _top_k, _top_p, rank = _filters(numbers_ptr, heats_ptr, row, num_rows, VOCAB_SIZE, NUM_GROUPS)
+    if rank > 0:
+        # Half of the digits are a bound that is close enough.
+        bound, _ = _search(
+            maxima_ptr + row * NUM_GROUPS, NUM_GROUPS, rank.to(tl.float64), 0, 0.0, 1.0, BY_MASS=False, NUM_DIGITS=4
+        )
+        columns = part * PART + tl.arange(0, PART)
+        inside = columns < VOCAB_SIZE
+        x = tl.load(logits_ptr + row * row_stride + columns, mask=inside, other=float("-inf"))
+        reaching = (inside & (_order_key(x.to(tl.float32)) >= bound)).to(tl.int32)
+        count = tl.sum(reaching)
+        if count > 0:
+            at = tl.atomic_add(counts_ptr + row, count) + tl.cumsum(reaching, axis=0) - 1
+            tl.store(collected_ptr + row * ROOM + at, x, mask=(reaching > 0) & (at < ROOM))
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _settle_kernel(
+    logits_ptr,
+    numbers_ptr,
+    heats_ptr,
+    masses_ptr,
+    counts_ptr,
+    collected_ptr,
+    thresholds_ptr,
+    row_stride,
+    num_rows,
+    VOCAB_SIZE: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
+    NUM_PARTS: tl.constexpr,
+    PARTS: tl.constexpr,
+    ROOM: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
+):
+    """Write the threshold of a row: the collected logits are searched, or all where these don't decide."""
+    wait(OVERLAPPED)
+    row = tl.program_id(0).to(tl.int64)
+    heat, top_k, top_p, rank = _filters(numbers_ptr, heats_ptr, row, num_rows, VOCAB_SIZE, NUM_GROUPS)
+    heat32 = heat.to(tl.float32)
+    kept = tl.full((), 0, tl.uint32)
+    if (top_k > 0) | (top_p < 1.0):
+        values_ptr = logits_ptr + row * row_stride
+        count = tl.full((), VOCAB_SIZE, tl.int32)
+        num_collected = tl.load(counts_ptr + row)
+        if (rank > 0) & (num_collected <= ROOM):
+            values_ptr = collected_ptr + row * ROOM
+            count = num_collected
+        parts = tl.arange(0, PARTS)
+        of_parts = tl.load(masses_ptr + row * NUM_PARTS + parts, mask=parts < NUM_PARTS, other=float("-inf"))
+        largest = tl.max(of_parts)
+        surplus = tl.full((), 0.0, tl.float64)  # weight of the ties that top-k keeps beyond k
+        if top_k > 0:
+            kept, reached = _search(values_ptr, count, top_k.to(tl.float64), 0, 0.0, 1.0, BY_MASS=False)
+            surplus = (reached - top_k.to(tl.float64)) * tl.exp((_logit(kept) - largest) / heat32)
+        if top_p < 1.0:
+            if top_k > 0:
+                total = _mass(values_ptr, count, kept, largest, heat32) - surplus
+            else:
+                sums = tl.load(masses_ptr + (num_rows + row) * NUM_PARTS + parts, mask=parts < NUM_PARTS, other=0.0)
+                total = tl.sum((sums * tl.exp((of_parts - largest) / heat32)).to(tl.float64))
+                if _mass(values_ptr, count, kept, largest, heat32) < top_p * total:
+                    values_ptr = logits_ptr + row * row_stride
+                    count = tl.full((), VOCAB_SIZE, tl.int32)
+            kept, reached = _search(values_ptr, count, top_p * total, kept, largest, heat32, BY_MASS=True)
+    tl.store(thresholds_ptr + row, tl.where(kept == 0, float("-inf"), _logit(kept)))
+
+
+@triton.jit
+def _mass(values_ptr, count, kept, largest, heat, CHUNK: tl.constexpr = 1024):
+    """Return the sum of the weights of the ``count`` values with at least the key ``kept``, float64."""
+    mass = tl.full((), 0.0, tl.float64)
+    for first in range(0, count, CHUNK):
+        columns = first + tl.arange(0, CHUNK)
+        inside = columns < count
+        x = tl.load(values_ptr + columns, mask=inside, other=float("-inf")).to(tl.float32)
+        mass += tl.sum(tl.where(inside & (_order_key(x) >= kept), tl.exp((x - largest) / heat), 0.0)).to(tl.float64)
+    return mass

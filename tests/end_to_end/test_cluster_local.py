@@ -38,7 +38,7 @@ def test_a_life_under_load(tiny_qwen3: Path, tmp_path: Path, state: Path) -> Non
     assert [path.name for path in state.iterdir()] == ["life"]
 
     expected = right_tokens(url, "tiny", tiny_qwen3)
-    with steady_load(url, bodies("tiny"), expected) as load:
+    with steady_load(url, bodies("tiny"), expected, streams=2) as load:
         splitserve("scale", "gen", "2")
         assert "2 workers replaced" not in splitserve("status")
         upgraded = write_spec(tmp_path / "next.yaml", tiny_qwen3, threads=2)
@@ -75,8 +75,16 @@ def is_running(process: psutil.Process) -> bool:
     return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
 
 
-def test_down_after_the_launcher_was_killed(tiny_qwen3: Path, tmp_path: Path, state: Path) -> None:
-    splitserve("up", "--spec", write_spec(tmp_path / "spec.yaml", tiny_qwen3))
+def test_the_router_comes_back_to_its_address_and_down_ends_what_a_killed_launcher_has_left(
+    tiny_qwen3: Path, tmp_path: Path, state: Path
+) -> None:
+    spec = write_spec(tmp_path / "spec.yaml", tiny_qwen3)
+    url = splitserve("up", "--spec", spec).split("Ready: ")[1].split("/v1")[0]
+    expected = right_tokens(url, "tiny", tiny_qwen3)
+    os.kill(json.loads(splitserve("status", "--json"))["router"]["pid"], signal.SIGKILL)
+    wait_until(lambda: probe_ready(url)[0], "the workers didn't come back to a router")
+    assert right_tokens(url, "tiny", tiny_qwen3) == expected
+
     processes = processes_of(state / "default")
     assert len(processes) == 6, "two of them render templates, one forks workers"
     launcher = psutil.Process(json.loads((state / "default" / "cluster.json").read_text())["launcher_pid"])
@@ -94,17 +102,8 @@ def test_down_after_the_launcher_was_killed(tiny_qwen3: Path, tmp_path: Path, st
     assert not [name for name in os.listdir("/dev/shm") if name.startswith(f"splitserve-{launcher.pid}-")]
 
 
-def test_the_router_comes_back_to_its_address_and_a_cluster_that_ends_by_itself_says_why(
-    tiny_qwen3: Path, tmp_path: Path, state: Path
-) -> None:
+def test_a_cluster_that_ends_by_itself_says_why(tiny_qwen3: Path, tmp_path: Path, state: Path) -> None:
     spec = write_spec(tmp_path / "spec.yaml", tiny_qwen3)
-    url = splitserve("up", "--spec", spec).split("Ready: ")[1].split("/v1")[0]
-    expected = right_tokens(url, "tiny", tiny_qwen3)
-    os.kill(json.loads(splitserve("status", "--json"))["router"]["pid"], signal.SIGKILL)
-    wait_until(lambda: probe_ready(url)[0], "the workers didn't come back to a router")
-    assert right_tokens(url, "tiny", tiny_qwen3) == expected
-    splitserve("down")
-
     splitserve("up", "--spec", spec, "--no-restart")
     os.kill(json.loads(splitserve("status", "--json"))["router"]["pid"], signal.SIGKILL)
     wait_until(lambda: not StateFolder("default").is_claimed(), "the launcher doesn't end")

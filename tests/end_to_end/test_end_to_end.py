@@ -159,18 +159,18 @@ def test_preemption_changes_no_token(running: tuple[LocalCluster, Path]) -> None
         assert ours["choices"][0]["token_ids"] == theirs["choices"][0]["token_ids"]
 
 
-def test_a_thousand_requests_with_a_third_aborted_leave_nothing(tiny_qwen3: Path) -> None:
+def test_hundreds_of_requests_with_a_third_aborted_leave_nothing(tiny_qwen3: Path) -> None:
     chosen = random.Random(3)
     prompts = make_prompts()
-    bodies = [body(tiny_qwen3, chosen.choice(prompts), max_tokens=chosen.choice([1, 4, 16, 40])) for _ in range(1000)]
+    bodies = [body(tiny_qwen3, chosen.choice(prompts), max_tokens=chosen.choice([1, 4, 16, 40])) for _ in range(400)]
     with cluster(tiny_qwen3, "1P1D", kv_memory_bytes=8 << 20, max_model_len=512) as running:
-        finished = asyncio.run(storm(running.url, bodies[:500], 1 / 3, 24, seed=1))
+        finished = asyncio.run(storm(running.url, bodies[:200], 1 / 3, 24, seed=1))
         before = {worker: values["resident_bytes"] for worker, values in wait_until_quiet(running.url).items()}
-        finished += asyncio.run(storm(running.url, bodies[500:], 1 / 3, 24, seed=2))
+        finished += asyncio.run(storm(running.url, bodies[200:], 1 / 3, 24, seed=2))
         after = wait_until_quiet(running.url)
-        assert 600 < finished < 900, "about a third should have been aborted"
+        assert 240 < finished < 360, "about a third should have been aborted"
         for worker, values in after.items():
             assert values["blocks_free"] + values["blocks_cached"] == 128
             # GEMM primitives are cached per number of rows, so the first half is warm-up
             assert values["resident_bytes"] < before[worker] + (48 << 20), f"{worker} grew"
-        assert sum(values["handovers_total"] for values in worker_metrics(running.url).values()) > 500
+        assert sum(values["handovers_total"] for values in worker_metrics(running.url).values()) > 200

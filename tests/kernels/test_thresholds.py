@@ -1,4 +1,4 @@
-"""Top-k and top-p with several programs per row: the tokens kept are the reference's, ties included."""
+"""Top-k and top-p from few collected tokens, or from all: the tokens kept are the reference's, ties included."""
 
 import itertools
 
@@ -18,9 +18,17 @@ ONCE = [(0, 0.95), (1, 1.0), (40, 0.3), (8000, 0.95), (8000, 0.3), (10**6, 1.0),
 """Each of them, for rows that Triton's interpreter takes long for."""
 
 
-@pytest.mark.parametrize("vocab_size", [40, 4096, 9001])
-@pytest.mark.parametrize("spread", [0.05, 4.0])
-def test_kept_tokens_are_those_of_the_reference(vocab_size: int, spread: float) -> None:
+@pytest.mark.parametrize(
+    ("vocab_size", "group", "room"),
+    [
+        pytest.param(40, 256, 2048, id="one group: all tokens are searched"),
+        pytest.param(4096, 16, 2048, id="collected"),
+        pytest.param(9001, 16, 2048, id="odd size"),
+        pytest.param(9001, 16, 24, id="more reach the bound than there is room for"),
+    ],
+)
+@pytest.mark.parametrize("spread", [0.05, 4.0], ids=["flat", "peaked"])
+def test_kept_tokens_are_those_of_the_reference(vocab_size: int, group: int, room: int, spread: float) -> None:
     filters = ONCE if vocab_size > 1000 and DEVICE.type == "cpu" else FILTERS
     generator = torch.Generator().manual_seed(vocab_size)
     logits = spread * torch.randn(len(filters), vocab_size, generator=generator)
@@ -30,9 +38,8 @@ def test_kept_tokens_are_those_of_the_reference(vocab_size: int, spread: float) 
     count = len(filters)
     batch = SamplingBatch([heat] * count, top_ks, top_ps, [1] * count, [0] * count, [0] * count)
     numbers = _numbers(batch, DEVICE)
-    found = keep_thresholds(
-        logits.to(DEVICE), numbers, numbers[4:].view(torch.float64), has_top_k=True, has_top_p=True
-    ).cpu()
+    heats = numbers[4:].view(torch.float64)
+    found = keep_thresholds(logits.to(DEVICE), numbers, heats, group=group, room=room).cpu()
     scaled = logits.double() / heat
     expected = sampling.keep_thresholds(scaled, top_ks, top_ps)
     for row, (top_k, top_p) in enumerate(filters):
@@ -49,6 +56,6 @@ def test_rows_without_a_filter_keep_everything() -> None:
     batch = SamplingBatch([0.0, 1.0, 1.0], [5, 0, 2], [0.5, 1.0, 1.0], [1] * 3, [0] * 3, [0] * 3)
     numbers = _numbers(batch, DEVICE)
     heats = numbers[4:].view(torch.float64)
-    found = keep_thresholds(logits.to(DEVICE), numbers, heats, has_top_k=True, has_top_p=True).cpu()
+    found = keep_thresholds(logits.to(DEVICE), numbers, heats).cpu()
     assert found[:2].tolist() == [-float("inf")] * 2
     assert float(found[2]) == float(logits[2].topk(2).values[1])

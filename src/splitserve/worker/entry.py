@@ -41,8 +41,7 @@ from splitserve.protocol.messages.membership import WorkerInfo, WorkerSetup
 from splitserve.protocol.request import Party, Role
 from splitserve.worker.build import BlockMemory, ModelBounds, build_core
 from splitserve.worker.machine.awake_cores import kept_awake
-from splitserve.worker.machine.pinning import pin_threads
-from splitserve.worker.machine.priority import give_way
+from splitserve.worker.machine.threads import give_way, pin_threads
 from splitserve.worker.ranks.others import RankError, Ranks
 from splitserve.worker.ranks.runner import RankedLauncher, RankedRunner
 from splitserve.worker.ranks.team import Team, start_team
