@@ -66,6 +66,8 @@ class ByteLevelDetokenizer:
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Return the text that these tokens make final."""
+        if len(token_ids) == 1:
+            return self._push_one(token_ids[0])
         return "".join([self._push_one(token_id) for token_id in token_ids])
 
     def flush(self) -> str:
