@@ -142,10 +142,12 @@ class FailedHandshakes:
 
 
 def _address_of_peer(descriptor: int) -> str:
-    """Return the peer's address of a connection that ZMQ owns; "" if ZMQ has closed it by now."""
+    """Return the peer's address of a connection that ZMQ owns; "" if ZMQ has closed it by now, and perhaps another
+    socket has got its number."""
     try:
         with socket.socket(fileno=os.dup(descriptor)) as connection:
-            return str(connection.getpeername()[0])
+            is_of_network = connection.family in (socket.AF_INET, socket.AF_INET6)
+            return str(connection.getpeername()[0]) if is_of_network else ""
     except OSError:
         return ""
 
