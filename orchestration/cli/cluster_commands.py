@@ -58,6 +58,7 @@ def add_cluster_commands(commands: Any) -> None:
     scale.add_argument("count", metavar="N", type=COUNT)
     drain = _add(commands, "drain", "let a worker finish its requests, then remove it for good", _drain)
     drain.add_argument("worker", metavar="WORKER")
+    drain.add_argument("--force", action="store_true", help="also if it is the last worker of its role")
     upgrade = _add(commands, "upgrade", "replace all workers, one by one, without losing a request", _upgrade)
     upgrade.add_argument("--spec", default="", metavar="FILE", help="new spec; none: the same one, with new code")
     upgrade.add_argument(
@@ -196,7 +197,7 @@ def _drain(options: argparse.Namespace) -> int:
 
     client = _client(options)
     before = status_of(client)
-    accepted(client.ask(DrainWorker(options.worker)))
+    accepted(client.ask(DrainWorker(options.worker, options.force)))
     if not options.no_wait:
         follow(
             client, _say, lambda status: all(each.name != options.worker for each in status.workers), 0, since=before

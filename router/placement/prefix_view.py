@@ -126,6 +126,13 @@ class PrefixView:
         while len(known.sent) > min(num_blocks, MAX_HASHES_PER_WORKER):
             self._take(known, known.sent.popitem(last=False)[0], SENT)
 
+    def forget_sent(self) -> None:
+        """Forget all that workers were sent and have not announced."""
+        for known in self._holdings.values():
+            for block_hash in known.sent:
+                self._take(known, block_hash, SENT)
+            known.sent.clear()
+
     def forget(self, party: Party) -> None:
         """Forget all blocks of a worker."""
         known = self._holdings.pop(party, None)

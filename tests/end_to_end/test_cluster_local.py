@@ -15,6 +15,7 @@ from splitserve.orchestration.cli.client import processes_of
 from splitserve.orchestration.cli.serve import FOLDER_VARIABLE
 from splitserve.orchestration.cluster.router_keeper import probe_ready
 from splitserve.orchestration.control.state_folder import StateFolder
+from splitserve.orchestration.doctor.http import Endpoint
 from waiting import PATIENCE_SECONDS, wait_until
 
 
@@ -47,18 +48,27 @@ def test_a_life_under_load(tiny_qwen3: Path, tmp_path: Path, state: Path) -> Non
         status = json.loads(splitserve("status", "--json"))
         assert status["counts"] == {"fill": 1, "gen": 2} and status["revision"] == 2
         newest = max(status["workers"], key=lambda worker: worker["name"])
-        splitserve("drain", newest["name"])
+        [fill] = [worker["name"] for worker in status["workers"] if worker["pool"] == "fill"]
+        assert "last prefill worker" in splitserve("drain", fill, status=2)
+        drain_over_http(url, newest["name"])
         assert "the cluster couldn't serve" in splitserve("scale", "gen", "0", status=2)
     assert not load.problems, load.problems[:3]
     assert load.num_done > 4
     assert {"fill-0", "gen-0"} < load.workers, "the work was done by predecessors and successors"
     wait_until_quiet(url)
     assert "drained: idle" in splitserve("logs", newest["name"])
-    assert "is asked to finish its requests" in splitserve("logs", "launcher")
+    present = {worker["name"] for worker in json.loads(splitserve("status", "--json"))["workers"]}
+    assert newest["name"] not in present, "it is not started again"
 
     processes = processes_of(state / "life")
     splitserve("down")
     assert not any(is_running(process) for process in processes) and not state.exists()
+
+
+def drain_over_http(url: str, worker: str) -> None:
+    """Ask the router to drain a worker, and wait until the launcher knows that it is gone."""
+    Endpoint(url).post(f"/admin/workers/{worker}/drain", {}, 30.0)
+    wait_until(lambda: all(each["name"] != worker for each in json.loads(splitserve("status", "--json"))["workers"]))
 
 
 def is_running(process: psutil.Process) -> bool:

@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,9 @@ import pytest
 from feature_references import feature_requests
 from serving import Reference, complete_all, storm, transformers_greedy, wait_until_quiet, worker_metrics
 from small_clusters import BLOCK_SIZE, MAX_TOKENS, SHAPES, body, cluster
+from splitserve.orchestration.cli.main import main
 from splitserve.orchestration.cluster.launcher import LocalCluster
+from waiting import wait_until
 
 
 def make_prompts(vocab_size: int = 1500) -> list[list[int]]:
@@ -107,6 +110,37 @@ def test_sampling_features_draw_the_tokens_of_transformers(running: tuple[LocalC
         tokens = answer["choices"][0]["token_ids"]
         assert each.reference.agrees(tokens), (each.options, tokens)
         assert tokens != without["choices"][0]["token_ids"], f"{each.options} has no effect here"
+
+
+@pytest.mark.parametrize("running", EACH[1:2], indirect=True, ids="-".join, scope="module")
+def test_requests_that_are_frozen_go_on_with_the_same_tokens(
+    running: tuple[LocalCluster, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And a reset of the prefix caches meanwhile leaves the blocks that they hold."""
+    started, model = running
+    bodies = [body(model, prompt, max_tokens=150, seed=5) for prompt in make_prompts()]
+    expected = complete_all(started.url, bodies, at_once=True)
+    answers: list[Any] = []
+    client = threading.Thread(target=lambda: answers.extend(complete_all(started.url, bodies, at_once=True)))
+    client.start()
+    wait_until(lambda: worker_metrics(started.url)["decode-0"]["num_running"] > 4)
+    operate = [["pause", "--mode", "keep"], ["pause", "--mode", "keep"], ["reset-prefix-cache"]]
+    for arguments in operate:
+        assert main([*arguments, "--against", started.url]) == 0
+    paused, again, reset = capsys.readouterr().out.splitlines()
+    assert paused == again and paused.startswith("paused (keep)"), "nothing moves"
+    assert reset == "reset: decode-0, prefill-0"
+    counts = [worker_metrics(started.url)["decode-0"] for _ in range(2)]
+    assert counts[0]["frozen"] == 1 and counts[0]["blocks_referenced"] > 0
+    assert counts[0]["output_tokens_total"] == counts[1]["output_tokens_total"]
+    assert main(["resume", "--against", started.url]) == 0
+    client.join()
+    for ours, theirs in zip(answers, expected, strict=True):
+        assert ours["choices"][0]["token_ids"] == theirs["choices"][0]["token_ids"]
+    for values in wait_until_quiet(started.url).values():
+        assert values["frozen"] == 0
+    again_answers = complete_all(started.url, bodies[-2:], at_once=False)
+    assert again_answers[-1]["choices"][0]["token_ids"] == expected[-1]["choices"][0]["token_ids"]
 
 
 @pytest.mark.parametrize("running", EACH[1:2], indirect=True, ids="-".join, scope="module")
