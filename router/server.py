@@ -120,7 +120,7 @@ async def _serve(
         app = create_app(
             Api(serving, metrics),
             metrics,
-            config.api_key,
+            (config.api_key, config.admin_key),
             local_only=local_only,
             allowed_origins=config.allowed_origins,
             more_posts=endpoints(serving),

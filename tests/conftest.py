@@ -12,6 +12,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from command_line import splitserve
+from quick_interpreter import make_quick
 from two_heads import two_heads  # noqa: F401  (a fixture)
 
 if not Path("/dev/nvidiactl").exists():  # no GPU: Triton's kernels run under its interpreter; read at triton's import
@@ -34,6 +35,8 @@ def pytest_collection(session: pytest.Session) -> None:
 def pytest_collection_finish(session: pytest.Session) -> None:
     gc.freeze()  # or each full pass would go over all modules' objects
     gc.enable()
+    if os.environ.get("TRITON_INTERPRET") and "triton" in sys.modules:
+        make_quick()
     if hasattr(session.config, "workerinput") and "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(1)  # the other cores have other processes of pytest-xdist
 

@@ -132,6 +132,13 @@ class PrefixView:
         if num_over > 0:
             self._take(known, [sent.popitem(last=False)[0] for _ in range(num_over)], SENT)
 
+    def forget_sent(self) -> None:
+        """Forget all that workers were sent and have not announced."""
+        for known in self._holdings.values():
+            for block_hash in known.sent:
+                self._take(known, block_hash, SENT)
+            known.sent.clear()
+
     def forget(self, party: Party) -> None:
         """Forget all blocks of a worker."""
         known = self._holdings.pop(party, None)

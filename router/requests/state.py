@@ -49,6 +49,7 @@ class FailureReason(StrEnum):
     WORKER_LOST = "worker_lost"
     CONTRADICTION = "contradiction"
     SHUTDOWN = "shutdown"
+    PAUSED = "paused"
 
 
 @dataclass(frozen=True, slots=True)

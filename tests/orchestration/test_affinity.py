@@ -14,7 +14,7 @@ from splitserve.orchestration.cli.display import describe_progress
 from splitserve.orchestration.cluster.launcher import LocalCluster
 from splitserve.orchestration.spec.document import parse_spec
 from splitserve.protocol.config import CoreAffinity
-from splitserve.worker.machine.pinning import cpus_of_thread, pin_threads
+from splitserve.worker.machine.threads import cpus_of_thread, pin_threads
 
 has_affinity = pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="the platform can't")
 BIND = """

@@ -14,7 +14,7 @@ from cluster_load import right_tokens
 from command_line import command, splitserve
 from splitserve.orchestration.ray.access import accepts_strangers
 from splitserve.orchestration.ray.names import HEAD_VARIABLE
-from splitserve.worker.machine.priority import NICE_LEVELS_ON_CPU
+from splitserve.worker.machine.threads import NICE_LEVELS_ON_CPU
 from waiting import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -8,6 +8,11 @@ import sys
 import time
 from pathlib import Path
 
+_QUICKLY = """
+from quick_interpreter import make_quick
+make_quick()
+"""
+
 
 def freeze_at_random(ranks: list["subprocess.Popen[str]"]) -> None:
     """Until all have ended, or one has failed: so that each rank is late at each place now and then."""
@@ -15,9 +20,9 @@ def freeze_at_random(ranks: list["subprocess.Popen[str]"]) -> None:
     while None in (codes := [rank.poll() for rank in ranks]) and not any(codes):
         rank = chosen.choice(ranks)
         rank.send_signal(signal.SIGSTOP)
-        time.sleep(chosen.choice([0.002, 0.01, 0.03]))
+        time.sleep(chosen.choice([0.002, 0.01, 0.02]))  # all this time the other ranks spin
         rank.send_signal(signal.SIGCONT)
-        time.sleep(chosen.choice([0.0, 0.001, 0.005]))
+        time.sleep(chosen.choice([0.0, 0.002, 0.01]))
 
 
 def run_ranks(script: str, size: int, folder: Path, *arguments: int) -> None:
@@ -25,8 +30,13 @@ def run_ranks(script: str, size: int, folder: Path, *arguments: int) -> None:
     ``arguments``; held up at random. Each has to print "right"."""
     path = folder / "shared"
     path.write_bytes(bytes((size + 1) * (1 << 16)))
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-W", "ignore", "-c", script, str(path)]
+    environment = {
+        **os.environ,
+        "TRITON_INTERPRET": "1",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(Path(__file__).parent),
+    }
+    command = [sys.executable, "-W", "ignore", "-c", _QUICKLY + script, str(path)]
     ranks = [
         subprocess.Popen(
             [*command, str(rank), str(size), *map(str, arguments)],

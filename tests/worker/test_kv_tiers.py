@@ -15,7 +15,7 @@ from splitserve.kvconnector.layout.numa_memory import HostMemory, cpus_of_node
 from splitserve.protocol.config import EngineConfig, WorkerConfig
 from splitserve.protocol.memory_records import LayoutRecord
 from splitserve.protocol.request import Role
-from splitserve.worker.machine import pinning
+from splitserve.worker.machine import threads
 from splitserve.worker.start.kv_tiers import RankTiers, make_tiers
 from splitserve.worker.start.registration import setup_of
 
@@ -97,15 +97,15 @@ def test_a_rank_stays_near_its_own_gpu(tmp_path: Path, monkeypatch: pytest.Monke
     def forbid(_pid: int, _cpus: object) -> None:
         raise OSError(errno.EINVAL, "the mask has changed")
 
-    monkeypatch.setattr(pinning, "node_of_gpu", lambda _device: 1)
-    monkeypatch.setattr(pinning, "cpus_of_node", lambda node: cpus_of_node(node, tmp_path))
-    monkeypatch.setattr(pinning, "usable_cpus", lambda: {0, 1, 2, 3})
-    monkeypatch.setattr(pinning.os, "sched_setaffinity", lambda _pid, cpus: moved.append(set(cpus)), raising=False)
-    placement = pinning.CoreAffinity(cpus=(0, 1, 2, 3))
-    pinning.keep_near(torch.device("cpu"), placement)
-    pinning.keep_near(torch.device("cuda", 1), pinning.CoreAffinity())  # nothing is to be bound
+    monkeypatch.setattr(threads, "node_of_gpu", lambda _device: 1)
+    monkeypatch.setattr(threads, "cpus_of_node", lambda node: cpus_of_node(node, tmp_path))
+    monkeypatch.setattr(threads, "usable_cpus", lambda: {0, 1, 2, 3})
+    monkeypatch.setattr(threads.os, "sched_setaffinity", lambda _pid, cpus: moved.append(set(cpus)), raising=False)
+    placement = threads.CoreAffinity(cpus=(0, 1, 2, 3))
+    threads.keep_near(torch.device("cpu"), placement)
+    threads.keep_near(torch.device("cuda", 1), threads.CoreAffinity())  # nothing is to be bound
     assert moved == []
-    pinning.keep_near(torch.device("cuda", 1), placement)
+    threads.keep_near(torch.device("cuda", 1), placement)
     assert moved == [{2, 3}]
-    monkeypatch.setattr(pinning.os, "sched_setaffinity", forbid)
-    pinning.keep_near(torch.device("cuda", 1), placement)  # it stays where it is
+    monkeypatch.setattr(threads.os, "sched_setaffinity", forbid)
+    threads.keep_near(torch.device("cuda", 1), placement)  # it stays where it is

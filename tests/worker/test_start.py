@@ -15,8 +15,15 @@ from splitserve.models.runner.runner import ModelRunner
 from splitserve.models.weights.loader import load_model
 from splitserve.protocol.step import UNKNOWN_TOKEN, ScheduledChunk, StepPlan
 from splitserve.worker.start.clock import StartClock
-from splitserve.worker.start.preload import AttentionPreload
-from splitserve.worker.start.warm_up import StepLimits, all_plans, chunk_lengths, few_plans, overlapped_plans, warm_up
+from splitserve.worker.start.warm_up import (
+    AttentionPreload,
+    StepLimits,
+    all_plans,
+    chunk_lengths,
+    few_plans,
+    overlapped_plans,
+    warm_up,
+)
 
 CPU = torch.device("cpu")
 H200 = StepLimits(

@@ -1,8 +1,11 @@
 """A layer's experts on the Triton kernels: a program per pair for few tokens, else sorted pairs in tiles."""
 
+from dataclasses import replace
+
 from torch import Tensor
 
 from splitserve.kernels.experts.launch import expert_launch, experts_key
+from splitserve.kernels.experts.mxfp4 import by_halves
 from splitserve.kernels.experts.triton.grouped import grouped_down, grouped_gate_up, sum_of_choices
 from splitserve.kernels.experts.triton.matvec import narrow_down, narrow_gate_up
 from splitserve.kernels.experts.triton.sorting import sort_pairs
@@ -17,6 +20,8 @@ class TritonExperts:
 
     def __init__(self, weights: ExpertWeights) -> None:
         assert weights.gate_up.is_contiguous() and weights.down.is_contiguous()
+        if weights.is_mxfp4:
+            weights = replace(weights, gate_up=by_halves(weights.gate_up), down=by_halves(weights.down))
         self.weights = weights
 
     def __call__(self, x: Tensor, experts: Tensor, factors: Tensor) -> Tensor:

@@ -93,7 +93,7 @@ def _tile(x_at, weight_at, x_scales_at, weight_scales_at, total, SIZE: tl.conste
           FORMAT: tl.constexpr):  # fmt: skip
     """Return ``total`` plus the product of a tile's rows of x and of the weight; pointers are those of the rows."""
     if FORMAT == 2:  # one return for all: the compiler also compiles what comes after an early one
-        total = _packed_tile(x_at, weight_at, weight_scales_at, total, SIZE, BLOCK_K)
+        total = _packed_tile(x_at, weight_at, weight_scales_at, total, SIZE, BLOCK_K, total.shape[1])
     else:
         columns = tl.arange(0, BLOCK_K)
         for start in range(0, SIZE, BLOCK_K):
@@ -110,20 +110,25 @@ def _tile(x_at, weight_at, x_scales_at, weight_scales_at, total, SIZE: tl.conste
 
 
 @triton.jit
-def _packed_tile(x_at, blocks_at, scales_at, total, SIZE: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Return the same for a weight in MXFP4, whose bytes have the elements of two neighbouring columns."""
+def _packed_tile(x_at, blocks_at, scales_at, total, SIZE: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Return the same for a weight in MXFP4: a group's bytes meet both halves of 32 columns, and share a scale."""
     HALF: tl.constexpr = BLOCK_K // 2
-    pairs = tl.arange(0, HALF)
-    for start in range(0, SIZE // 2, HALF):
-        at = start + pairs
-        inside = at < SIZE // 2
-        even = tl.load(x_at[:, None] + 2 * at[None, :], mask=inside[None, :], other=0.0)
-        odd = tl.load(x_at[:, None] + 2 * at[None, :] + 1, mask=inside[None, :], other=0.0)
-        low, high = elements_of(tl.load(blocks_at[None, :] + at[:, None], mask=inside[:, None], other=0))
-        scales = tl.load(scales_at[None, :] + (at // 16)[:, None], mask=inside[:, None], other=127)
-        scales = power_of_two(scales)
-        total = tl.dot(even, (low * scales).to(even.dtype), total, input_precision="ieee")
-        total = tl.dot(odd, (high * scales).to(odd.dtype), total, input_precision="ieee")
+    GROUPS: tl.constexpr = BLOCK_K // 32
+    local = tl.arange(0, HALF)
+    columns = local // 16 * 32 + local % 16
+    for start in range(0, SIZE, BLOCK_K):
+        inside = start + columns < SIZE
+        first = tl.load(x_at[:, None] + start + columns[None, :], mask=inside[None, :], other=0.0)
+        second = tl.load(x_at[:, None] + start + 16 + columns[None, :], mask=inside[None, :], other=0.0)
+        blocks = tl.load(blocks_at[:, None] + start // 2 + local[None, :], mask=inside[None, :], other=0)
+        groups = start // 32 + tl.arange(0, GROUPS)
+        scales = tl.load(scales_at[:, None] + groups[None, :], mask=groups[None, :] < SIZE // 32, other=127)
+        scales = tl.broadcast_to(power_of_two(scales)[:, :, None], (BLOCK_N, GROUPS, 16))
+        low, high = elements_of(tl.reshape(blocks, (BLOCK_N, GROUPS, 16)))
+        low = tl.reshape((low * scales).to(first.dtype), (BLOCK_N, HALF))
+        high = tl.reshape((high * scales).to(first.dtype), (BLOCK_N, HALF))
+        total = tl.dot(first, tl.trans(low), total, input_precision="ieee")
+        total = tl.dot(second, tl.trans(high), total, input_precision="ieee")
     return total
 
 

@@ -52,22 +52,24 @@ def narrow_down(
 
 
 @triton.jit
-def _packed_row_products(x_at, blocks_ptr, scales_ptr, rows, SIZE: tl.constexpr, GROUP: tl.constexpr,
-                         BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):  # fmt: skip
-    """Return the same for a weight in MXFP4: a byte has the elements of two neighbouring columns."""
-    HALF: tl.constexpr = BLOCK_K // 2
-    pairs = tl.arange(0, HALF)
-    total = tl.zeros((BLOCK_N, HALF), dtype=tl.float32)
-    for start in range(0, SIZE // 2, HALF):
-        at = start + pairs
-        inside = at < SIZE // 2
-        even = tl.load(x_at + 2 * at, mask=inside, other=0.0).to(tl.float32)
-        odd = tl.load(x_at + 2 * at + 1, mask=inside, other=0.0).to(tl.float32)
-        blocks = tl.load(blocks_ptr + rows[:, None] * (SIZE // 2) + at[None, :], mask=inside[None, :], other=0)
-        scales_at = scales_ptr + rows[:, None] * (SIZE // GROUP) + (2 * at // GROUP)[None, :]
+def _packed_row_products(x_at, blocks_ptr, scales_ptr, rows, SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
+                         BLOCK_K: tl.constexpr):  # fmt: skip
+    """Return the same for a weight in MXFP4: a group's bytes meet both halves of 32 columns, and share a scale."""
+    NUM_GROUPS: tl.constexpr = SIZE // 32
+    GROUPS: tl.constexpr = BLOCK_K // 32
+    columns = tl.arange(0, 16)
+    total = tl.zeros((BLOCK_N, GROUPS), dtype=tl.float32)
+    for start in range(0, NUM_GROUPS, GROUPS):
+        groups = start + tl.arange(0, GROUPS)
+        inside = groups < NUM_GROUPS
+        at = groups[:, None] * 32 + columns[None, :]
+        first = tl.load(x_at + at, mask=inside[:, None], other=0.0).to(tl.float32)
+        second = tl.load(x_at + at + 16, mask=inside[:, None], other=0.0).to(tl.float32)
+        blocks_at = blocks_ptr + rows[:, None, None] * (SIZE // 2) + groups[None, :, None] * 16 + columns[None, None, :]
+        low, high = elements_of(tl.load(blocks_at, mask=inside[None, :, None], other=0))
+        scales_at = scales_ptr + rows[:, None] * NUM_GROUPS + groups[None, :]
         scales = power_of_two(tl.load(scales_at, mask=inside[None, :], other=127))
-        low, high = elements_of(blocks)
-        total += (low * even[None, :] + high * odd[None, :]) * scales
+        total += tl.sum(low * first[None, :, :] + high * second[None, :, :], 2) * scales
     return tl.sum(total, 1)
 
 
@@ -77,7 +79,7 @@ def _row_products(x_at, weight_ptr, scales_ptr, rows, SIZE: tl.constexpr, GROUP:
                   BLOCK_K: tl.constexpr):  # fmt: skip
     """Return the products [BLOCK_N] of the vector at ``x_at`` with ``rows`` of the weight, in float32."""
     if IS_MXFP4:
-        products = _packed_row_products(x_at, weight_ptr, scales_ptr, rows, SIZE, GROUP, BLOCK_N, BLOCK_K)
+        products = _packed_row_products(x_at, weight_ptr, scales_ptr, rows, SIZE, BLOCK_N, BLOCK_K)
     else:
         NUM_GROUPS: tl.constexpr = (SIZE + GROUP - 1) // GROUP
         columns = tl.arange(0, BLOCK_K)

@@ -1,24 +1,25 @@
-"""Numbers in MXFP4 (:mod:`splitserve.kernels.experts.mxfp4`), inside Triton kernels."""
+"""Numbers in MXFP4 (:mod:`splitserve.kernels.experts.mxfp4`, ordered ``by_halves``), inside Triton kernels."""
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
 import triton
 import triton.language as tl
 
+_TWO_TO_126 = tl.constexpr(2.0**126)
+
 
 @triton.jit
 def elements_of(blocks):
-    """Return the first and the second element of each byte, in float32, without their scale."""
-    return _element(blocks & 15), _element(blocks >> 4)
+    """Return the elements in the low and the high half of each byte, in float32, without their scale."""
+    wide = blocks.to(tl.uint32)
+    return _element(wide), _element(wide >> 4)
 
 
 @triton.jit
 def _element(number):
-    """Return the value of E2M1: the bits of a float32 are put together, and 0 and 0.5 are told apart by hand."""
-    wide = number.to(tl.int32)
-    exponent, mantissa = (wide >> 1) & 3, wide & 1
-    bits = ((exponent + 126) << 23) | (mantissa << 22)
-    magnitude = tl.where(exponent == 0, mantissa * 0.5, bits.to(tl.float32, bitcast=True))
-    return tl.where(wide > 7, -magnitude, magnitude)
+    """Return the value of E2M1, whose lowest three bits are a float32's last exponent bits and first bit of the
+    fraction, 2**126 times too small; 0.5 is a subnormal number there, as it is in E2M1."""
+    bits = ((number & 7) << 22) | ((number & 8) << 28)
+    return bits.to(tl.float32, bitcast=True) * _TWO_TO_126
 
 
 @triton.jit

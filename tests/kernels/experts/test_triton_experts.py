@@ -286,7 +286,7 @@ def test_every_number_in_mxfp4() -> None:
     blocks = torch.arange(256, dtype=torch.uint8, device=DEVICE).view(1, 16, 16)
     scales = torch.tensor([1, 90, 126, 127, 128, 129, 160, 185], dtype=torch.uint8, device=DEVICE).repeat(2)
     down = torch.zeros((1, 32, 4), dtype=torch.uint8, device=DEVICE)  # 8 columns; not looked at
-    weights = ExpertWeights(blocks, down, GatedActivation(), gate_up_scales=scales.view(1, 16, 1))
+    weights = ExpertWeights(mxfp4.by_halves(blocks), down, GatedActivation(), gate_up_scales=scales.view(1, 16, 1))
     x, experts = torch.eye(32, device=DEVICE), torch.zeros((32, 1), dtype=torch.int32, device=DEVICE)
     expected = mxfp4.dequantised(blocks[0], scales.view(16, 1), torch.float32).t()  # [column, row]
     expected = reference.activate(expected, GatedActivation())

@@ -30,7 +30,7 @@ from splitserve.models.parallel.process_group import find_store, join_group
 from splitserve.models.parallel.ranks import CollectiveError
 from splitserve.models.runner.runner import ModelRunner, NonFiniteLogitsError
 from splitserve.protocol.step import LaunchedStep, LaunchingRunner, StepPlan
-from splitserve.worker.machine.pinning import keep_near, pin_threads
+from splitserve.worker.machine.threads import keep_near, pin_threads
 from splitserve.worker.ranks.messages import RankFailed, RankOrder, RankReady, RankReport
 from splitserve.worker.start.kv_tiers import make_tiers
 from splitserve.worker.start.served_model import device_of, load_served_model

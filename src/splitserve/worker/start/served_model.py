@@ -38,8 +38,7 @@ from splitserve.protocol.memory_records import LATENT_ORDER, TRANSFORMERS_ORDER,
 from splitserve.protocol.placement.step_model import StepModel
 from splitserve.worker.start.clock import StartClock
 from splitserve.worker.start.memory_plan import free_kv_bytes
-from splitserve.worker.start.preload import AttentionPreload
-from splitserve.worker.start.warm_up import StepLimits, warm_up
+from splitserve.worker.start.warm_up import AttentionPreload, StepLimits, warm_up
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""The affinity of a worker's threads, according to its config.
+"""Affinity and priority of a worker's threads, according to its config.
 
 Threads are identified by their names. The model's threads are moved before their first step: they create the threads
 of the OpenMP pool in that step, and these inherit their affinity.
@@ -16,8 +16,17 @@ from splitserve.protocol.config import CoreAffinity
 
 logger = logging.getLogger(__name__)
 
+NICE_LEVELS_ON_CPU = 2
+"""Steps below the router: with them the router, which runs for a tenth of a millisecond at a time, need not wait until
+a step's threads have had their slice; without the router's and others' load the worker loses nothing."""
 _MODEL = ("model",)
 _TRANSFER = ("nixl-", "read-", "digest-", "loads-", "stores-", "transfers")
+
+
+def give_way(device: torch.device) -> None:
+    """Lower this process's priority a little if it computes on the CPU, where its threads keep the cores busy."""
+    if device.type == "cpu":
+        os.nice(NICE_LEVELS_ON_CPU)
 
 
 def pin_threads(affinity: CoreAffinity) -> dict[str, tuple[int, ...]]:
