@@ -55,11 +55,12 @@ class PromptHashes:
 
     def extended(self, output_ids: Sequence[int]) -> "PromptHashes":
         """Return the hashes of the prompt with an output behind it; those of the prompt aren't computed again."""
-        token_ids = self._token_ids
-        packed = isinstance(token_ids, array)  # joined as such: a list of a long prompt takes longer than its hashes
-        longer = PromptHashes(
-            token_ids + array("i", output_ids) if packed else [*token_ids, *output_ids], self._cache_salt
-        )
+        token_ids: Sequence[int]
+        if isinstance(self._token_ids, array):  # joined as such: a list of a long prompt takes longer than its hashes
+            token_ids = self._token_ids + array("i", output_ids)
+        else:
+            token_ids = [*self._token_ids, *output_ids]
+        longer = PromptHashes(token_ids, self._cache_salt)
         longer._chains = {key: list(chain) for key, chain in self._chains.items()}
         return longer
 
@@ -135,8 +136,7 @@ class PrefixView:
     def forget_sent(self) -> None:
         """Forget all that workers were sent and have not announced."""
         for known in self._holdings.values():
-            for block_hash in known.sent:
-                self._take(known, block_hash, SENT)
+            self._take(known, list(known.sent), SENT)
             known.sent.clear()
 
     def forget(self, party: Party) -> None:
