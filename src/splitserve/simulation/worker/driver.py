@@ -23,6 +23,7 @@ from splitserve.protocol.messages.handover import Grant, Withdrawn
 from splitserve.protocol.request import Party, RequestKey, Role
 from splitserve.protocol.step import UNKNOWN_TOKEN, Draw, ScheduledChunk, StepPlan
 from splitserve.simulation.model import BLOCK_SIZE, NUM_HEADS, VOCAB, layout_of, mix, next_kv, tail_kv
+from splitserve.simulation.worker.cache_checks import Generations, check_tail, check_written
 from splitserve.simulation.worker.connector import SimConnector
 from splitserve.simulation.worker.drawn import Drawn
 from splitserve.simulation.worker.memory import copy_blocks, touched_blocks
@@ -81,6 +82,7 @@ class SimWorker:
             SimConnector(self.party, num_blocks, layout=layout, num_slots=sim.tier_slots),  # type: ignore[arg-type]
             ModelBounds(max_model_len=num_blocks * BLOCK_SIZE, vocab_size=VOCAB),
         )
+        self.seen_generations = Generations(self.core.state.blocks.pools)
         self.below.begin()
         self.digests: dict[tuple[int, int, int], bytes | None] = {}  # by group, block, generation; None: not yet
         self.drain_clock = Drain(sim.protocol.drain_seconds)
@@ -173,6 +175,7 @@ class SimWorker:
             if plan is None:
                 break
         self.core.check_invariants()
+        self.seen_generations.check()
         self.check_peers()
         self.below.follow_events()
         self.known |= self.core.state.sequences.keys()
@@ -282,7 +285,8 @@ class SimWorker:
         for chunk in plan.chunks:
             end, room = chunk.start + len(chunk.token_ids), len(chunk.block_ids) * BLOCK_SIZE
             assert end <= room, f"a step writes {end} tokens to blocks for {room}"
-            self.check_tail(chunk)
+            if self.window:
+                check_tail(chunk, self.window)
         taken = [self.stamp(touched_blocks(plan, group), group) for group in range(len(self.memories))]
         garbage = random.getrandbits(50) if random.random() < self.sim.faults.step_error else 0
         seconds = random.uniform(0.001, self.sim.faults.step_seconds)
@@ -314,6 +318,7 @@ class SimWorker:
         if not self.alive:
             return
         self.assert_all_kept(taken)
+        check_written(plan, self.core.state.blocks.pools)
         copy_blocks(plan, self.memories, self.heads_of(rank))
         for chunk in plan.chunks:
             tokens = chunk.token_ids
@@ -355,17 +360,6 @@ class SimWorker:
         ]
 
     # ---- the window group ----
-
-    def check_tail(self, chunk: ScheduledChunk) -> None:
-        """Check that a chunk's table of the window group has every position that the step reads or writes."""
-        if not self.window:
-            return
-        table, end = chunk.table(1), chunk.start + len(chunk.token_ids)
-        first, last = max(0, chunk.start - self.window + 1) // BLOCK_SIZE, (end - 1) // BLOCK_SIZE
-        stop = table.first_number + len(table.block_ids)
-        assert table.first_number <= first and last < stop, (
-            f"a step lacks blocks of its window: it needs {first} to {last}, and has {table.first_number} to {stop - 1}"
-        )
 
     def write_tail(self, chunk: ScheduledChunk, head: int, kv: list[int]) -> None:
         """Check what a chunk reads of a head's window, then write its own positions; ``kv`` is the full group's."""
