@@ -151,7 +151,7 @@ class SourcePart(Part):
         if handover is not None and handover.peer == sender:
             handover.release("complete" if release.complete else "given up by decode")
             if release.mismatch:  # other blocks may be damaged, too, or computed from damaged ones
-                self._state.blocks.forget_prefixes()
+                self._state.forget_prefixes()
                 text = f"{sender} read other bytes than were offered for {release.key}: the prefix cache is dropped"
                 self._state.outbox.put(Incident(text))
             self._finish(handover, now)

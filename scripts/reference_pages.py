@@ -253,7 +253,9 @@ def api_page() -> str:
         table(("endpoint", "purpose", "API key", "statuses"), rows),
         "Further ones are for operators: `/dashboard` and those under `/admin` "
         "([operations](../guides/operations.md#the-administrators-endpoints)). "
-        "The API key is required only where the cluster has one.",
+        "The API key is required only where the cluster has one. `/admin` requires the admin key where there is one: "
+        "403 to other keys. Without any key, a server that is not on loopback answers 403 to `POST` under `/admin` "
+        "([security](../guides/security.md#operations)).",
         "## Errors",
         "Each error is an OpenAI error object: `error.message`, `error.type`, `error.param`, `error.code`. After the "
         "first streamed token an error comes as an event of the stream.",

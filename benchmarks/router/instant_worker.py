@@ -27,6 +27,7 @@ from splitserve.protocol.counters import WorkerLoad
 from splitserve.protocol.memory_records import LayoutRecord
 from splitserve.protocol.messages.envelope import Body, Envelope
 from splitserve.protocol.messages.membership import Heartbeat, Leave, Register, Registered, RegisterRefused, WorkerInfo
+from splitserve.protocol.messages.operators import PrefixCacheReset, ResetPrefixCache, SetFrozen
 from splitserve.protocol.messages.requests import ClockReading, PeerRef, ReadClock
 from splitserve.protocol.request import Party, Role
 from splitserve.protocol.wire import decode, encode
@@ -174,6 +175,11 @@ class InstantWorker:
             return
         if self.keep_record:
             self.received.append(envelope.body)
+        if isinstance(envelope.body, SetFrozen):
+            self.load = msgspec.structs.replace(self.load, frozen=int(envelope.body.frozen))
+        elif isinstance(envelope.body, ResetPrefixCache):
+            reset = PrefixCacheReset(envelope.body.reset_id)
+            self._requests.send_multipart([identity, encode(Envelope(self.party, envelope.sender, reset))])
         if not isinstance(envelope.body, Request):
             return
         if self.keep_record:

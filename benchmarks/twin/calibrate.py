@@ -13,8 +13,7 @@ from splitserve.benchmarks.common.report import table
 from splitserve.benchmarks.twin.calibration import MODEL_HEADERS, model_row, of_cluster, report_of
 from splitserve.common.errors import ConfigError
 from splitserve.orchestration.cli.command_parser import CommandParser
-from splitserve.orchestration.spec.cluster_spec import API_KEY_VARIABLE
-from splitserve.orchestration.spec.expansion import read_secret
+from splitserve.orchestration.spec.expansion import read_operators_key
 
 
 def main(argv: Sequence[str]) -> int:
@@ -24,7 +23,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--api-key-file", default="", metavar="FILE", help="file with the endpoint's API key")
     parser.add_argument("--output", default="calibration.json", metavar="FILE", help="file to write")
     options = parser.parse_args(list(argv))
-    found = of_cluster(report_of(options.against, read_secret(options.api_key_file, API_KEY_VARIABLE)), options.against)
+    found = of_cluster(report_of(options.against, read_operators_key(options.api_key_file)), options.against)
     rows = [model_row(str(role), model, found.errors.get(role)) for role, model in found.steps.items()]
     print(table(rows, MODEL_HEADERS))
     print(f"link: {found.link.bytes_per_second / 1e9:.2f} GB/s")

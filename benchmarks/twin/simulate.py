@@ -21,8 +21,7 @@ from splitserve.benchmarks.twin.setups import described, setups_of_arm, setups_o
 from splitserve.models.config import ModelConfig, load_model_config
 from splitserve.models.roofline import DEVICE_RATES
 from splitserve.orchestration.cli.command_parser import CommandParser
-from splitserve.orchestration.spec.cluster_spec import API_KEY_VARIABLE
-from splitserve.orchestration.spec.expansion import read_secret
+from splitserve.orchestration.spec.expansion import read_operators_key
 from splitserve.protocol.config import EngineConfig
 from splitserve.protocol.placement.policies import DEFAULT_POLICY, PLACEMENT_POLICIES
 from splitserve.simulation.twin.cluster import TwinCluster, TwinSpec
@@ -87,7 +86,7 @@ def main(argv: Sequence[str]) -> int:
 def cluster_of(options: argparse.Namespace) -> Cluster:
     """Return the cluster that the options describe. Raises :class:`ConfigError`."""
     if options.against:
-        report = report_of(options.against, read_secret(options.api_key_file, API_KEY_VARIABLE))
+        report = report_of(options.against, read_operators_key(options.api_key_file))
         calibration = of_cluster(report, options.against)
         return Cluster(setups_of_cluster(report, calibration), calibration, options.policy or DEFAULT_POLICY)
     arm = parse_arm(options.cluster)

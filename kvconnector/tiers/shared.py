@@ -74,6 +74,11 @@ class SharedTier:
         self.chunk_blocks = state.chunk_tokens // self.block_size if state.is_available else 0
         self.forget()
 
+    def clear(self) -> None:
+        """Use nothing of the tier until its next state: its content is to be removed."""
+        self.chunk_blocks = 0
+        self.forget()
+
     def forget(self) -> None:
         """Forget the known content: it can't be trusted, or is gone."""
         self._candidates.clear()

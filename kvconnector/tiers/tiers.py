@@ -195,7 +195,7 @@ class Tiers:
             self.events.evicted(tier.name, tier.index.clear())
             self._copies.commands.append(ClearCommand(tier.name))
         if self.shared.name:
-            self.shared.forget()
+            self.shared.clear()
             self._copies.commands.append(ClearCommand(self.shared.name))
         self._loads.distrust_all()
 

@@ -151,13 +151,16 @@ def follow(
     is_over: Callable[[ClusterStatus], bool],
     wanted: int,
     timeout_seconds: float = float("inf"),
+    *,
+    since: ClusterStatus | None = None,
 ) -> ClusterStatus:
     """Print changes of the workers until ``is_over``, and workers that no machine has had room for for a while.
 
-    ``wanted``: number of workers that the cluster should have. Raises :class:`OperationError` if one of them was
-    abandoned meanwhile, or after ``timeout_seconds``.
+    ``wanted``: number of workers that the cluster should have. ``since``: status from which on changes are shown; None
+    takes the first one that is asked for here, which a quick worker may precede. Raises :class:`OperationError` if a
+    worker was abandoned meanwhile, or after ``timeout_seconds``.
     """
-    shown: dict[str, WorkerPhase] = {}
+    shown = {} if since is None else {worker.name: worker.phase for worker in since.workers}
     words: dict[str, str] = {}
     began = time.monotonic()
     placeless: dict[str, float] = {}  # worker -> since when, or infinity once it was reported

@@ -58,6 +58,7 @@ def add_cluster_commands(commands: Any) -> None:
     scale.add_argument("count", metavar="N", type=COUNT)
     drain = _add(commands, "drain", "let a worker finish its requests, then remove it for good", _drain)
     drain.add_argument("worker", metavar="WORKER")
+    drain.add_argument("--force", action="store_true", help="also if it is the last worker of its role")
     upgrade = _add(commands, "upgrade", "replace all workers, one by one, without losing a request", _upgrade)
     upgrade.add_argument("--spec", default="", metavar="FILE", help="new spec; none: the same one, with new code")
     upgrade.add_argument(
@@ -179,19 +180,28 @@ def _scale(options: argparse.Namespace) -> int:
     accepted(client.ask(Scale(options.pool, options.count)))
     if not options.no_wait:
         wanted = sum((before.counts | {options.pool: options.count}).values())
-        follow(client, _say, lambda status: status.counts[options.pool] == options.count and status.is_settled, wanted)
+        follow(
+            client,
+            _say,
+            lambda status: status.counts[options.pool] == options.count and status.is_settled,
+            wanted,
+            since=before,
+        )
         _say(f"{options.pool} has {options.count} worker{'' if options.count == 1 else 's'}")
     return 0
 
 
 def _drain(options: argparse.Namespace) -> int:
-    from splitserve.orchestration.cli.client import follow
+    from splitserve.orchestration.cli.client import follow, status_of
     from splitserve.orchestration.control.requests import DrainWorker, accepted
 
     client = _client(options)
-    accepted(client.ask(DrainWorker(options.worker)))
+    before = status_of(client)
+    accepted(client.ask(DrainWorker(options.worker, options.force)))
     if not options.no_wait:
-        follow(client, _say, lambda status: all(each.name != options.worker for each in status.workers), 0)
+        follow(
+            client, _say, lambda status: all(each.name != options.worker for each in status.workers), 0, since=before
+        )
         _say(f"{options.worker} has left")
     return 0
 
@@ -209,16 +219,16 @@ def _upgrade(options: argparse.Namespace) -> int:
     if spec is not None:
         spec = _at_home_anywhere(spec, on_ray="" if isinstance(client, LocalClient) else "ray")
     client.bring_code()
-    counts = status_of(client).counts  # before there are successors
+    before = status_of(client)  # before there are successors
     accepted(client.ask(UpgradeCluster(None if spec is None else msgspec.to_builtins(spec), options.allow_gap)))
     for pool in () if spec is None else spec.pools:
-        count = counts[pool.name]
+        count = before.counts[pool.name]
         if pool.count != count:
             workers = "worker" if count == 1 else "workers"
             _say(f"  {pool.name:<10} keeps its {count} {workers}; `splitserve scale` changes the number")
     if options.no_wait:
         return 0
-    status = follow(client, _say, lambda status: not status.is_upgrading, 0)
+    status = follow(client, _say, lambda status: not status.is_upgrading, 0, since=before)
     assert status.upgrade is not None
     if status.upgrade.state is UpgradeState.FAILED:
         _say(

@@ -9,11 +9,10 @@ def load_of(url: str) -> str:
     the processes that ``status`` shows are worth seeing without it."""
     from splitserve.orchestration.doctor.cluster import read_report
     from splitserve.orchestration.doctor.http import Endpoint
-    from splitserve.orchestration.spec.cluster_spec import API_KEY_VARIABLE
-    from splitserve.orchestration.spec.expansion import read_secret
+    from splitserve.orchestration.spec.expansion import read_operators_key
 
     try:
-        return load_text(read_report(Endpoint(url, read_secret("", API_KEY_VARIABLE))))
+        return load_text(read_report(Endpoint(url, read_operators_key(""))))
     except SplitserveError as error:
         return f"the load isn't known: {error}"
 

@@ -18,6 +18,7 @@ from splitserve.common.logs import FORMAT_VARIABLE, LOG_LEVELS, set_up_logging
 from splitserve.orchestration.cli.cluster_commands import add_cluster_commands
 from splitserve.orchestration.cli.command_parser import CommandParser
 from splitserve.orchestration.cli.models import add_models_command
+from splitserve.orchestration.cli.operate import add_operation_commands
 from splitserve.orchestration.cli.option_types import path, positive_bytes, whole_number
 from splitserve.orchestration.cli.options import (
     HelpFormatter,
@@ -139,6 +140,7 @@ def build_parser() -> CommandParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_serve(commands)
     add_cluster_commands(commands)
+    add_operation_commands(commands)
     add_lmcache_command(commands)
     _add_doctor(commands)
     add_models_command(commands)

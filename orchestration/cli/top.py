@@ -36,10 +36,9 @@ def run_top(options: argparse.Namespace) -> int:
     """Show the overview once, or again and again. Raises :class:`SplitserveError`."""
     from splitserve.orchestration.doctor.http import Endpoint, UnreachableError
     from splitserve.orchestration.doctor.overview import read_overview
-    from splitserve.orchestration.spec.cluster_spec import API_KEY_VARIABLE
-    from splitserve.orchestration.spec.expansion import read_secret
+    from splitserve.orchestration.spec.expansion import read_operators_key
 
-    endpoint = Endpoint(options.against, read_secret(options.api_key_file, API_KEY_VARIABLE))
+    endpoint = Endpoint(options.against, read_operators_key(options.api_key_file))
     lines = overview_lines(read_overview(endpoint), _width())
     if options.once or not sys.stdout.isatty():
         print("\n".join(lines))

@@ -36,10 +36,9 @@ def add_trace_command(commands: Any) -> None:
 def run_trace(options: argparse.Namespace) -> int:
     """Print the traces, or write them to a file. Raises :class:`ConfigError`."""
     from splitserve.orchestration.doctor.http import Endpoint
-    from splitserve.orchestration.spec.cluster_spec import API_KEY_VARIABLE
-    from splitserve.orchestration.spec.expansion import read_secret
+    from splitserve.orchestration.spec.expansion import read_operators_key
 
-    endpoint = Endpoint(options.against, read_secret(options.api_key_file, API_KEY_VARIABLE))
+    endpoint = Endpoint(options.against, read_operators_key(options.api_key_file))
     answer = endpoint.get(f"/admin/requests/{quote(options.request_id, safe='')}")
     if answer.status == HTTPStatus.NOT_FOUND:
         raise ConfigError(

@@ -300,6 +300,8 @@ class Cluster:
                 actions = self._workers.on_ready(progress.name)
             case "placed" if progress.name in self._supervisor.workers:
                 self._workers.on_placed(progress.name)
+            case "dismissed" if progress.name in self._supervisor.workers:
+                self._workers.on_dismissed(progress.name)
             case "ready" if is_lmcache(progress.name):
                 self._lmcache.on_ready(progress.name, time.monotonic())
             case "lmcache":

@@ -102,16 +102,19 @@ class Supervisor:
             self._roster.add(pool, now)
         return self._roster.dismiss(present[count:], now)
 
-    def drain(self, name: str, now: float) -> list[Action]:
-        """Have a worker finish its requests and leave for good. Raises :class:`ConfigError`."""
+    def drain(self, name: str, now: float, *, force: bool = False) -> list[Action]:
+        """Have a worker finish its requests and leave for good; the last one of its role only with ``force``. Raises
+        :class:`ConfigError`."""
         worker = self.workers.get(name)
         if worker is None or not worker.wanted:
             known = ", ".join(sorted(worker.name for worker in self.workers.values() if worker.wanted))
             raise ConfigError(f"there is no worker {name!r} to drain; there are {known}")
         self._upgrades.refuse_during_upgrade()
         remaining = {other.pool.role for other in self.workers.values() if other.wanted and other is not worker}
-        if not _can_serve(remaining):
-            raise ConfigError(f"without {name} the cluster couldn't serve; scale {worker.pool.name} up first")
+        if worker.pool.role not in remaining and not force:
+            consequence = "" if _can_serve(remaining) else ": without it the cluster couldn't serve"
+            reason = f"{name} is the last {worker.pool.role} worker{consequence}"
+            raise ConfigError(f"{reason}; scale {worker.pool.name} up first, or give --force")
         return self._roster.dismiss([worker], now)
 
     def begin_upgrade(self, spec: ClusterSpec, now: float, *, allow_gap: bool = False) -> list[Action]:
@@ -146,6 +149,13 @@ class Supervisor:
         worker = self.workers[name]
         if worker.phase is not WorkerPhase.WAITING:
             worker.phase = WorkerPhase.LEAVING
+
+    def on_dismissed(self, name: str, now: float) -> None:
+        """Note that an operator has asked the worker itself to leave: it isn't wanted any more."""
+        worker = self.workers[name]
+        if worker.wanted and worker.phase in (WorkerPhase.STARTING, WorkerPhase.READY):
+            worker.wanted = False
+            self._roster.ask_to_leave(worker, now)  # it was asked already
 
     def on_exit(self, name: str, returncode: int, words: str, now: float) -> list[Action]:
         """Note that a worker ended, or couldn't be started (``returncode`` not 0); :attr:`workers` shows what

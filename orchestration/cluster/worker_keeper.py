@@ -53,9 +53,9 @@ class WorkerKeeper:
             case Scale(pool, count):
                 with self._children.changed:
                     actions = supervisor.scale(pool, count, now)
-            case DrainWorker(name):
+            case DrainWorker(name, force):
                 with self._children.changed:
-                    actions = supervisor.drain(name, now)
+                    actions = supervisor.drain(name, now, force=force)
             case UpgradeCluster(_, allow_gap):
                 target = request.target(supervisor.spec)
                 with self._children.changed:
@@ -100,6 +100,11 @@ class WorkerKeeper:
             actions = self._supervisor.on_ready(name, time.monotonic())
             self._children.changed.notify_all()
         return actions
+
+    def on_dismissed(self, name: str) -> None:
+        """Note that an operator has asked a worker to leave, through the router."""
+        with self._children.changed:
+            self._supervisor.on_dismissed(name, time.monotonic())
 
     def on_exit(self, name: str, returncode: int, words: str) -> None:
         """Note that a worker has ended, or couldn't be started."""

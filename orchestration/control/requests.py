@@ -32,6 +32,7 @@ class Scale(Request, frozen=True):
 
 class DrainWorker(Request, frozen=True):
     name: str
+    force: bool = False  # although it is the last worker of its role
 
 
 class UpgradeCluster(Request, frozen=True):

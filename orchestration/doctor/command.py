@@ -44,8 +44,8 @@ from splitserve.orchestration.doctor.plan import spec_checks
 from splitserve.orchestration.doctor.probe import look_by_probe
 from splitserve.orchestration.doctor.report import Check, Diagnosis, Problem, check, skipped
 from splitserve.orchestration.doctor.transport_checks import check_transports
-from splitserve.orchestration.spec.cluster_spec import API_KEY_VARIABLE, SECRET_VARIABLE, ClusterSpec, PoolSpec
-from splitserve.orchestration.spec.expansion import read_secret, resolve_secrets
+from splitserve.orchestration.spec.cluster_spec import SECRET_VARIABLE, ClusterSpec, PoolSpec
+from splitserve.orchestration.spec.expansion import read_operators_key, read_secret, resolve_secrets
 from splitserve.orchestration.spec.hub import with_local_model
 from splitserve.orchestration.spec.shorthand import simple_spec
 from splitserve.protocol.config import EngineConfig, ProtocolConfig
@@ -88,7 +88,7 @@ def _be_silent(_each: Check) -> None:
 
 
 def _running_cluster(options: argparse.Namespace, diagnosis: Diagnosis) -> Iterator[Check]:
-    endpoint = Endpoint(options.against, read_secret(options.api_key_file, API_KEY_VARIABLE))
+    endpoint = Endpoint(options.against, read_operators_key(options.api_key_file))
     try:
         report = settled_report(endpoint)
         ready = endpoint.get("/ready")

@@ -18,7 +18,7 @@ from splitserve.orchestration.hosts.child import Config, Order, Progress
 from splitserve.orchestration.hosts.forking import ForkError, can_fork, fork_child
 from splitserve.orchestration.hosts.log_files import keep_short, open_log
 from splitserve.orchestration.hosts.shared_memory import SharedMemoryFolder
-from splitserve.orchestration.spec.cluster_spec import API_KEY_VARIABLE, SECRET_VARIABLE
+from splitserve.orchestration.spec.cluster_spec import SECRET_VARIABLES
 from splitserve.protocol.config import LMCacheConfig, RouterConfig, WorkerConfig
 
 # Threads of an OpenMP pool spin before they sleep. libgomp's default of 300,000 turns holds a core for so long
@@ -42,7 +42,7 @@ def child_environment(threads: int, base: Mapping[str, str]) -> dict[str, str]:
         "PYTHONUNBUFFERED": "1",
     }
     counts = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS") if threads else ()
-    inherited = {name: value for name, value in base.items() if name not in (SECRET_VARIABLE, API_KEY_VARIABLE)}
+    inherited = {name: value for name, value in base.items() if name not in SECRET_VARIABLES}
     return {**defaults, **inherited, **dict.fromkeys(counts, str(threads))}
 
 

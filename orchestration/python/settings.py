@@ -58,6 +58,8 @@ class Settings(TypedDict, total=False):
     # file with the key that /v1 and /admin require as 'Authorization: Bearer KEY'; empty: $SPLITSERVE_API_KEY, else
     # none
     api_key_file: str | os.PathLike[str]
+    # file with the key that /admin requires instead of the API key; empty: $SPLITSERVE_ADMIN_KEY, else the API key
+    admin_key_file: str | os.PathLike[str]
     # ids that clients use for the model, the first of them in answers to requests without one; none: the model id, or
     # the directory's name
     served_model_name: str | Sequence[str]

@@ -29,7 +29,9 @@ _ROUTER: dict[str, Any] = {field.name: field.default for field in msgspec.struct
 _LMCACHE: dict[str, Any] = {field.name: field.default for field in msgspec.structs.fields(LMCacheConfig)}
 _GIVEN_BACK_BYTES_PER_SECOND = 4 << 30  # 8 GiB of small pages took 1.3 s
 API_KEY_VARIABLE = "SPLITSERVE_API_KEY"
+ADMIN_KEY_VARIABLE = "SPLITSERVE_ADMIN_KEY"
 SECRET_VARIABLE = "SPLITSERVE_SECRET"  # noqa: S105 - a variable's name
+SECRET_VARIABLES = frozenset({SECRET_VARIABLE, API_KEY_VARIABLE, ADMIN_KEY_VARIABLE})
 
 _ENGINE_HINTS = hints_of(EngineConfig)
 _ROUTER_HINTS = hints_of(RouterConfig)
@@ -224,7 +226,8 @@ class SecretRef(Part, frozen=True, kw_only=True):
 
 
 class SecretsSpec(Part, frozen=True, kw_only=True):
-    """References to secrets. Without one, SPLITSERVE_SECRET and SPLITSERVE_API_KEY count, where they are set."""
+    """References to secrets. Without one, SPLITSERVE_SECRET, SPLITSERVE_API_KEY and SPLITSERVE_ADMIN_KEY
+    count, where they are set."""
 
     shared: Annotated[
         SecretRef | None,
@@ -250,6 +253,19 @@ class SecretsSpec(Part, frozen=True, kw_only=True):
             location="secrets.api_key.file",
             help="file with the key that /v1 and /admin require as 'Authorization: Bearer KEY'; "
             f"empty: ${API_KEY_VARIABLE}, else none",
+        ),
+    ] = None
+    admin_key: Annotated[
+        SecretRef | None,
+        Meta(description="Key that /admin requires instead of the API key, so that clients can't operate the cluster."),
+        Setting(
+            flags=("--admin-key-file",),
+            metavar="PATH",
+            form="path",
+            group=ENDPOINT,
+            location="secrets.admin_key.file",
+            help="file with the key that /admin requires instead of the API key; "
+            f"empty: ${ADMIN_KEY_VARIABLE}, else the API key",
         ),
     ] = None
 

@@ -9,9 +9,8 @@ import msgspec
 
 from splitserve.common.errors import ConfigError
 from splitserve.orchestration.spec.cluster_spec import (
-    API_KEY_VARIABLE,
     LOCATIONS,
-    SECRET_VARIABLE,
+    SECRET_VARIABLES,
     ClusterSpec,
     LMCacheSpec,
     MemorySpec,
@@ -29,7 +28,7 @@ from splitserve.protocol.settings import problem_of, problems_of
 
 # Variables that a process gets from its launcher; a document that sets them would contradict it.
 MANAGED_VARIABLES = frozenset(
-    {SECRET_VARIABLE, API_KEY_VARIABLE, "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "UCX_TLS", "UCX_NET_DEVICES"}
+    {*SECRET_VARIABLES, "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "UCX_TLS", "UCX_NET_DEVICES"}
 )
 
 

@@ -9,6 +9,7 @@ import msgspec
 
 from splitserve.common.errors import ConfigError
 from splitserve.orchestration.spec.cluster_spec import (
+    ADMIN_KEY_VARIABLE,
     API_KEY_VARIABLE,
     SECRET_VARIABLE,
     ClusterSpec,
@@ -28,6 +29,7 @@ class Secrets(Confidential, frozen=True, kw_only=True):
 
     secret: str = ""
     api_key: str = ""
+    admin_key: str = ""
 
     def with_some_secret(self) -> "Secrets":
         """Return these with a random shared secret if none is configured, for processes that share one launcher."""
@@ -55,11 +57,18 @@ def read_secret(path: str, variable: str) -> str:
     return text
 
 
+def read_operators_key(path: str) -> str:
+    """Return the key for /admin: the content of the file at ``path``, else that of the environment, where an admin key
+    precedes an API key; "" if none is set. Raises :class:`ConfigError`."""
+    return read_secret(path, ADMIN_KEY_VARIABLE) or read_secret("", API_KEY_VARIABLE)
+
+
 def resolve_secrets(spec: ClusterSpec) -> Secrets:
     """Read the spec's secrets on this machine. Raises :class:`ConfigError` for a reference to nothing."""
     return Secrets(
         secret=resolve_shared_secret(spec),
         api_key=_resolve("secrets.api_key", spec.secrets.api_key, API_KEY_VARIABLE),
+        admin_key=_resolve("secrets.admin_key", spec.secrets.admin_key, ADMIN_KEY_VARIABLE),
     )
 
 
@@ -101,6 +110,7 @@ def router_config(spec: ClusterSpec, secrets: Secrets, host: str, ports: RouterP
         membership_port=ports.membership,
         secret=secrets.secret,
         api_key=secrets.api_key,
+        admin_key=secrets.admin_key,
         protocol=spec.protocol_config(),
         http=spec.http_limits(),
         **settings,

@@ -128,7 +128,7 @@ def _kv_problems(spec: ClusterSpec, pool: PoolSpec, location: str, model: ModelC
 
 
 def _secret_problems(spec: ClusterSpec) -> Iterator[Problem]:
-    for name in ("shared", "api_key"):
+    for name in ("shared", "api_key", "admin_key"):
         reference = getattr(spec.secrets, name)
         if reference is None or bool(reference.env) == bool(reference.file) or _is_pipe(reference):
             continue

@@ -12,6 +12,7 @@ from splitserve.protocol.messages.requests import Profile, Profiled
 from splitserve.protocol.request import Party
 from splitserve.router.http.api_error import ApiError
 from splitserve.router.links.fleet import Fleet
+from splitserve.router.requests.operations.drains import worker_named
 
 MAX_STEPS = 100_000
 MAX_SECONDS = 600.0
@@ -25,6 +26,7 @@ class ProfileRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     num_steps: Annotated[int, msgspec.Meta(ge=1, le=MAX_STEPS)] = 100
     timeout_seconds: Annotated[float, msgspec.Meta(gt=0, le=MAX_SECONDS)] = 60.0
+    worker: str = ""  # its name; "": all ready workers
 
 
 def parse_profile_request(body: bytes) -> ProfileRequest:
@@ -51,13 +53,15 @@ class Profiles:
         self._fleet = fleet
         self._runs: dict[str, _Run] = {}
 
-    async def take(self, num_steps: int, timeout_seconds: float) -> dict[str, Any]:
-        """Let every ready worker record its next ``num_steps`` steps, for at most ``timeout_seconds``.
+    async def take(self, num_steps: int, timeout_seconds: float, worker: str = "") -> dict[str, Any]:
+        """Let every ready worker, or one of them, record its next ``num_steps`` steps, for at most ``timeout_seconds``.
 
-        Returns a report for each worker, by engine id: the recording, or ``{"error": ...}``.
+        Returns a report for each worker, by engine id: the recording, or ``{"error": ...}``. Raises :class:`ApiError`
+        404 for a worker that isn't known.
         """
         profile_id = secrets.token_hex(8)
-        records = self._fleet.membership.records()
+        membership = self._fleet.membership
+        records = [worker_named(membership, worker)] if worker else membership.records()
         workers = [record.info.party for record in records if record.state is WorkerState.READY]
         body = Profile(profile_id, num_steps, timeout_seconds)
         run = self._runs[profile_id] = _Run({worker for worker in workers if self._fleet.send(worker, body)})

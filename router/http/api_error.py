@@ -69,6 +69,7 @@ _STATUS_BY_REASON = {
     FailureReason.WORKER_LOST: 503,
     FailureReason.CONTRADICTION: 502,
     FailureReason.SHUTDOWN: 503,
+    FailureReason.PAUSED: 503,
 }
 
 

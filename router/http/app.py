@@ -28,6 +28,7 @@ from splitserve.router.http.openapi import openapi_document
 from splitserve.router.http.schema import ChatCompletionRequest, CompletionRequest, GenerationRequest
 from splitserve.router.http.serving import Serving
 from splitserve.router.placement.policies import Disaggregated, NoWorker, RequestShape
+from splitserve.router.requests.operations.pause import PAUSED
 from splitserve.router.requests.queue.tenants import Tenants
 from splitserve.router.text.preparation import check_not_empty
 
@@ -96,6 +97,8 @@ class Api:
         return JSONResponse({"status": "ok"})
 
     async def ready(self, _request: Request) -> Response:
+        if self._dispatcher.core.pause.is_on:
+            return JSONResponse({"status": "not ready", "reason": PAUSED}, 503)
         placement = self._dispatcher.place(RequestShape(num_prompt_tokens=1, max_tokens=1))
         if isinstance(placement, NoWorker):
             return JSONResponse({"status": "not ready", "reason": placement.reason}, 503)
@@ -121,6 +124,9 @@ class Api:
         """Answer with figures of the last half minute and the bottleneck that they show (the dashboard)."""
         return Response(msgspec.json.encode(self._dispatcher.overviews.overview()), media_type="application/json")
 
+    async def pause_state(self, _request: Request) -> Response:
+        return JSONResponse(self._dispatcher.operations.state())
+
     async def request_traces(self, request: Request) -> Response:
         """Answer with the timelines of ended requests whose ids begin with the given one (``splitserve trace``)."""
         traces = self._dispatcher.reports.traces(request.path_params["request_id"])
@@ -133,7 +139,7 @@ class Api:
         check_json(request)
         async with self._bodies.read(request, MAX_PROFILE_BODY_BYTES) as content:
             body = parse_profile_request(content)
-        reports = await self._dispatcher.profiles.take(body.num_steps, body.timeout_seconds)
+        reports = await self._dispatcher.profiles.take(body.num_steps, body.timeout_seconds, body.worker)
         if not reports:
             raise ApiError(503, "no worker is ready: try again", code="no_worker")
         return JSONResponse({"workers": reports})
@@ -142,7 +148,7 @@ class Api:
 def create_app(
     api: Api,
     metrics: RouterMetrics,
-    api_key: str = "",
+    keys: tuple[str, str] = ("", ""),
     *,
     local_only: bool = False,
     allowed_origins: Collection[str] = (),
@@ -150,11 +156,12 @@ def create_app(
 ) -> ASGIApp:
     """Return the ASGI application: routes, errors in OpenAI's shape, request counts.
 
-    ``api_key`` protects /v1 and /admin. With ``local_only``, Host must name a loopback host, and Origin one as well or
-    one of ``allowed_origins``, whose pages may read the answers. ``more_posts``: paths of further endpoints, and their
+    ``keys``: the API key, which protects /v1 and /admin, and the admin key, which protects /admin in its place; "" for
+    none. With ``local_only``, Host must name a loopback host, and Origin one as well or one of ``allowed_origins``,
+    whose pages may read the answers. ``more_posts``: paths of further endpoints, and their
     handlers.
     """
-    document = msgspec.json.encode(openapi_document(api.served_model.names, wants_key=bool(api_key)))
+    document = msgspec.json.encode(openapi_document(api.served_model.names, wants_key=bool(keys[0])))
 
     async def openapi(_request: Request) -> Response:
         return Response(document, media_type="application/json")
@@ -174,6 +181,7 @@ def create_app(
         ("/metrics", api.metrics),
         ("/admin/workers", api.workers),
         ("/admin/overview", api.overview),
+        ("/admin/pause", api.pause_state),
         ("/dashboard", dashboard),
         ("/admin/requests/{request_id}", api.request_traces),
         ("/openapi.json", openapi),
@@ -186,10 +194,10 @@ def create_app(
         title="Splitserve", version=__version__, openapi_url=None, routes=routes, exception_handlers=refusals.handlers()
     )
     paths = frozenset(path for path, _ in posts + gets)
-    by_path = {("POST", path): handler for path, handler in posts}
+    by_path = {("POST", path): handler for path, handler in posts if "{" not in path}
     by_path |= {("GET", path): handler for path, handler in gets if "{" not in path}
     exact = ExactPaths(app, by_path, refusals)
-    guarded: ASGIApp = RequireKey(exact, api_key, api.tenants)
+    guarded: ASGIApp = RequireKey(exact, *keys, api.tenants, local_only=local_only)
     shared = allow_origins(guarded, allowed_origins)
     local = RequireLocal(shared, allowed_origins) if local_only else shared
     return GiveRequestIds(CountRequests(local, metrics, paths), api.tracing)

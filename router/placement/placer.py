@@ -58,6 +58,8 @@ class Placer:
         self._objectives = objectives
         self._known_limits: _KnownLimits | None = None
         self.is_closing = False  # no request is placed any more
+        self.cache_epoch = 0  # number of resets of the prefix caches
+        self.unreset: dict[Party, None] = {}  # workers that may still have content from before the last one
         self._membership = membership
         self._prefixes = prefixes
 
@@ -88,22 +90,25 @@ class Placer:
 
     def note_sent(self, parties: Iterable[Party], prompt: PromptHashes) -> None:
         """Take into account that these workers will hold the KV of a prompt."""
-        if len(self._membership.records()) == 1:
+        if len(self._membership) == 1:
             return
         for party in parties:
             record = self._membership.get(party)
             if record is not None and record.state is not WorkerState.LOST and record.info.prefix_caching:
                 layout = record.info.layout
-                root, size = root_hash(layout), layout.block_size
-                num_blocks = record.info.num_blocks + record.info.setup.host_kv_bytes // max(1, layout.block_bytes)
-                self._prefixes.note_sent(party, root, prompt, size, num_blocks)
+                self._prefixes.note_sent(party, root_hash(layout), prompt, layout.block_size, record.num_kept_blocks)
+
+    def forget_prefixes(self) -> None:
+        """Forget what was sent to the workers: their caches are reset. KV events tell what they evict."""
+        self.cache_epoch += 1
+        self._prefixes.forget_sent()
 
     def note_output(self, request: ActiveRequest) -> None:
         """Take a finished output into account: its length, and its KV, which the next turn's prompt may begin with."""
         output_ids = request.state.delivered_ids
         self.output_tokens += OUTPUT_WEIGHT * (len(output_ids) - self.output_tokens)
         placement = request.state.placement
-        if placement is not None:
+        if placement is not None and request.cache_epoch == self.cache_epoch:
             self.note_sent([decode_party(placement)], request.hashes.extended(output_ids))
 
     def limits(self, now: float) -> Limits | NoWorker:
@@ -130,7 +135,7 @@ class Placer:
         matches = self._matches(prompt, certain=True)
         if not matches:
             return None
-        ready = {view.party for view in self._membership.snapshot(now).workers}
+        ready = {view.party for view in self._membership.snapshot(now).workers} - self.unreset.keys()
         record = self._membership.get(worker)
         min_gain = MIN_GAIN_BLOCKS * record.info.layout.block_size if record is not None else 0
         helper = helper_of(worker, {p: match for p, match in matches.items() if p in ready or p == worker}, min_gain)
@@ -144,4 +149,4 @@ class Placer:
 
     def _matches(self, prompt: PromptHashes, *, certain: bool = False) -> Mapping[Party, PrefixMatch]:
         """Return each worker's prefix match; none with a single worker: it doesn't matter then, and hashing is slow."""
-        return self._prefixes.matches(prompt, certain=certain) if len(self._membership.records()) > 1 else {}
+        return self._prefixes.matches(prompt, certain=certain) if len(self._membership) > 1 else {}

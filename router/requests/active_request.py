@@ -59,6 +59,8 @@ class ActiveRequest:
     siblings: tuple["ActiveRequest", ...] = ()  # of the prompt's other choices, which begin with this one
     predicted_ttft_seconds: float | None = None  # from its arrival, as predicted when it came; None: not known
     is_fallback: bool = False  # the first attempt is local only because there was no pair
+    held_seconds: float = 0.0  # in which it was frozen; its deadline is so much later
+    cache_epoch: int = 0  # resets of the prefix caches before it began
     num_known_tokens: int | None = None  # tokens with which an earlier prompt began; None: not counted
 
     @classmethod

@@ -99,7 +99,10 @@ class Attempts:
         key, prompt, sampling = request.state.key, request.token_ids, request.attempt_sampling()
         delivered = request.state.delivered_ids
         carried = request.context.cache_salt, request.priority, siblings
-        left_seconds = max(MIN_DEADLINE_SECONDS, self._deadline_seconds - (now - request.arrived_at))
+        # Workers add the time of a freeze themselves, that of the present one included.
+        left_seconds = max(
+            MIN_DEADLINE_SECONDS, self._deadline_seconds + request.held_seconds - (now - request.arrived_at)
+        )
         if not isinstance(placement, Disaggregated):
             prefix = self._placer.prefix_helper(request.hashes, placement.worker, now)
             return [(placement.worker, LocalRequest(key, prompt, sampling, left_seconds, delivered, prefix, *carried))]

@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 
 from splitserve.protocol.config import RouterConfig
 from splitserve.protocol.messages.envelope import Body
+from splitserve.protocol.messages.operators import PrefixCacheReset, ResetPrefixCache, SetFrozen
 from splitserve.protocol.messages.requests import (
     Abort,
     DecodeRequest,
@@ -30,6 +31,7 @@ from splitserve.protocol.messages.requests import (
 from splitserve.protocol.request import Party, RequestKey
 from splitserve.protocol.token_ids import TOKEN_ID_BYTES
 from splitserve.router.links.membership import Membership
+from splitserve.router.placement.next_turns import NextTurns
 from splitserve.router.placement.placer import SHUTTING_DOWN, Placer
 from splitserve.router.placement.policies import NoWorker, Placed, policy_by_name
 from splitserve.router.placement.prefix_view import PrefixView
@@ -37,7 +39,7 @@ from splitserve.router.placement.seen_prefixes import SeenPrefixes
 from splitserve.router.requests.active_request import ActiveRequest
 from splitserve.router.requests.admission import Admission
 from splitserve.router.requests.attempts import Attempts
-from splitserve.router.requests.effects import Effect, Outbox, Send, Stale, TellLimits
+from splitserve.router.requests.effects import Count, Effect, Outbox, Send, Stale, TellLimits
 from splitserve.router.requests.events import (
     AskLimits,
     Cancel,
@@ -45,6 +47,10 @@ from splitserve.router.requests.events import (
     Event,
     FromWorker,
     NotSent,
+    PauseMode,
+    PauseRequests,
+    ResetCaches,
+    ResumeRequests,
     StopStringReached,
     Submit,
     TenantsChanged,
@@ -55,6 +61,8 @@ from splitserve.router.requests.events import (
     WorkerReady,
 )
 from splitserve.router.requests.objectives import Objectives
+from splitserve.router.requests.operations.cache_reset import AGAIN, CacheResets
+from splitserve.router.requests.operations.pause import ABORTED, PAUSED, TELL, Pause
 from splitserve.router.requests.orphans import Orphans
 from splitserve.router.requests.queue.gate import Gate
 from splitserve.router.requests.queue.tenants import NO_TENANTS
@@ -94,10 +102,13 @@ class RouterCore:
             protocol.max_requests_waiting, protocol.max_waiting_mib << 20, wait_seconds, self._outbox, self._serve
         )
         self.clocks = WorkerClocks()
+        self.pause = Pause(membership, self._outbox)
+        self.resets = CacheResets(membership, self.placer, self._outbox)
         self._seen_prefixes = SeenPrefixes()
+        self.next_turns = NextTurns()
         self._orphans = Orphans(protocol.tombstone_seconds)
         attempts = Attempts(self.placer, membership, self._outbox, chosen, self.deadline_seconds)
-        self._settlement = Settlement(membership, objectives, self._outbox, self.placer.note_output)
+        self._settlement = Settlement(membership, objectives, self._outbox, self._note_output)
         self.requests = RequestTable(attempts, self._settlement, membership, self._outbox, self.deadline_seconds)
         self.gate = Gate(
             self.placer,
@@ -120,6 +131,9 @@ class RouterCore:
             WorkerLost: self._on_worker_lost,
             TimerFired: self._on_timer,
             TenantsChanged: self._on_tenants_changed,
+            PauseRequests: self._on_pause,
+            ResumeRequests: self._on_resume,
+            ResetCaches: lambda _event, _now: self.resets.begin(),
             Close: self._on_close,
         }
 
@@ -127,7 +141,7 @@ class RouterCore:
         """Return the effects of the event, for the driver to perform in order."""
         num_freed = self._settlement.num_freed
         self._handlers[type(event)](event, now)
-        if self._settlement.num_freed != num_freed and len(self.gate.queue):
+        if self._settlement.num_freed != num_freed and len(self.gate.queue) and not self.pause.is_on:
             self.gate.pump(now)
         return self._outbox.take()
 
@@ -149,11 +163,24 @@ class RouterCore:
                 return limits
             self._outbox.put(TellLimits(newcomer_id, limits))
             return None
-        return self.gate.arrive(newcomer, now)
+        return NoWorker(PAUSED) if self.pause.is_on else self.gate.arrive(newcomer, now)
 
     def _begin(self, request: ActiveRequest, placement: Placed, now: float) -> None:
+        for each in (request, *request.siblings):
+            each.cache_epoch = self.placer.cache_epoch
         self.requests.begin(request, placement, now)
         request.num_known_tokens = self._seen_prefixes.note(request.hashes)  # placement has hashed its blocks
+        reason = self.next_turns.reason(
+            request.hashes, request.token_ids, request.num_known_tokens, request.context.session
+        )
+        if reason is not None:
+            self._outbox.put(Count("next_turns", (reason.value,)))
+
+    def _note_output(self, request: ActiveRequest) -> None:
+        """Take a finished output into account: for placement, and for the comparison with the next turn's prompt."""
+        self.placer.note_output(request)
+        output_ids = request.state.output.output_ids
+        self.next_turns.remember(request.hashes, request.token_ids, output_ids, request.context.session)
 
     def _on_cancel(self, event: Cancel, now: float) -> None:
         request = self.requests.get(event.request_id)
@@ -179,6 +206,9 @@ class RouterCore:
             self._on_prompt_logprobs(sender, body, now)
         elif isinstance(body, RequestFailed):
             self._on_request_failed(sender, body, now)
+        elif isinstance(body, PrefixCacheReset):
+            if not self.resets.on_confirmed(sender, body):
+                self._outbox.put(Stale("confirmation", f"reset {body.reset_id}", sender))
         else:
             self._outbox.put(Stale(type(body).__name__, "which a router doesn't take", sender))
 
@@ -213,6 +243,10 @@ class RouterCore:
 
     def _on_not_sent(self, event: NotSent, now: float) -> None:
         """Fail the attempts that weren't sent. A lost Abort is harmless: the worker ends by itself."""
+        if isinstance(event.body, SetFrozen):
+            self.pause.on_not_sent(event.to, now)
+        elif isinstance(event.body, ResetPrefixCache):
+            self.resets.on_not_sent(now)
         for key in _requested_by(event.body):
             request = self.requests.get(key.request_id)
             if request is not None:
@@ -226,16 +260,23 @@ class RouterCore:
             if update is not None:
                 self._orphans.add(event.worker, key, now)
                 self.requests.apply(request, update, now)
+        self.resets.on_lost()
 
     def _on_worker_ready(self, event: WorkerReady, now: float) -> None:
         """Serve requests that wait for a worker. Abort the worker's own from before its loss: others continue them."""
+        self.pause.on_ready(event.worker)
+        self.resets.on_ready(event.worker)
         for key in self._orphans.take(event.worker, now):
             self._outbox.put(Send(event.worker, Abort(key)))
         for request in self.requests:
             if request.is_stranded:
                 self.requests.go_on(request, now)
+        self._serve_waiting(now)
+
+    def _serve_waiting(self, now: float) -> None:
         self.waiting_room.serve_all(now)
-        self.gate.pump(now)
+        if not self.pause.is_on:
+            self.gate.pump(now)
 
     # ---- time ----
 
@@ -247,6 +288,10 @@ class RouterCore:
         if kind is TimerKind.QUEUE:
             self.gate.on_timer(request_id)
             return
+        if event.timer == TELL:
+            self.pause.on_timer()
+        elif event.timer == AGAIN:
+            self.resets.on_timer()
         request = self.requests.get(request_id)
         if request is None:
             return
@@ -257,6 +302,30 @@ class RouterCore:
 
     def _on_tenants_changed(self, event: TenantsChanged, _now: float) -> None:
         self.gate.queue.tenants = event.tenants
+
+    # ---- operators ----
+
+    def _on_pause(self, event: PauseRequests, now: float) -> None:
+        """Pause, or change the mode of the pause: requests that were frozen go on, or end."""
+        if event.mode is self.pause.mode:
+            return
+        self.pause.begin(event.mode, now)
+        self.waiting_room.wait_for(self.deadline_seconds, now)
+        if event.mode is PauseMode.KEEP:
+            self.requests.freeze(now)
+            return
+        self.requests.thaw(now)
+        if event.mode is PauseMode.ABORT:
+            for request in self.requests:
+                self.requests.apply(request, request.state.fail(Failure(FailureReason.PAUSED, ABORTED)), now)
+
+    def _on_resume(self, _event: ResumeRequests, now: float) -> None:
+        if not self.pause.is_on:
+            return
+        self.pause.end()
+        self.requests.thaw(now)
+        self.waiting_room.wait_for(None, now)
+        self._serve_waiting(now)
 
     def _on_close(self, _event: Close, now: float) -> None:
         self.placer.is_closing = True
@@ -277,9 +346,11 @@ class RouterCore:
     def timers(self) -> set[Timer]:
         """Return the timers that must be pending."""
         found = {Timer(TimerKind.WAIT, newcomer_id) for newcomer_id, _ in self.waiting_room.in_line()}
+        found |= {timer for timer, is_set in ((TELL, self.pause.repeats), (AGAIN, self.resets.repeats)) if is_set}
         found |= {Timer(TimerKind.QUEUE, request.request_id) for request in self.gate.queue.requests()}
         for request in self.requests:
-            found.add(Timer(TimerKind.DEADLINE, request.request_id))
+            if self.requests.frozen_since is None:
+                found.add(Timer(TimerKind.DEADLINE, request.request_id))
             if request.is_stranded:
                 found.add(Timer(TimerKind.RETRY, request.request_id))
         return found

@@ -18,10 +18,11 @@ from typing import Any, TypeAlias
 
 from splitserve.protocol.config import RouterConfig
 from splitserve.protocol.messages.envelope import Body
-from splitserve.protocol.messages.requests import ClockReading, Profiled
+from splitserve.protocol.messages.requests import ClockReading, Profiled, StepTokens
 from splitserve.protocol.request import Party, SamplingParams
 from splitserve.protocol.token_ids import TokenIds
 from splitserve.router.admin.metrics import RouterMetrics
+from splitserve.router.admin.operations import Operations
 from splitserve.router.admin.overview.overviews import Overviews
 from splitserve.router.admin.profiles import Profiles
 from splitserve.router.admin.request_reports import RequestReports
@@ -34,6 +35,7 @@ from splitserve.router.requests.active_request import NO_CONTEXT, ActiveRequest,
 from splitserve.router.requests.core import RouterCore
 from splitserve.router.requests.effects import (
     Begun,
+    CachesAreReset,
     CancelTimer,
     Count,
     CountTokens,
@@ -103,6 +105,7 @@ class Dispatcher:
         self.profiles = Profiles(self.fleet)
         self.reports = RequestReports(self.core, metrics, tracing_of(config), writes_lines=config.request_log)
         self.overviews = Overviews(config, self.core, self.fleet.membership, self.reports)
+        self.operations = Operations(self.core, self.fleet, self._handle)
         self._performers: dict[type, Callable[[Any], None]] = {
             Send: self._send,
             Deliver: self._deliver,
@@ -114,6 +117,7 @@ class Dispatcher:
             Count: metrics.count,
             CountTokens: self.reports.count_tokens,
             Ended: self._on_ended,
+            CachesAreReset: lambda _effect: self.operations.on_caches_reset(),
             Observe: metrics.observe,
             Stale: lambda effect: self.fleet.drop_stale(effect.kind, effect.detail, effect.sender),
             Log: lambda effect: log.warning("%s", effect.text),
@@ -229,6 +233,7 @@ class Dispatcher:
         self._is_closed = True
         self._handle(Close())
         self.profiles.close()
+        self.operations.close()
         self.reports.close()
         self.overviews.close()
         self.fleet.close()
@@ -236,7 +241,9 @@ class Dispatcher:
     # ---- events of the workers ----
 
     def _on_message(self, sender: Party, body: Body) -> None:
-        if isinstance(body, ClockReading):
+        if isinstance(body, StepTokens):  # nearly all
+            self._handle(FromWorker(sender, body))
+        elif isinstance(body, ClockReading):
             self.core.clocks.note(sender, body.asked_at, body.at, time.monotonic())
         elif not isinstance(body, Profiled):
             self._handle(FromWorker(sender, body))

@@ -93,6 +93,10 @@ class Ended(msgspec.Struct, frozen=True):
     request: ActiveRequest
 
 
+class CachesAreReset(msgspec.Struct, frozen=True, gc=False):
+    """Confirmation of a reset of the prefix caches by all linked workers."""
+
+
 class Stale(msgspec.Struct, frozen=True, gc=False):
     """A worker's message that was dropped, to be counted and logged: it came too late, or isn't for a router."""
 
@@ -119,6 +123,7 @@ Effect: TypeAlias = (
     | CountTokens
     | Observe
     | Ended
+    | CachesAreReset
     | Stale
     | Log
 )

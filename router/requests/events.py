@@ -19,6 +19,8 @@ class TimerKind(StrEnum):
     DEADLINE = "deadline"  # of a request that has begun
     RETRY = "retry"  # searches again for a worker that can continue after a failed attempt
     QUEUE = "queue"  # ends the wait of a request for its turn
+    FREEZE = "freeze"  # tells workers again whether they are frozen
+    CACHE_RESET = "cache_reset"  # resets the prefix caches again
     WAIT = "wait"  # ends the wait of a new request, or of a question, for a worker
 
 
@@ -27,6 +29,14 @@ class Timer(msgspec.Struct, frozen=True, gc=False):
 
     kind: TimerKind
     request_id: str
+
+
+class PauseMode(StrEnum):
+    """The fate of the requests that run when a pause begins. New ones wait in each mode."""
+
+    ABORT = "abort"  # they end with an error
+    WAIT = "wait"  # they finish
+    KEEP = "keep"  # they are frozen with their KV, and continue after the pause
 
 
 class AskLimits(msgspec.Struct, frozen=True, gc=False):
@@ -92,6 +102,20 @@ class TenantsChanged(msgspec.Struct, frozen=True, gc=False):
     tenants: Tenants
 
 
+class PauseRequests(msgspec.Struct, frozen=True, gc=False):
+    """A pause, or another mode of the present one; harmless in a pause of this mode."""
+
+    mode: PauseMode
+
+
+class ResumeRequests(msgspec.Struct, frozen=True, gc=False):
+    """The end of a pause; harmless without one."""
+
+
+class ResetCaches(msgspec.Struct, frozen=True, gc=False):
+    """A reset of all prefix caches, also of those that are being reset."""
+
+
 class Close(msgspec.Struct, frozen=True, gc=False):
     """Shutdown of the router, which ends every request now."""
 
@@ -107,5 +131,8 @@ Event: TypeAlias = (
     | WorkerLost
     | TimerFired
     | TenantsChanged
+    | PauseRequests
+    | ResumeRequests
+    | ResetCaches
     | Close
 )

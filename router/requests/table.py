@@ -33,6 +33,7 @@ class RequestTable:
         self._deadline_seconds = deadline_seconds
         self._requests: dict[str, ActiveRequest] = {}
         self.num_of_tenant: Counter[str] = Counter()
+        self.frozen_since: float | None = None  # the time from which no request's time passes
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -52,11 +53,29 @@ class RequestTable:
             self.num_of_tenant[each.context.tenant] += 1
             each.timeline.gap_seconds = self._settlement.gap_seconds
             self._outbox.put(Begun(each.request_id))
-            deadline = each.arrived_at + self._deadline_seconds
-            self._outbox.put(SetTimer(Timer(TimerKind.DEADLINE, each.request_id), deadline))
+            self._set_deadline(each)
         self._attempts.start(request, placement, now)
         for each in (request, *request.siblings):
             each.state.was_disaggregated |= request.is_fallback
+
+    def _set_deadline(self, request: ActiveRequest) -> None:
+        deadline = request.arrived_at + self._deadline_seconds + request.held_seconds
+        self._outbox.put(SetTimer(Timer(TimerKind.DEADLINE, request.request_id), deadline))
+
+    def freeze(self, now: float) -> None:
+        """Stop the time of all requests. No effect on frozen ones."""
+        if self.frozen_since is None:
+            self.frozen_since = now
+            for request in self:
+                self._outbox.put(CancelTimer(Timer(TimerKind.DEADLINE, request.request_id)))
+
+    def thaw(self, now: float) -> None:
+        """Let the time of all requests go on."""
+        if self.frozen_since is not None:
+            for request in self:
+                request.held_seconds += now - self.frozen_since
+                self._set_deadline(request)
+            self.frozen_since = None
 
     def apply(self, request: ActiveRequest, update: Update, now: float) -> None:
         """Carry out the update of a transition of the request's state."""

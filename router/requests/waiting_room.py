@@ -32,10 +32,10 @@ class WaitingRoom(Generic[T]):
     ) -> None:
         self._max_waiting = max_waiting
         self._max_bytes = max_bytes
-        self._wait_seconds = wait_seconds
+        self._wait_seconds = self.patience_seconds = wait_seconds
         self._outbox = outbox
         self._serve = serve
-        self._waiting: dict[str, tuple[T, int]] = {}  # by id: a newcomer, and the bytes that it keeps
+        self._waiting: dict[str, tuple[T, int, float]] = {}  # by id: a newcomer, its bytes, its arrival
         self._num_bytes = 0
         self._is_closed = False
 
@@ -44,14 +44,14 @@ class WaitingRoom(Generic[T]):
 
     def in_line(self) -> list[tuple[str, T]]:
         """Return the waiting newcomers with their ids."""
-        return [(newcomer_id, newcomer) for newcomer_id, (newcomer, _) in self._waiting.items()]
+        return [(newcomer_id, newcomer) for newcomer_id, (newcomer, *_) in self._waiting.items()]
 
     def arrive(self, newcomer_id: str, newcomer: T, num_bytes: int, arrived_at: float, now: float) -> None:
         """Serve a newcomer now, let it wait, or refuse it. ``num_bytes``: memory that it keeps while it waits."""
         lacking = self._serve(newcomer_id, newcomer, now)
         if lacking is None:
             return
-        wait_until = arrived_at + self._wait_seconds
+        wait_until = arrived_at + self.patience_seconds
         if len(self._waiting) >= self._max_waiting:
             reason = f"{lacking.reason}, and {len(self._waiting)} requests wait for one already"
             self._outbox.put(Refuse(newcomer_id, reason))
@@ -60,7 +60,7 @@ class WaitingRoom(Generic[T]):
         elif self._is_closed or wait_until <= now:
             self._outbox.put(Refuse(newcomer_id, lacking.reason))
         else:
-            self._waiting[newcomer_id] = newcomer, num_bytes
+            self._waiting[newcomer_id] = newcomer, num_bytes, arrived_at
             self._num_bytes += num_bytes
             self._outbox.put(SetTimer(Timer(TimerKind.WAIT, newcomer_id), wait_until))
 
@@ -69,6 +69,14 @@ class WaitingRoom(Generic[T]):
         for newcomer_id, newcomer in self.in_line():
             if self._serve(newcomer_id, newcomer, now) is None:
                 self.leave(newcomer_id)
+
+    def wait_for(self, seconds: float | None, now: float) -> None:
+        """Let newcomers, those that wait included, wait for so long from their arrival; None: as at first, but those
+        that wait begin anew."""
+        self.patience_seconds = self._wait_seconds if seconds is None else seconds
+        for newcomer_id, (_, _, arrived_at) in self._waiting.items():
+            begun_at = now if seconds is None else arrived_at
+            self._outbox.put(SetTimer(Timer(TimerKind.WAIT, newcomer_id), max(now, begun_at + self.patience_seconds)))
 
     def leave(self, newcomer_id: str) -> bool:
         """Remove a newcomer; return False if it wasn't waiting."""
@@ -92,12 +100,12 @@ class WaitingRoom(Generic[T]):
             self._outbox.put(Refuse(newcomer_id, reason))
 
     def _pop(self, newcomer_id: str) -> T | None:
-        newcomer, num_bytes = self._waiting.pop(newcomer_id, (None, 0))
+        newcomer, num_bytes, _ = self._waiting.pop(newcomer_id, (None, 0, 0.0))
         self._num_bytes -= num_bytes
         return newcomer
 
     def check_invariants(self) -> None:
-        kept = sum(num_bytes for _, num_bytes in self._waiting.values())
+        kept = sum(num_bytes for _, num_bytes, _ in self._waiting.values())
         assert self._num_bytes == kept, f"{self._num_bytes} bytes are counted where {kept} are kept"
         assert len(self._waiting) <= self._max_waiting, f"{len(self._waiting)} wait where {self._max_waiting} may"
 

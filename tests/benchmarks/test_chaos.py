@@ -25,8 +25,8 @@ SHARED_MEMORY = Path("/dev/shm")
 def test_a_short_storm_changes_no_answer_and_leaves_nothing(transport: str) -> None:
     times = [text for name, seconds in SHORT_TIMES.items() for text in (f"--{name}-seconds", str(seconds))]
     command = [sys.executable, "-m", "splitserve.orchestration.cli.main", "bench", "chaos", "--transport", transport]
-    command += ["--duration", "6", "--warm-up", "0", "--cases", "12", "--pause-seconds", "0.5"]
-    command += ["--no-check-times", *times]
+    command += ["--duration", "5", "--warm-up", "0", "--cases", "6", "--streams", "8", "--pause-seconds", "0.4"]
+    command += ["--seed", "2", "--no-check-times", *times]  # which kills, drains and freezes a worker
     if transport == "tcp":
         # A frozen process that goes on may be aborted by UCX's own time-out. In so short a storm that can hit the last
         # worker of a pool, whose new requests then get 503; the long form, with its pauses, freezes over TCP too.
@@ -40,7 +40,7 @@ def test_a_short_storm_changes_no_answer_and_leaves_nothing(transport: str) -> N
 def test_sigterm_in_a_storm_leaves_no_frozen_worker() -> None:
     """A process that is stopped hears of nothing, not even of its parent's end."""
     command = [sys.executable, "-m", "splitserve.orchestration.cli.main", "bench", "chaos", "--faults", "freeze"]
-    command += ["--duration", "60", "--warm-up", "0", "--cases", "4", "--streams", "4", "--pause-seconds", "0.1"]
+    command += ["--duration", "60", "--warm-up", "0", "--cases", "1", "--streams", "2", "--pause-seconds", "0.1"]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as bench:
         started = time.monotonic()
         workers: list[psutil.Process] = []

@@ -15,6 +15,7 @@ from splitserve.orchestration.cli.client import processes_of
 from splitserve.orchestration.cli.serve import FOLDER_VARIABLE
 from splitserve.orchestration.cluster.router_keeper import probe_ready
 from splitserve.orchestration.control.state_folder import StateFolder
+from splitserve.orchestration.doctor.http import Endpoint
 from waiting import PATIENCE_SECONDS, wait_until
 
 
@@ -37,7 +38,7 @@ def test_a_life_under_load(tiny_qwen3: Path, tmp_path: Path, state: Path) -> Non
     assert [path.name for path in state.iterdir()] == ["life"]
 
     expected = right_tokens(url, "tiny", tiny_qwen3)
-    with steady_load(url, bodies("tiny"), expected) as load:
+    with steady_load(url, bodies("tiny"), expected, streams=2) as load:
         splitserve("scale", "gen", "2")
         assert "2 workers replaced" not in splitserve("status")
         upgraded = write_spec(tmp_path / "next.yaml", tiny_qwen3, threads=2)
@@ -47,26 +48,43 @@ def test_a_life_under_load(tiny_qwen3: Path, tmp_path: Path, state: Path) -> Non
         status = json.loads(splitserve("status", "--json"))
         assert status["counts"] == {"fill": 1, "gen": 2} and status["revision"] == 2
         newest = max(status["workers"], key=lambda worker: worker["name"])
-        splitserve("drain", newest["name"])
+        [fill] = [worker["name"] for worker in status["workers"] if worker["pool"] == "fill"]
+        assert "last prefill worker" in splitserve("drain", fill, status=2)
+        drain_over_http(url, newest["name"])
         assert "the cluster couldn't serve" in splitserve("scale", "gen", "0", status=2)
     assert not load.problems, load.problems[:3]
     assert load.num_done > 4
     assert {"fill-0", "gen-0"} < load.workers, "the work was done by predecessors and successors"
     wait_until_quiet(url)
     assert "drained: idle" in splitserve("logs", newest["name"])
-    assert "is asked to finish its requests" in splitserve("logs", "launcher")
+    present = {worker["name"] for worker in json.loads(splitserve("status", "--json"))["workers"]}
+    assert newest["name"] not in present, "it is not started again"
 
     processes = processes_of(state / "life")
     splitserve("down")
     assert not any(is_running(process) for process in processes) and not state.exists()
 
 
+def drain_over_http(url: str, worker: str) -> None:
+    """Ask the router to drain a worker, and wait until the launcher knows that it is gone."""
+    Endpoint(url).post(f"/admin/workers/{worker}/drain", {}, 30.0)
+    wait_until(lambda: all(each["name"] != worker for each in json.loads(splitserve("status", "--json"))["workers"]))
+
+
 def is_running(process: psutil.Process) -> bool:
     return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
 
 
-def test_down_after_the_launcher_was_killed(tiny_qwen3: Path, tmp_path: Path, state: Path) -> None:
-    splitserve("up", "--spec", write_spec(tmp_path / "spec.yaml", tiny_qwen3))
+def test_the_router_comes_back_to_its_address_and_down_ends_what_a_killed_launcher_has_left(
+    tiny_qwen3: Path, tmp_path: Path, state: Path
+) -> None:
+    spec = write_spec(tmp_path / "spec.yaml", tiny_qwen3)
+    url = splitserve("up", "--spec", spec).split("Ready: ")[1].split("/v1")[0]
+    expected = right_tokens(url, "tiny", tiny_qwen3)
+    os.kill(json.loads(splitserve("status", "--json"))["router"]["pid"], signal.SIGKILL)
+    wait_until(lambda: probe_ready(url)[0], "the workers didn't come back to a router")
+    assert right_tokens(url, "tiny", tiny_qwen3) == expected
+
     processes = processes_of(state / "default")
     assert len(processes) == 6, "two of them render templates, one forks workers"
     launcher = psutil.Process(json.loads((state / "default" / "cluster.json").read_text())["launcher_pid"])
@@ -84,17 +102,8 @@ def test_down_after_the_launcher_was_killed(tiny_qwen3: Path, tmp_path: Path, st
     assert not [name for name in os.listdir("/dev/shm") if name.startswith(f"splitserve-{launcher.pid}-")]
 
 
-def test_the_router_comes_back_to_its_address_and_a_cluster_that_ends_by_itself_says_why(
-    tiny_qwen3: Path, tmp_path: Path, state: Path
-) -> None:
+def test_a_cluster_that_ends_by_itself_says_why(tiny_qwen3: Path, tmp_path: Path, state: Path) -> None:
     spec = write_spec(tmp_path / "spec.yaml", tiny_qwen3)
-    url = splitserve("up", "--spec", spec).split("Ready: ")[1].split("/v1")[0]
-    expected = right_tokens(url, "tiny", tiny_qwen3)
-    os.kill(json.loads(splitserve("status", "--json"))["router"]["pid"], signal.SIGKILL)
-    wait_until(lambda: probe_ready(url)[0], "the workers didn't come back to a router")
-    assert right_tokens(url, "tiny", tiny_qwen3) == expected
-    splitserve("down")
-
     splitserve("up", "--spec", spec, "--no-restart")
     os.kill(json.loads(splitserve("status", "--json"))["router"]["pid"], signal.SIGKILL)
     wait_until(lambda: not StateFolder("default").is_claimed(), "the launcher doesn't end")

@@ -11,7 +11,7 @@ from storm_requests import write_storm_model
 NUM_REQUESTS = 24
 
 
-@pytest.mark.parametrize(("shape", "first"), [("2P2D", 0), ("1P1D", 100)])
+@pytest.mark.parametrize(("shape", "first"), [("2P2D", 0), pytest.param("1P1D", 100, marks=pytest.mark.slow)])
 def test_answers_in_a_storm_are_those_of_an_undisturbed_worker(shape: str, first: int, tmp_path: Path) -> None:
     model = write_storm_model(tmp_path / "model")
     storm = run_storm(model, first, NUM_REQUESTS, [FaultKind.KILL], shape=shape, pause=1.0)

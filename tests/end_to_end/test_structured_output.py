@@ -42,7 +42,7 @@ def bodies(model: Path) -> list[dict[str, Any]]:
     for number, constraint in enumerate([*CONSTRAINTS, {}]):
         prompt = [300 + (7 * number + 3 * position) % 900 for position in range(20 + 9 * number)]
         for temperature in (0, 0.9):
-            options = {"temperature": temperature, "seed": number, "max_tokens": 160, "ignore_eos": False}
+            options = {"temperature": temperature, "seed": number, "max_tokens": 100, "ignore_eos": False}
             found.append(body(model, prompt, **options, **constraint))
     return found
 

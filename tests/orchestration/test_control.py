@@ -299,10 +299,12 @@ def test_a_cluster_is_scaled_drained_and_upgraded(cluster: LocalCluster) -> None
         cluster.pids["router"],
     )
     assert client.ask(Scale("decode", 3)) == Accepted()
-    follow(client, said.append, lambda status: status.is_settled and status.counts["decode"] == 3, 4)
+    status = follow(
+        client, said.append, lambda status: status.is_settled and status.counts["decode"] == 3, 4, since=before
+    )
     assert "  decode-2   ready" in said
     assert client.ask(DrainWorker("decode-0")) == Accepted()
-    follow(client, said.append, lambda status: len(status.workers) == 3, 3)
+    follow(client, said.append, lambda status: len(status.workers) == 3, 3, since=status)
     assert "  decode-0   gone" in said
     pids = cluster.pids
     assert client.ask(UpgradeCluster()) == Accepted()

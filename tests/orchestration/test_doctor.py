@@ -78,12 +78,10 @@ def torch_asked_once() -> Iterator[None]:
         yield
 
 
-def started(*arguments: str, environment: Mapping[str, str] | None = None) -> tuple[int, dict[str, Any]]:
+def started(*arguments: str) -> tuple[int, dict[str, Any]]:
     """Exit status and JSON of the command in a process of its own."""
     command = [sys.executable, "-m", "splitserve.orchestration.cli.main", "doctor", "--json", *arguments]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=200, check=False, env={**os.environ, **(environment or {})}
-    )
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     assert done.stdout, f"{arguments}: {done.returncode}\n{done.stderr}"
     return done.returncode, json.loads(done.stdout)
 
@@ -201,13 +199,12 @@ def test_a_healthy_cluster(running: Running) -> None:
 
 def test_this_machine_and_what_it_prints(running: Running, tiny_qwen3: Path) -> None:
     """A cluster of its own for the probe. The fixture is here for its environment."""
-    command = [sys.executable, "-m", "splitserve.orchestration.cli.main", "doctor", str(tiny_qwen3), "--port", "0"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "Nothing is wrong with this machine." in done.stdout
-    assert re.search(r"^ok +hand-over +33 blocks, .* by nixl/\w+ in", done.stdout, re.MULTILINE)
-    assert re.search(r"^ok +model files .*tensors in 1 file$", done.stdout, re.MULTILINE)
-    assert {line.split()[0] for line in done.stdout.splitlines() if line[:1].isalpha()} <= {
+    status, output, errors = run_here(str(tiny_qwen3), "--port", "0")
+    assert status == 0, output + errors
+    assert "Nothing is wrong with this machine." in output
+    assert re.search(r"^ok +hand-over +33 blocks, .* by nixl/\w+ in", output, re.MULTILINE)
+    assert re.search(r"^ok +model files .*tensors in 1 file$", output, re.MULTILINE)
+    assert {line.split()[0] for line in output.splitlines() if line[:1].isalpha()} <= {
         "splitserve",
         "ok",
         "skipped",
@@ -310,7 +307,8 @@ def test_low_memlock_of_this_shell(running: Running) -> None:
 
 
 def test_wrong_transport_of_this_shell(running: Running) -> None:
-    status, found = started("--port", "0", environment={"UCX_TLS": "tcp"})
+    """The processes of the probe have it from here."""
+    status, found = doctor("--port", "0", environment={"UCX_TLS": "tcp"})
     assert names(status, found) == {"wrong_transport"}
     assert found["probe"]["transport"].startswith("nixl/tcp") and found["probe"]["blocks"] == 33
 

@@ -79,6 +79,25 @@ def test_a_drained_worker_stays_away() -> None:
     assert machine.names == ["decode-0", "decode-1", "prefill-1"]
 
 
+def test_the_last_worker_of_a_role_is_drained_with_force_only() -> None:
+    machine = serving()
+    machine.perform(machine.supervisor.drain("decode-1", machine.now))
+    with pytest.raises(ConfigError, match="decode-0 is the last decode worker"):
+        machine.supervisor.drain("decode-0", machine.now)
+    machine.perform(machine.supervisor.drain("decode-0", machine.now, force=True))
+    assert machine.supervisor.names(WorkerPhase.LEAVING) == {"decode-0", "decode-1"}
+
+
+def test_a_worker_that_an_operator_asked_through_the_router_stays_away() -> None:
+    machine = serving()
+    machine.supervisor.on_dismissed("prefill-0", machine.now)
+    machine.supervisor.on_dismissed("prefill-0", machine.now)
+    assert machine.supervisor.names(WorkerPhase.LEAVING) == {"prefill-0"}
+    machine.exit("prefill-0", 0)
+    machine.wait(1000)
+    assert machine.names == ["decode-0", "decode-1", "prefill-1"]
+
+
 def test_a_worker_that_does_not_leave_is_killed() -> None:
     machine = serving()
     machine.perform(machine.supervisor.drain("prefill-0", machine.now))
@@ -108,7 +127,10 @@ def test_a_worker_that_dies_comes_back_and_in_the_end_does_not() -> None:
         (lambda s: s.scale("decode", -1, 0.0), "must be between 0 and 4096, got -1"),
         (lambda s: s.scale("decode", 0, 0.0), "without decode the cluster couldn't serve"),
         (lambda s: s.drain("decode-7", 0.0), "no worker 'decode-7' to drain; there are decode-0, prefill-0, prefill-1"),
-        (lambda s: s.drain("decode-0", 0.0), "without decode-0 the cluster couldn't serve; scale decode up first"),
+        (
+            lambda s: s.drain("decode-0", 0.0),
+            "decode-0 is the last decode worker: without it the cluster",
+        ),
         (lambda s: s.begin_upgrade(spec_of(mixed=1), 0.0), "an upgrade keeps pools and roles"),
         (
             lambda s: s.begin_upgrade(simple_spec(EngineConfig(model="other"), num_prefill=2, num_decode=1), 0.0),

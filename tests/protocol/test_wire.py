@@ -49,6 +49,7 @@ from splitserve.protocol.messages.membership import (
     WorkerInfo,
     WorkerSetup,
 )
+from splitserve.protocol.messages.operators import BeginDrain, PrefixCacheReset, ResetPrefixCache, SetFrozen
 from splitserve.protocol.messages.requests import (
     Abort,
     ClockReading,
@@ -121,6 +122,10 @@ EXAMPLES: list[Body] = [
     ReadClock(12.5),
     ClockReading(12.5, 99.25),
     Profile("p0", 128, 30.0),
+    SetFrozen(True),
+    ResetPrefixCache(3),
+    PrefixCacheReset(3),
+    BeginDrain(),
     Profiled("p0", "", "/tmp/mixed.trace.json", 128, 0.9, 0.85, 0.01),
     StepTokens([TokenDelta(KEY, 4, [9], FinishReason.STOP, 16, REPORT), TokenDelta(KEY, 0, [1])]),
     StepTokens([TokenDelta(KEY, 4, [9], logprobs=LOGPROBS)]),

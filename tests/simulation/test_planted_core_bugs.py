@@ -66,7 +66,7 @@ def test_a_planted_bug_is_found(
     plant: Plant, options: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plant(monkeypatch)
-    find(schedules(**options), words)
+    find(schedules(**options), words, plant=plant.__name__)
 
 
 def schedules(**options: Any) -> Iterator[Schedule]:

@@ -3,14 +3,12 @@
 What a schedule is: ``schedules.py``. That these checks bite: ``test_planted_bugs.py``.
 """
 
-import os
-
 import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from schedules import LONG_WAITS, QUIET_SECONDS, SHORT_LEASES, Schedule, run_schedule
+from schedules import LONG_WAITS, QUIET_SECONDS, SHORT_LEASES, Schedule, num_schedules, run_schedule
 from splitserve.router.placement.policies import Disaggregated
 from splitserve.router.requests.effects import Deliver
 from splitserve.simulation.faults import Faults, Shape
@@ -39,8 +37,7 @@ EVERYTHING = Faults(
     kills=1, freezes=1,
 )  # fmt: skip
 
-NUM_SCHEDULES = int(os.environ.get("SPLITSERVE_SCHEDULES", "25"))
-"""Schedules of each kind; scripts/long-tests runs more of them."""
+NUM_SCHEDULES = num_schedules(10)  # of each kind
 
 seeds = st.integers(0, 2**32)
 bounded = settings(max_examples=NUM_SCHEDULES)
@@ -166,7 +163,7 @@ def test_a_preempted_request_is_not_overtaken_by_newcomers_for_ever() -> None:
         original(effect)
 
     sim.router._performers[Deliver] = deliver
-    num_requests, interval_seconds = 200, 0.012  # faster than they can be served
+    num_requests, interval_seconds = 100, 0.012  # faster than they can be served
     for index in range(num_requests):
         prompt = [sim.random.randrange(VOCAB) for _ in range(sim.random.choice([3, 9, 17, 30]))]
         sim.at(1.0 + index * interval_seconds, lambda i=index, p=prompt: sim.router.submit(f"r{i}", p, 20))  # type: ignore[misc]

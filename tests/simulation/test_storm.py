@@ -132,7 +132,7 @@ def tokens_not_counted_on_a_second_draw(patch: pytest.MonkeyPatch) -> None:
 )
 def test_the_storm_finds_a_planted_bug(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch)
-    find(itertools.islice(storm_schedules(), NUM_SCHEDULES), WRONG_TOKENS, UNMATCHED)
+    find(itertools.islice(storm_schedules(), NUM_SCHEDULES), WRONG_TOKENS, UNMATCHED, plant=plant.__name__)
 
 
 def test_a_byte_that_is_lost_between_two_updates_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

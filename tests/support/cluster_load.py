@@ -16,7 +16,7 @@ from serving import complete_all, transformers_greedy
 
 MAX_TOKENS = 24
 REQUEST_SECONDS = 60.0
-PAUSE_SECONDS = 0.1
+PAUSE_SECONDS = 0.3
 """Pause of a stream between two requests: a request takes longer, so that some are always in flight, but workers that
 start meanwhile find the cores free for a part of the time."""
 PROMPTS = [[300 + (7 * index + 3 * i) % 900 for i in range(20 + 13 * index)] for index in range(6)]

@@ -24,15 +24,26 @@ class Finding:
 
 
 FOUND_AT = {
+    "any_acknowledgement_counts": 6,
+    "attempts_without_end": 8,
+    "biases_lost_on_a_retry": 4,
+    "block_numbers_unchecked": 20,
+    "clients_that_left_stay_in_line": 14,
     "connecting_peers_fail_quietly": 95,
+    "failed_peers_fail_again": 4,
+    "forgotten_peers_keep_their_socket": 8,
     "generations_of_one_rank": 60,
     "last_generation_unchecked": 26,
     "late_connections_revive": 95,
+    "loads_of_waiting_steps_are_given_up": 8,
+    "moves_are_not_told": 8,
     "old_attempts_heard": 18,
     "other_incarnations_served": 19,
     "partial_block_published": 44,
+    "prefill_workers_decode": 7,
     "slots_are_not_pinned": 30,
     "slots_keep_their_generation": 24,
+    "token_of_a_failed_load_counts": 8,
 }
 """Indices of the schedules that find plants which others do not: the search begins there, to be short."""
 

@@ -53,6 +53,11 @@ FEW_MAY_WAIT = {"max_requests_waiting": 2, "no_worker_wait_seconds": 0.3}
 SHORT_LEASES = {"lease_seconds": 1.0, "renew_interval_seconds": 0.3}
 
 
+def num_schedules(few: int) -> int:
+    """Return how many schedules of a kind a test runs: ``few``, or as many as ``scripts/long-tests`` says."""
+    return int(os.environ.get("SPLITSERVE_SCHEDULES", few))
+
+
 class Schedule(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One run of the simulator, reproducible. ``protocol`` holds changes to the simulator's time-outs. With
     ``features`` the production sampler draws, and requests have random mixes of all sampling features."""

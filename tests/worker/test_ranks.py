@@ -93,7 +93,9 @@ def tokens_of(runner: RankedRunner | ModelRunner, prompt: list[int], count: int,
     return tokens[len(prompt) :]
 
 
-@pytest.mark.parametrize(("architecture", "size"), [("qwen3", 2), ("llama", 4)])
+@pytest.mark.parametrize(
+    ("architecture", "size"), [("qwen3", 2), ("llama", 2), pytest.param("llama", 4, marks=pytest.mark.slow)]
+)
 def test_ranks_draw_the_tokens_of_one(architecture: str, size: int, request: pytest.FixtureRequest) -> None:
     model: Path = request.getfixturevalue(f"tiny_{architecture}")
     alone = load_served_model(engine_of(model, 1), CPU, Alone(), lambda _stage, _detail: None)

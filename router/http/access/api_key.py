@@ -1,4 +1,4 @@
-"""Keys of a server: the operators' own, and those of tenants."""
+"""Keys of a server: those of operators and of clients, and those of tenants."""
 
 import hashlib
 import hmac
@@ -18,13 +18,18 @@ _TENANT = "splitserve.tenant"
 
 
 class RequireKey:
-    """ASGI middleware that answers 401 to requests without a key, and 403 under /admin to those with a tenant's key,
-    before it reads the body. Without an API key and without tenants it lets all pass."""
+    """ASGI middleware that answers 401 to requests without a key, and 403 under /admin to those with another key than
+    the admin key, before it reads the body. Without an admin key, the API key opens /admin. Without any key all pass;
+    but only a server that answers its own machine alone lets them operate the cluster (POST under /admin)."""
 
-    def __init__(self, app: ASGIApp, api_key: str, tenants: Callable[[], Tenants]) -> None:
+    def __init__(
+        self, app: ASGIApp, api_key: str, admin_key: str, tenants: Callable[[], Tenants], *, local_only: bool
+    ) -> None:
         self._app = app
-        self._digest = hashlib.sha256(api_key.encode()).digest() if api_key else b""
+        self._api = _digest_of(api_key)
+        self._admin = _digest_of(admin_key)
         self._tenants = tenants
+        self._local_only = local_only
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         error = self._check(scope) if scope["type"] == "http" and scope["path"].startswith(KEYED_PATHS) else None
@@ -36,21 +41,43 @@ class RequireKey:
 
     def _check(self, scope: MutableMapping[str, Any]) -> ApiError | None:
         """Note the tenant of a request, or return the error that answers it."""
-        tenants = self._tenants()
-        if not self._digest and tenants.is_empty:
-            return None
+        tenants, is_admin = self._tenants(), scope["path"].startswith(_ADMIN_PATH)
+        if not (is_admin and self._admin) and not self._api and tenants.is_empty:
+            return _NO_KEY if is_admin and scope["method"] == "POST" and not self._local_only else None
         key = _key_of(scope["headers"])
-        if self._digest and hmac.compare_digest(hashlib.sha256(key).digest(), self._digest):
+        if _fits(key, self._admin):
             return None
+        if _fits(key, self._api):
+            return _NOT_THE_ADMIN_KEY if is_admin and self._admin else None
         tenant = tenants.of_key(key)
         if tenant is None:
             return ApiError(
                 401, "incorrect or missing API key: send 'Authorization: Bearer KEY'", code="invalid_api_key"
             )
-        if scope["path"].startswith(_ADMIN_PATH):
-            return ApiError(403, "this key is a tenant's; /admin takes the cluster's API key", code="not_an_operator")
+        if is_admin:
+            return _TENANTS_KEY
         scope[_TENANT] = tenant.name
         return None
+
+
+_NO_KEY = ApiError(
+    403,
+    "operations are off without a key where other machines can reach the server: set an admin key "
+    "(SPLITSERVE_ADMIN_KEY or --admin-key-file) or an API key",
+    code="operations_disabled",
+)
+_NOT_THE_ADMIN_KEY = ApiError(403, "this is the API key; /admin takes the admin key", code="not_an_operator")
+_TENANTS_KEY = ApiError(
+    403, "this key is a tenant's; /admin takes the cluster's admin key, or its API key", code="not_an_operator"
+)
+
+
+def _digest_of(key: str) -> bytes:
+    return hashlib.sha256(key.encode()).digest() if key else b""
+
+
+def _fits(key: bytes, digest: bytes) -> bool:
+    return bool(digest) and hmac.compare_digest(hashlib.sha256(key).digest(), digest)
 
 
 def tenant_of(request: Request) -> str:

@@ -278,9 +278,12 @@ class BlockManager:
         return True
 
     def publish_computed(self, sequence: Sequence) -> None:
-        """Let others find the full blocks that are complete by now."""
+        """Let others find the full blocks that are complete by now, unless they rest on forgotten content."""
         num_full = sequence.num_computed // self.block_size
-        if num_full > sequence.num_published:
+        if sequence.keeps_to_itself:
+            self._extend_hashes(sequence)
+            sequence.num_published = max(sequence.num_published, num_full)
+        elif num_full > sequence.num_published:
             self._extend_hashes(sequence)
             worth: list[bool] = []
             for index in range(sequence.num_published, num_full):
@@ -299,6 +302,8 @@ class BlockManager:
         ``ends``."""
         self._extend_hashes(sequence)
         num_full = len(sequence.token_ids) // self.block_size
+        if sequence.keeps_to_itself:
+            return
         for number in range(sequence.num_published, min(ends[0], num_full)):
             self.pool.publish(sequence.block_ids[number], sequence.block_hashes[number])
             sequence.num_published = number + 1
@@ -309,7 +314,8 @@ class BlockManager:
         """Publish the full blocks of the groups after the first, then release those that windows have slid past. No
         launched step has them in its tables."""
         for group, table in zip(self.others, sequence.other_tables, strict=True):
-            group.publish(table, sequence.block_hashes, num_full)
+            if not sequence.keeps_to_itself:
+                group.publish(table, sequence.block_hashes, num_full)
             group.trim(table, sequence.num_computed)
 
     def quarantine(self, sequence: Sequence, group: int, block_ids: ListLike[int]) -> None:

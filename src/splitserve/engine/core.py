@@ -9,6 +9,7 @@ from collections.abc import Sequence as ListLike
 
 from splitserve.engine.effects import Effect, StartCopy
 from splitserve.engine.load_report import load_of
+from splitserve.engine.operations import Operations
 from splitserve.engine.parts import Handler, Part
 from splitserve.engine.requests import Requests
 from splitserve.engine.scheduling import Planned
@@ -20,7 +21,9 @@ from splitserve.protocol.counters import WorkerLoad
 from splitserve.protocol.handover.reads import ReadResult
 from splitserve.protocol.messages.envelope import Envelope
 from splitserve.protocol.messages.membership import PeerLink
+from splitserve.protocol.messages.operators import ResetPrefixCache, SetFrozen
 from splitserve.protocol.messages.requests import Abort, FailureCode
+from splitserve.protocol.request import Party
 from splitserve.protocol.step import MAX_STEPS_IN_FLIGHT, Draw, ScheduledChunk, StepOutput, StepPlan
 
 
@@ -36,7 +39,12 @@ class EngineCore:
         self._outcomes: deque[StepOutput | str] = deque()  # of the first of them, which wait for a load's end
         self._with_features: dict[Sequence, None] = {}  # sequences whose sampling features have states on the runner
         self._drawn_once: list[int] = []  # states of features that only the step planned last uses
-        self._handlers: dict[type, Handler] = {Abort: requests.on_abort}
+        self._operations = Operations(self.state)
+        self._handlers: dict[type, Handler] = {
+            Abort: requests.on_abort,
+            SetFrozen: self._operations.on_set_frozen,
+            ResetPrefixCache: self._operations.on_reset,
+        }
         for part in parts:
             handlers = part.handlers()
             assert not handlers.keys() & self._handlers.keys(), "two parts take the same message"
@@ -71,6 +79,10 @@ class EngineCore:
             self._requests.owner(sequence).on_loaded(sequence, now)
         self._take_outcomes(now)
 
+    def on_router(self, router: Party, now: float) -> None:
+        """Take note of the router that this worker is registered with."""
+        self._operations.on_router(router, now)
+
     def drain(self) -> None:
         """Reject requests from now on. Those that are here go on, and their peers go on reading."""
         self.state.is_draining = True
@@ -87,6 +99,8 @@ class EngineCore:
         """
         if len(self._steps) == MAX_STEPS_IN_FLIGHT:
             assert self._outcomes, "a third step before the first one is committed"
+            return None
+        if self.state.is_frozen:
             return None
         for part in self.parts:
             part.admit(now)
@@ -138,6 +152,7 @@ class EngineCore:
                 self._commit(step, outcome, now)
             else:
                 self._fail(step, outcome, now)
+        self.state.has_news |= self.state.is_frozen and not self._steps
 
     def _commit(self, step: list[Planned], output: StepOutput, now: float) -> None:
         self.state.counters.count_step(len(step), sum([len(planned.chunk.token_ids) for planned in step]))
@@ -258,7 +273,8 @@ class EngineCore:
 
     def load(self) -> WorkerLoad:
         """Return load and counters for the heartbeat."""
-        return load_of(self.state, self.scheduler, self.parts)
+        is_frozen = self.state.is_frozen and not self._steps
+        return load_of(self.state, self.scheduler, self.parts, is_frozen=is_frozen)
 
     def check_invariants(self) -> None:
         """Raise AssertionError unless every sequence, part, block and slot is in a state that can be.

@@ -13,8 +13,10 @@ from splitserve.kvconnector.layout.shape import num_blocks_for
 from splitserve.protocol.counters import WorkerLoad
 
 
-def load_of(state: EngineState, scheduler: StepScheduler, parts: ListLike[Part]) -> WorkerLoad:
-    """Return load and counters of a worker's core."""
+def load_of(
+    state: EngineState, scheduler: StepScheduler, parts: ListLike[Part], *, is_frozen: bool = False
+) -> WorkerLoad:
+    """Return load and counters of a worker's core. ``is_frozen``: it runs no step, and none is in flight."""
     tiers = state.blocks.tiers
     pool = min(state.blocks.pools, key=lambda pool: pool.num_available / pool.num_blocks)  # the scarcest group's
     outside = [sequence for part in parts for sequence in part.waiting]
@@ -35,6 +37,7 @@ def load_of(state: EngineState, scheduler: StepScheduler, parts: ListLike[Part])
         blocks_quarantined=pool.count(BlockState.QUARANTINED),
         tier_blocks=tiers.num_blocks,
         tiers=tiers.report(state.block_bytes),
+        frozen=int(is_frozen),
         requests_tracked=len(state.sequences) + sum(part.num_live for part in parts),
     )
     for part in parts:

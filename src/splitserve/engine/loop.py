@@ -23,10 +23,10 @@ from splitserve.engine.effects import (
 from splitserve.engine.io.kv_event_socket import NoKVEvents, PublishesKVEvents
 from splitserve.engine.io.membership_client import MembershipClient
 from splitserve.engine.io.request_log import RequestLog
+from splitserve.engine.io.sleepy_cores import Cores, SleepyCores
 from splitserve.engine.io.sockets import WorkerSockets
 from splitserve.engine.io.waker import Waker
 from splitserve.engine.profiling.step_profiler import NoProfiler, Profiler
-from splitserve.engine.sleepy_cores import Cores, SleepyCores
 from splitserve.engine.steps.executor import Executor, StepFailure
 from splitserve.engine.steps.step_fit import StepFit
 from splitserve.engine.steps.step_times import StepTimes
@@ -35,6 +35,7 @@ from splitserve.kvconnector.transfer.connector import KVConnector
 from splitserve.protocol.config import WorkerConfig
 from splitserve.protocol.messages.envelope import Body
 from splitserve.protocol.messages.membership import Leave
+from splitserve.protocol.messages.operators import BeginDrain
 from splitserve.protocol.messages.requests import ClockReading, Profile, Profiled, ReadClock
 from splitserve.protocol.placement.step_model import StepModel
 from splitserve.protocol.request import Party
@@ -86,6 +87,7 @@ class WorkerLoop:
         self._error: Exception | None = None
         self._drain = Drain(config.protocol.drain_seconds)
         self._drain_requested = False
+        self.on_dismissed: Callable[[], None] = lambda: None  # called when an operator asks this worker to leave
         self._stopping = False
         io.sockets.watch(io.waker.read_fd)
 
@@ -148,6 +150,8 @@ class WorkerLoop:
             body, is_for_me = envelope.body, envelope.to == self._core.state.me
             if isinstance(body, Profile) and is_for_me:
                 self._on_profile(envelope.sender, body)
+            elif isinstance(body, BeginDrain) and is_for_me:
+                self._on_dismissal()
             elif isinstance(body, ReadClock) and is_for_me:
                 self._sockets.send(envelope.sender, ClockReading(body.asked_at, time.monotonic()))
             else:
@@ -157,6 +161,8 @@ class WorkerLoop:
         refusal = self._membership.receive(now)
         if refusal is not None and self._error is None:
             self.end_with(refusal)
+        if self._membership.router is not None:
+            self._core.on_router(self._membership.router, now)
         for event in self._io.connector.events():
             self._core.handle_connector_event(event, now)
         for copied in self._io.copies.results():
@@ -170,6 +176,12 @@ class WorkerLoop:
         self._report_profile()
         self._membership.keep(self._core, self._step_fit, now)
         self._end_drain(now)
+
+    def _on_dismissal(self) -> None:
+        """Drain, as an operator asked. A second request has no effect."""
+        if not self._drain_requested:
+            self.on_dismissed()
+            self.drain()
 
     def _on_profile(self, sender: Party, body: Profile) -> None:
         why_not = self._io.profiler.begin(body.num_steps, body.timeout_seconds)

@@ -165,13 +165,17 @@ class Requests:
         self.state.drop_blocks(sequence)
 
     def expire(self, now: float) -> None:
-        """End the requests whose deadlines have passed."""
+        """End the requests whose deadlines have passed. In a freeze none does."""
+        if self.state.is_frozen:
+            return
         for sequence in [s for s in self.state.sequences.values() if now >= s.deadline and not s.has_ended]:
             self.state.fail(sequence, FailureCode.DEADLINE, "the request's deadline passed")
             self.end(sequence, "deadline", now)
 
     def next_deadline(self) -> float:
-        """Return the earliest deadline of a request."""
+        """Return the earliest deadline of a request, infinity in a freeze."""
+        if self.state.is_frozen:
+            return float("inf")
         return min((s.deadline for s in self.state.sequences.values() if not s.has_ended), default=float("inf"))
 
     def check_invariants(self) -> None:

@@ -80,6 +80,7 @@ class Sequence:
     num_published: int = 0  # full blocks that the prefix index has
     num_cached_tokens: int = 0  # prefix hit at the first admission, for usage
     was_admitted: bool = False  # held room for all its tokens at some time, perhaps no longer
+    keeps_to_itself: bool = False  # its KV may rest on forgotten content: no other request finds it
     skips_tiers: bool = False  # a load took too long: computes what the pool doesn't have
     load: BlockLoad | None = None  # its blocks that are being onboarded
     launched: LaunchedChunks = field(default_factory=LaunchedChunks)  # its part of the steps in flight
@@ -231,6 +232,7 @@ class Sequence:
                 handover=self.handover,
                 cache_salt=self.cache_salt,
                 num_cached_tokens=self.num_cached_tokens,
+                keeps_to_itself=self.keeps_to_itself,
             )
             for key, choice in self.siblings.items()
         ]

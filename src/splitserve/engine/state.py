@@ -51,6 +51,7 @@ class EngineState:
     tombstones: ExpiringMap[RequestKey, Tombstone] = field(init=False)  # requests that are over
     deltas: dict[Party, list[TokenDelta]] = field(default_factory=dict)  # new tokens by router, until the next flush
     is_draining: bool = False  # new requests are rejected, those that are here go on
+    frozen_since: float | None = None  # the begin of a freeze: no step begins, no request's time passes
     has_news: bool = False  # the next heartbeat is sent at once
 
     def __post_init__(self) -> None:
@@ -58,6 +59,10 @@ class EngineState:
         self.tombstones = ExpiringMap(
             max_size=self.protocol.max_tombstones, ttl_seconds=self.protocol.tombstone_seconds
         )
+
+    @property
+    def is_frozen(self) -> bool:
+        return self.frozen_since is not None
 
     @property
     def block_bytes(self) -> int:
@@ -115,6 +120,12 @@ class EngineState:
         """Forget a request, and remember that it's over, so that late messages don't bring it back."""
         self.sequences.pop(key, None)
         self.tombstones.put(key, Tombstone(reason, attempt_over), now)
+
+    def forget_prefixes(self) -> None:
+        """Let nothing that was computed so far be reused, nor what the present requests compute from it."""
+        for sequence in self.sequences.values():
+            sequence.keeps_to_itself = True
+        self.blocks.forget_prefixes()
 
     def drop_blocks(self, sequence: Sequence) -> None:
         """Give a sequence's blocks back: now, or when what touches them has completed."""

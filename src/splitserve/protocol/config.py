@@ -27,7 +27,7 @@ __all__ = [
 ]
 
 
-SECRETS = ("secret", "api_key")
+SECRETS = ("secret", "api_key", "admin_key")
 
 AUTO = "auto"
 NONE = "none"
@@ -220,7 +220,8 @@ class RouterConfig(Confidential, frozen=True, kw_only=True):
     """The router process.
 
     ``on_awake_cores`` keeps it on half of its machine's cores, as ``keep_cores_awake`` keeps workers there.
-    ``secret`` protects its side channels; ``api_key`` is the key that /v1 requires of clients, "" for none.
+    ``secret`` protects its side channels; ``api_key`` is the key that /v1 requires of clients, "" for none;
+    ``admin_key`` the one that /admin requires, "" for the same.
     """
 
     model: str
@@ -312,6 +313,7 @@ class RouterConfig(Confidential, frozen=True, kw_only=True):
     http: HttpLimits = HttpLimits()
     secret: str = ""
     api_key: str = ""
+    admin_key: str = ""
     aliases: Annotated[
         list[str],
         Meta(description="Further ids that clients may use for the model."),

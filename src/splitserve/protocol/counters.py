@@ -168,5 +168,6 @@ class WorkerLoad(WorkerCounters, frozen=True, kw_only=True):  # type: ignore[mis
     requests_tracked: Annotated[Count, Gauge("Requests and hand-overs that the worker holds state for")] = 0
     peers_ready: Annotated[Count, Gauge("Prefill workers that this worker can read from")] = 0
     tier_blocks: Annotated[Count, Gauge("Blocks that can be loaded, over all tiers but the shared one")] = 0
+    frozen: Annotated[int, msgspec.Meta(ge=0, le=1), Gauge("1 while a pause keeps the requests frozen, else 0")] = 0
     step_error: Annotated[NonNegative, Gauge("Mean error of the predicted times of recent steps, as a ratio")] = 0.0
     tiers: Annotated[list[TierLoad], msgspec.Meta(max_length=MAX_TIERS)] = []

@@ -40,6 +40,8 @@ class Faults(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     lies: float = 0.0  # probability that an offer is wrong: see splitserve.simulation.lies
     scored: bool = False  # no fault: requests want log-probabilities, of the output, the prompt, or both
     unsent: float = 0.0  # probability that a worker's link rejects a request from the router
+    pauses: int = 0  # by an operator, in any mode, each for up to 3 s
+    resets: int = 0  # of the prefix caches
 
 
 class Shape(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -10,6 +10,7 @@ from splitserve.protocol.config import ProtocolConfig
 from splitserve.protocol.messages.envelope import Body, Envelope
 from splitserve.protocol.messages.handover import Offer
 from splitserve.protocol.request import Party, Role
+from splitserve.router.requests.events import PauseMode, PauseRequests, ResetCaches, ResumeRequests
 from splitserve.simulation.faults import Faults, Shape
 from splitserve.simulation.lies import Liar
 from splitserve.simulation.model import PROTOCOL, ROUTER, HashedModel, Model
@@ -191,6 +192,14 @@ class Simulator:
                 when = self.random.uniform(0.0, DISASTER_SECONDS)
                 self.at(when, lambda a=act, n=name, s=seconds: a(self.living(n), s))  # type: ignore[misc]
 
+        for _ in range(faults.pauses):
+            when, seconds = self.random.uniform(0.0, DISASTER_SECONDS), self.random.uniform(0.1, 3.0)
+            mode = self.random.choice(list(PauseMode))
+            self.at(when, lambda m=mode: self.router.handle(PauseRequests(m)))  # type: ignore[misc]
+            self.at(when + seconds, lambda: self.router.handle(ResumeRequests()))
+        for _ in range(faults.resets):
+            self.at(self.random.uniform(0.0, DISASTER_SECONDS), lambda: self.router.handle(ResetCaches()))
+
     # ---- running ----
 
     @property
@@ -223,4 +232,6 @@ class Simulator:
                 assert pool.count(BlockState.REFERENCED) == 0, f"{worker.party}: blocks are still referenced"
                 assert pool.count(BlockState.QUARANTINED) == 0, f"{worker.party}: blocks are still quarantined"
             assert worker.core.state.blocks.tiers.is_idle, f"{worker.party}: copies are still in flight"
+            is_linked = self.router.is_linked(worker.party)
+            assert not (worker.core.state.is_frozen and is_linked), f"{worker.party} is still frozen"
             assert worker.core.load().requests_tracked == 0, f"{worker.party}: requests are still tracked"

@@ -18,11 +18,11 @@ from splitserve.common.errors import ConfigError
 from splitserve.common.security import check_exposure, is_loopback
 from splitserve.engine.io.kv_event_socket import KVEventSocket, NoKVEvents
 from splitserve.engine.io.membership_client import MembershipClient
+from splitserve.engine.io.sleepy_cores import Cores
 from splitserve.engine.io.sockets import WorkerSockets
 from splitserve.engine.io.waker import Waker
 from splitserve.engine.loop import WorkerIO, WorkerLoop
 from splitserve.engine.profiling.step_profiler import NoProfiler, ProfiledLaunchingRunner, ProfiledRunner, StepProfiler
-from splitserve.engine.sleepy_cores import Cores
 from splitserve.engine.steps.executor import Executor, OverlappedExecutor, StepExecutor
 from splitserve.engine.steps.launch_pace import LaunchPace
 from splitserve.kvconnector.blocks.digest import FirstDigests, digests_of, no_digests
@@ -61,7 +61,8 @@ MIN_AWAKE_CPUS = 4
 def run_worker(config: WorkerConfig, progress: Progress) -> None:
     """Serve until SIGTERM, which drains (a second one ends it at once), or SIGINT, which ends it at once.
 
-    ``progress`` is called at the stages "weights", "kv_memory" and "ready". Raises :class:`CheckpointError` or
+    ``progress`` is called at the stages "weights", "kv_memory" and "ready", and at "dismissed" when an operator asks it
+    to leave. Raises :class:`CheckpointError` or
     :class:`ConfigError`, before the worker registers, for a model or settings that can't be served;
     :class:`HandshakeError` if the router refuses it; :class:`RankError` when one of its ranks is lost.
     """
@@ -197,6 +198,7 @@ def _serve(
     explain = None if team.ranks is None else team.ranks.explain
     loop = WorkerLoop(config, core, io, membership, explain, estimate=served.step_estimate)
     pin_threads(config.affinity)
+    loop.on_dismissed = lambda: progress("dismissed", {})
     watch(loop)
     _run(loop, config, clock, lambda detail: progress("ready", {"endpoint": sockets.endpoint, **detail}))
     logger.info("stopped")

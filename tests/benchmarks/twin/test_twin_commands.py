@@ -36,7 +36,18 @@ def test_a_roofline_is_marked_as_uncalibrated(tmp_path: Path, capsys: pytest.Cap
 def test_a_plan_ranks_both_kinds_and_writes_the_best_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     spec = tmp_path / "best.yaml"
     objectives = ["--ttft-ms", "20", "--itl-ms", "3", "--chunk-budgets", "512"]
-    arguments = ["--gpus", "2", *SHORT, *objectives, "--first-rate", "400", "--output", str(spec)]
+    arguments = [
+        "--gpus",
+        "2",
+        *SHORT,
+        *objectives,
+        "--first-rate",
+        "400",
+        "--num-requests",
+        "8",
+        "--output",
+        str(spec),
+    ]
     assert plan.main([*arguments, "--result-dir", str(tmp_path)]) == 0
     shown = capsys.readouterr().out
     assert "Best: " in shown and "2M@512:least-loaded" in shown and "1P1D:cost" in shown

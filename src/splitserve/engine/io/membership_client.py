@@ -24,6 +24,7 @@ from splitserve.protocol.messages.membership import (
     RegisterRefused,
     WorkerInfo,
 )
+from splitserve.protocol.request import Party
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +46,7 @@ class MembershipClient:
         self._sockets = sockets
         self._pids = (os.getpid(), *rank_pids)
         self.registered = False  # membership has accepted this worker
+        self.router: Party | None = None  # whose membership accepted it last
         self._is_draining = False
         self._token = ""
         self._refusal = ""
@@ -67,6 +69,7 @@ class MembershipClient:
             return self._on_refused(envelope.body, now)
         if isinstance(envelope.body, Registered):
             self.registered, self._token = True, envelope.body.token
+            self.router = envelope.sender
             self._refusal, self._refused_since = "", math.inf
         return None
 

@@ -2,8 +2,8 @@
 
     worker  -> membership: Register, Heartbeat, Draining, Leave  membership -> worker: Registered, RegisterRefused
     router  -> worker:     PrefillRequest, DecodeRequest, LocalRequest, Abort, Introduce, ReadClock,
-                           Profile
-    worker  -> router:     StepTokens, PromptLogprobs, RequestFailed, ClockReading, Profiled
+                           Profile, SetFrozen, ResetPrefixCache, BeginDrain
+    worker  -> router:     StepTokens, PromptLogprobs, RequestFailed, ClockReading, Profiled, PrefixCacheReset
     decode  -> prefill:    PeerHello, Grant, PrefixGrant, OfferAck, Release
     prefill -> decode:     PeerWelcome, PeerRefused, Offer, Withdrawn
 

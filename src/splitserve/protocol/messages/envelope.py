@@ -23,6 +23,7 @@ from splitserve.protocol.messages.membership import (
     Registered,
     RegisterRefused,
 )
+from splitserve.protocol.messages.operators import BeginDrain, PrefixCacheReset, ResetPrefixCache, SetFrozen
 from splitserve.protocol.messages.requests import (
     Abort,
     ClockReading,
@@ -39,7 +40,7 @@ from splitserve.protocol.messages.requests import (
 )
 from splitserve.protocol.request import Party
 
-SCHEMA_VERSION = 14
+SCHEMA_VERSION = 15
 
 Body: TypeAlias = (
     Register
@@ -55,11 +56,15 @@ Body: TypeAlias = (
     | Introduce
     | ReadClock
     | Profile
+    | SetFrozen
+    | ResetPrefixCache
+    | BeginDrain
     | StepTokens
     | PromptLogprobs
     | RequestFailed
     | ClockReading
     | Profiled
+    | PrefixCacheReset
     | PeerHello
     | PeerWelcome
     | PeerRefused

@@ -83,7 +83,7 @@ class RouterChecks:
     def _check_request(self, to: Party, body: AnyRequest) -> None:
         client, now = self._router.clients[body.key.request_id], self._router.sim.now
         assert client.request is not None, f"{body.key} goes to {to}, but was never submitted"
-        left = client.request.arrived_at + self._router.core.deadline_seconds - now
+        left = client.request.arrived_at + self._router.core.deadline_seconds + client.request.held_seconds - now
         more = "gets more than what was left of its deadline"
         assert body.deadline_seconds <= max(left, 0.001) + ROUNDING_SECONDS, f"{body.key} {more}"
         after = f"goes on after {body.output_ids} instead of the delivered tokens {client.output}"
@@ -131,6 +131,8 @@ class RouterChecks:
         left_over = [key for key, lost_at in self._orphans.pop(worker, {}).items() if lost_at > remembered]
         assert not left_over, f"{worker} is back, and wasn't told to abort {left_over}"
         core, now = self._router.core, self._router.sim.now
+        if core.pause.is_on:
+            return
         for request in core.requests:
             if request.is_stranded:
                 snapshot = core.placer.snapshot(request.hashes, now)
@@ -148,6 +150,10 @@ class RouterChecks:
         assert isinstance(placement, NoWorker), f"{request_id} waits, although it could run on {placement}"
 
     # ---- after each event, and at the end ----
+
+    def on_caches_reset(self) -> None:
+        """Check that every linked worker has confirmed the reset."""
+        assert not self._router.core.resets.awaited, "a reset is over before all workers have confirmed it"
 
     def on_count(self, effect: Count) -> None:
         """Add to a metric."""
@@ -187,6 +193,7 @@ class RouterChecks:
         for record in router.membership.records():
             assert record.charges == Charges(), f"{record.info.party} is still charged {record.charges}"
         assert not router.pending_timers, f"timers are still pending: {router.pending_timers}"
+        assert not router.core.pause.is_on, "the router is still paused"
         assert not len(router.core.requests), "requests are still active"
         num_admitted = router.core.admission.num_admitted
         assert num_admitted == 0, f"{num_admitted} requests are still admitted"

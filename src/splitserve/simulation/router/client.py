@@ -192,6 +192,8 @@ class SimClient:
     def _may_fail(self, failure: Failure) -> bool:
         if self.was_helpless or self._sim.faults.step_error > 0:
             return True
+        if failure.reason is FailureReason.PAUSED:
+            return self._sim.faults.pauses > 0
         if failure.reason is FailureReason.CONTRADICTION:
             return self._was_deceived
         return self.was_unsent and failure.reason is not FailureReason.DEADLINE

@@ -17,6 +17,7 @@ from splitserve.protocol.config import RouterConfig
 from splitserve.protocol.kv_event_batch import KVEvent
 from splitserve.protocol.messages.envelope import Body
 from splitserve.protocol.messages.membership import WorkerInfo
+from splitserve.protocol.messages.operators import PrefixCacheReset, ResetPrefixCache, SetFrozen
 from splitserve.protocol.messages.requests import Abort, PromptLogprobs, RequestFailed, StepTokens, TokenDelta
 from splitserve.protocol.placement.step_model import StepModel
 from splitserve.protocol.request import Party, Role, SamplingParams
@@ -25,6 +26,7 @@ from splitserve.router.placement.prefix_view import PrefixView
 from splitserve.router.requests.core import RouterCore
 from splitserve.router.requests.effects import (
     Begun,
+    CachesAreReset,
     CancelTimer,
     Count,
     CountTokens,
@@ -84,6 +86,7 @@ class SimRouter:
             CountTokens: self._observe,
             Observe: self._observe,
             Ended: self.checks.on_ended,
+            CachesAreReset: lambda _effect: self.checks.on_caches_reset(),
             Stale: self._drop,
             Log: lambda effect: sim.note(effect.text),
         }
@@ -119,7 +122,7 @@ class SimRouter:
         if to in self._links and not is_full:
             self.sim.send(ROUTER, to, body)
             return
-        if not isinstance(body, Abort):
+        if not isinstance(body, Abort | SetFrozen | ResetPrefixCache):
             for key in (body.key, *body.siblings):  # type: ignore[union-attr]
                 self.checks.on_not_sent(to, key)
                 self.clients[key.request_id].was_unsent = True
@@ -173,7 +176,7 @@ class SimRouter:
         if sender not in self._links:
             return
         for news in body.deltas if isinstance(body, StepTokens) else [body]:
-            if isinstance(news, PromptLogprobs):
+            if isinstance(news, PromptLogprobs | PrefixCacheReset):
                 self._perform(FromWorker(sender, news))
                 self.checks.after_event()
             elif isinstance(news, TokenDelta | RequestFailed):

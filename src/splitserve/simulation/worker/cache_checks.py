@@ -7,23 +7,13 @@ import numpy as np
 import numpy.typing as npt
 
 from splitserve.kvconnector.blocks.pool import BlockPool
-from splitserve.protocol.step import ScheduledChunk, StepPlan
+from splitserve.protocol.step import StepPlan
 from splitserve.simulation.model import BLOCK_SIZE, tail_kv
 
 if TYPE_CHECKING:
     from splitserve.simulation.worker.driver import SimWorker
 
 _MOST_TAKEN = 2**32  # times that a block can be taken between two looks: more is a generation that went back
-
-
-def check_tail(chunk: ScheduledChunk, window: int) -> None:
-    """Check that a chunk's table of the window group has every position that the step reads or writes."""
-    table, end = chunk.table(1), chunk.start + len(chunk.token_ids)
-    first, last = max(0, chunk.start - window + 1) // BLOCK_SIZE, (end - 1) // BLOCK_SIZE
-    stop = table.first_number + len(table.block_ids)
-    assert table.first_number <= first and last < stop, (
-        f"a step lacks blocks of its window: it needs {first} to {last}, and has {table.first_number} to {stop - 1}"
-    )
 
 
 def check_written(plan: StepPlan, pools: Sequence[BlockPool]) -> None:

@@ -20,15 +20,18 @@ from splitserve.protocol.handover.reads import ReadResult
 from splitserve.protocol.handover.sink import SinkHandover
 from splitserve.protocol.messages.envelope import Envelope
 from splitserve.protocol.messages.handover import Grant, Withdrawn
+from splitserve.protocol.messages.operators import ResetPrefixCache
 from splitserve.protocol.request import Party, RequestKey, Role
-from splitserve.protocol.step import UNKNOWN_TOKEN, Draw, ScheduledChunk, StepPlan
-from splitserve.simulation.model import BLOCK_SIZE, NUM_HEADS, VOCAB, layout_of, mix, next_kv, tail_kv
-from splitserve.simulation.worker.cache_checks import Generations, check_tail, check_written
+from splitserve.protocol.step import UNKNOWN_TOKEN, Draw, StepPlan
+from splitserve.simulation.model import BLOCK_SIZE, NUM_HEADS, VOCAB, layout_of, mix, next_kv
+from splitserve.simulation.worker.cache_checks import Generations, check_written
 from splitserve.simulation.worker.connector import SimConnector
 from splitserve.simulation.worker.drawn import Drawn
+from splitserve.simulation.worker.forgotten import Forgotten
 from splitserve.simulation.worker.memory import copy_blocks, touched_blocks
 from splitserve.simulation.worker.parts import sink_of
 from splitserve.simulation.worker.reader import SimReader
+from splitserve.simulation.worker.tail import Tail
 from splitserve.simulation.worker.tiers import SimTiers
 from splitserve.worker.build import BlockMemory, ModelBounds, build_core
 
@@ -48,6 +51,7 @@ class SimWorker:
         self.num_blocks = num_blocks
         self.alive = True
         self.frozen_until = 0.0
+        self.held: list[Callable[[], None]] = []  # actions that wait for the end of a freeze
         self.clock_offset = sim.random.uniform(-sim.faults.clocks, sim.faults.clocks)
         self.window = sim.window
         layout = layout_of(sim.window)
@@ -95,6 +99,8 @@ class SimWorker:
         self.head = sim.model.new_head()
         self.known: set[RequestKey] = set()  # requests that this worker has ever had
         self.num_effects: Counter[type] = Counter()  # by kind
+        self.forgotten = Forgotten(self)
+        self.tail = Tail(self)
 
     @property
     def clock(self) -> float:
@@ -102,11 +108,22 @@ class SimWorker:
         return self.sim.now + self.clock_offset
 
     def can_run(self, action: Callable[[], None]) -> bool:
-        """Return whether the worker is alive and not frozen; a frozen one runs ``action`` when it thaws."""
+        """Return whether the worker is alive and not frozen; a frozen one runs ``action`` when it thaws, in order."""
         if self.alive and self.sim.now < self.frozen_until:
-            self.sim.at(self.frozen_until, action)
+            if not self.held:
+                self.sim.at(self.frozen_until, self.thaw)
+            self.held.append(action)
             return False
         return self.alive
+
+    def thaw(self) -> None:
+        """Run what was held, unless the worker was frozen again meanwhile."""
+        if self.alive and self.sim.now < self.frozen_until:
+            self.sim.at(self.frozen_until, self.thaw)
+            return
+        held, self.held = self.held, []
+        for action in held:
+            action()
 
     # ---- invariants ----
 
@@ -143,6 +160,8 @@ class SimWorker:
             assert self.core.state.counters.stale_messages == num_stale + 1, f"took in a stale {envelope}"
         elif isinstance(envelope.body, Grant):
             self.check_answer(envelope.body)
+        elif isinstance(envelope.body, ResetPrefixCache):
+            self.forgotten.note_reset()
         self.settle()
 
     def check_answer(self, grant: Grant) -> None:
@@ -177,6 +196,7 @@ class SimWorker:
         self.core.check_invariants()
         self.seen_generations.check()
         self.check_peers()
+        self.forgotten.check()
         self.below.follow_events()
         self.known |= self.core.state.sequences.keys()
         if self.drain_clock.is_over(self.core.is_idle, self.clock):
@@ -285,12 +305,12 @@ class SimWorker:
         for chunk in plan.chunks:
             end, room = chunk.start + len(chunk.token_ids), len(chunk.block_ids) * BLOCK_SIZE
             assert end <= room, f"a step writes {end} tokens to blocks for {room}"
-            if self.window:
-                check_tail(chunk, self.window)
+            self.tail.check_table(chunk)
         taken = [self.stamp(touched_blocks(plan, group), group) for group in range(len(self.memories))]
         garbage = random.getrandbits(50) if random.random() < self.sim.faults.step_error else 0
         seconds = random.uniform(0.001, self.sim.faults.step_seconds)
         drawn = Drawn(plan)
+        self.forgotten.on_launch()
         self.steps.append((taken, drawn, bool(garbage)))
         previous, self.last_drawn = self.last_drawn, drawn
         wait = max(0.0, self.device_free_at - self.sim.now, self.below.seconds_until_moved(plan.gates))
@@ -334,7 +354,7 @@ class SimWorker:
                     block_id, offset = chunk.block_ids[position // BLOCK_SIZE], position % BLOCK_SIZE
                     self.memory[block_id][head * BLOCK_SIZE + offset] = kv[-1]
                 if self.window:
-                    self.write_tail(chunk, head, kv)
+                    self.tail.write(chunk, head, kv)
 
     def draw(self, plan: StepPlan, drawn: Drawn) -> None:
         """Draw tokens from all KV that the step reads."""
@@ -348,7 +368,7 @@ class SimWorker:
                 heads = [self.kv(chunk.block_ids, head, end) for head in range(NUM_HEADS)]
                 read[index] = [number for head in heads for number in head] + rounding
                 for head, numbers in enumerate(heads if self.window else []):
-                    self.check_tail_content(chunk, head, numbers)
+                    self.tail.check_content(chunk, head, numbers)
         drawn[:] = self.head.draw(plan, read)
         drawn.score(self.kv)
 
@@ -358,27 +378,6 @@ class SimWorker:
             self.memory[block_ids[position // BLOCK_SIZE]][head * BLOCK_SIZE + position % BLOCK_SIZE]
             for position in range(end)
         ]
-
-    # ---- the window group ----
-
-    def write_tail(self, chunk: ScheduledChunk, head: int, kv: list[int]) -> None:
-        """Check what a chunk reads of a head's window, then write its own positions; ``kv`` is the full group's."""
-        self.check_tail_content(chunk, head, kv[: chunk.start])
-        for position in range(chunk.start, len(kv)):
-            block, index = self.tail_slot(chunk, head, position)
-            block[index] = tail_kv(kv[position])
-
-    def check_tail_content(self, chunk: ScheduledChunk, head: int, kv: list[int]) -> None:
-        """Check that the window of the position after those of ``kv`` holds the KV of the same prefix."""
-        for position in range(max(0, len(kv) + 1 - self.window, chunk.start + 1 - self.window), len(kv)):
-            block, index = self.tail_slot(chunk, head, position)
-            assert block[index] == tail_kv(kv[position]), f"a step reads another prefix's window at {position}"
-
-    def tail_slot(self, chunk: ScheduledChunk, head: int, position: int) -> tuple[list[int], int]:
-        """Return the block of the window group that has a position, and the slot in it."""
-        table = chunk.table(1)
-        block_id = table.block_ids[position // BLOCK_SIZE - table.first_number]
-        return self.memories[1][block_id], head * BLOCK_SIZE + position % BLOCK_SIZE
 
     def finish_step(self) -> None:
         """Commit the oldest step: after a freeze, finished steps are committed in their order."""

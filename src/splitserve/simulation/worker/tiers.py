@@ -127,6 +127,7 @@ class SimTiers:
         if isinstance(command, ClearCommand):
             if command.tier == SHARED:
                 self.worker.sim.shared.chunks.clear()
+                self.worker.sim.after(0.1, lambda: self.tell(is_available=True))
             return
         sim = self.worker.sim
         taken = self.worker.stamp(command.block_ids)

@@ -26,7 +26,7 @@ from typing import NoReturn
 
 from splitserve.common.cores import current_cpu_quota
 from splitserve.common.errors import ConfigError
-from splitserve.engine.sleepy_cores import Cores, SleepyCores
+from splitserve.engine.io.sleepy_cores import Cores, SleepyCores
 
 logger = logging.getLogger(__name__)
 

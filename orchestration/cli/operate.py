@@ -1,0 +1,108 @@
+"""``splitserve pause | resume | reset-prefix-cache | profile``: operations on a running cluster over its endpoint."""
+
+import argparse
+import time
+from http import HTTPStatus
+from typing import Any
+
+from splitserve.common.errors import ConfigError
+from splitserve.orchestration.cli.option_types import whole_number
+from splitserve.orchestration.cli.options import HelpFormatter
+
+MODES = ("abort", "wait", "keep")
+POLL_SECONDS = 0.25
+ANSWER_SECONDS = 30.0
+MAX_STEPS = 100_000
+PROFILE_SECONDS = 60
+
+
+def add_operation_commands(commands: Any) -> None:
+    """Add the commands to ``commands``, the result of :meth:`argparse.ArgumentParser.add_subparsers`."""
+    pause = _add(commands, "pause", "let no new request begin until `resume`; new ones wait in the router", _pause)
+    pause.add_argument(
+        "--mode",
+        choices=MODES,
+        default="wait",
+        help="fate of running requests: abort: they end with an error; wait: they finish; keep: they are frozen with "
+        "their KV, and continue after `resume`",
+    )
+    pause.add_argument("--no-wait", action="store_true", help="return although requests still run")
+    _add(commands, "resume", "end a pause: waiting and frozen requests continue", _resume)
+    _add(commands, "reset-prefix-cache", "reuse no KV that any worker has computed so far", _reset)
+    profile = _add(commands, "profile", "let workers record their next steps (started with --profile-dir)", _profile)
+    profile.add_argument("worker", nargs="?", default="", metavar="WORKER", help="its name; none: all workers")
+    profile.add_argument("--steps", type=whole_number(1, MAX_STEPS), default=100, metavar="N", help="number of steps")
+    profile.add_argument(
+        "--seconds", type=whole_number(1, 600), default=PROFILE_SECONDS, metavar="S", help="longest time"
+    )
+
+
+def _add(commands: Any, name: str, text: str, run: Any) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name, help=text, description=text[0].upper() + text[1:] + ".", formatter_class=HelpFormatter
+    )
+    parser.add_argument("--against", default="http://127.0.0.1:8000", metavar="URL", help="endpoint of the cluster")
+    parser.add_argument(
+        "--api-key-file",
+        default="",
+        metavar="FILE",
+        help="file with the endpoint's admin key, or with its API key if it has no admin key; empty: "
+        "$SPLITSERVE_ADMIN_KEY, else $SPLITSERVE_API_KEY",
+    )
+    parser.set_defaults(run=run)
+    return parser
+
+
+class _Operator:
+    """Client of a cluster's operations. Methods raise :class:`ConfigError` with the cluster's reason for a refusal."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        from splitserve.orchestration.doctor.http import Endpoint
+        from splitserve.orchestration.spec.expansion import read_operators_key
+
+        self._endpoint = Endpoint(options.against, read_operators_key(options.api_key_file))
+
+    def post(self, path: str, body: dict[str, Any], seconds: float = ANSWER_SECONDS) -> Any:
+        return self._checked(self._endpoint.post(path, body, seconds))
+
+    def get(self, path: str) -> Any:
+        return self._checked(self._endpoint.get(path))
+
+    def _checked(self, answer: Any) -> Any:
+        if answer.status != HTTPStatus.OK:
+            raise ConfigError(f"{self._endpoint.url} answers {answer.status}: {answer.words()}")
+        return answer.json()
+
+
+def _pause(options: argparse.Namespace) -> int:
+    operator = _Operator(options)
+    state = operator.post("/admin/pause", {"mode": options.mode})
+    while not (state["settled"] or options.no_wait):
+        time.sleep(POLL_SECONDS)
+        state = operator.get("/admin/pause")
+        if not state["paused"]:
+            raise ConfigError("the pause has been ended by another operator, or the router was started again")
+    print(f"paused ({state['mode']}): {state['requests_running']} requests run, {state['requests_waiting']} wait")
+    return 0
+
+
+def _resume(options: argparse.Namespace) -> int:
+    state = _Operator(options).post("/admin/resume", {})
+    print(f"not paused: {state['requests_running']} requests run, {state['requests_waiting']} wait")
+    return 0
+
+
+def _reset(options: argparse.Namespace) -> int:
+    found = _Operator(options).post("/admin/reset-prefix-cache", {})
+    print(f"reset: {', '.join(found['reset']) or 'no worker'}")
+    if found["pending"]:
+        print(f"not confirmed yet: {', '.join(found['pending'])}; they reset before their next request")
+    return 0
+
+
+def _profile(options: argparse.Namespace) -> int:
+    body = {"num_steps": options.steps, "timeout_seconds": options.seconds, "worker": options.worker}
+    found = _Operator(options).post("/admin/profile", body, options.seconds + 2 * ANSWER_SECONDS + POLL_SECONDS)
+    for name, report in found["workers"].items():
+        print(f"{name}: {report.get('error') or report['trace']}")
+    return 0 if any("trace" in report for report in found["workers"].values()) else 1

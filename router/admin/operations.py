@@ -1,0 +1,87 @@
+"""Operators' acts on the running cluster, for the HTTP layer: pauses, resets of the prefix caches, drains."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Any
+
+from splitserve.protocol.cluster_report import WorkerState
+from splitserve.protocol.messages.operators import BeginDrain
+from splitserve.router.http.api_error import ApiError
+from splitserve.router.links.fleet import Fleet
+from splitserve.router.requests.core import RouterCore
+from splitserve.router.requests.events import Event, PauseMode, PauseRequests, ResetCaches, ResumeRequests
+from splitserve.router.requests.operations.drains import check_drain, worker_named
+
+RESET_SECONDS = 10.0
+"""Time in which workers should have confirmed a reset; later confirmations count as well."""
+
+
+class Operations:
+    """For use on the event loop. ``handle`` gives the core an event."""
+
+    def __init__(self, core: RouterCore, fleet: Fleet, handle: Callable[[Event], None]) -> None:
+        self._core = core
+        self._fleet = fleet
+        self._handle = handle
+        self._resets: set[asyncio.Event] = set()
+
+    def pause(self, mode: PauseMode) -> dict[str, Any]:
+        self._handle(PauseRequests(mode))
+        return self.state()
+
+    def resume(self) -> dict[str, Any]:
+        self._handle(ResumeRequests())
+        return self.state()
+
+    def state(self) -> dict[str, Any]:
+        """Return the pause as JSON. It is ``settled`` once nothing runs that the pause is to end, finish or freeze."""
+        pause, num_running = self._core.pause, len(self._core.requests)
+        ready = [record for record in self._fleet.membership.records() if record.state is WorkerState.READY]
+        running = [record.info.party.engine_id for record in ready if not record.load.frozen]
+        is_settled = not running if pause.freezes else not (pause.is_on and num_running)
+        return {
+            "paused": pause.is_on,
+            "mode": pause.mode,
+            "seconds": time.monotonic() - pause.since if pause.is_on else None,
+            "settled": is_settled,
+            "requests_running": num_running,
+            "requests_waiting": len(self._core.waiting_room) + len(self._core.gate.queue),
+            "workers_frozen": sorted(record.info.party.engine_id for record in ready if record.load.frozen),
+        }
+
+    async def reset_prefix_caches(self) -> dict[str, Any]:
+        """Reset all prefix caches. Returns the names of the workers that have confirmed, and of those that have not."""
+        done = asyncio.Event()
+        self._resets.add(done)
+        try:
+            self._handle(ResetCaches())
+            async with asyncio.timeout(RESET_SECONDS):
+                await done.wait()
+        except TimeoutError:
+            pass  # the answer names the workers that are missing
+        finally:
+            self._resets.discard(done)
+        pending = {party.engine_id for party in self._core.resets.unconfirmed}
+        names = {record.info.party.engine_id for record in self._fleet.membership.records()}
+        return {"reset": sorted(names - pending), "pending": sorted(pending)}
+
+    def on_caches_reset(self) -> None:
+        for done in self._resets:
+            done.set()
+
+    def drain(self, engine_id: str, *, force: bool) -> dict[str, Any]:
+        """Let a worker finish its requests and leave. Raises :class:`ApiError` as :func:`check_drain` does, and 503 if
+        its link doesn't take the message."""
+        membership = self._fleet.membership
+        record = worker_named(membership, engine_id)
+        check_drain(membership, record, force=force, is_frozen=self._core.pause.freezes)
+        if record.state is not WorkerState.DRAINING:
+            if not self._fleet.send(record.info.party, BeginDrain()):
+                raise ApiError(503, f"{engine_id} takes no messages now: try again", code="no_worker")
+            membership.drain(record.info.party)
+        return {"worker": engine_id, "state": record.state, "requests_running": record.num_requests}
+
+    def close(self) -> None:
+        """End all waits: no confirmation will come."""
+        self.on_caches_reset()

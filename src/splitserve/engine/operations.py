@@ -1,0 +1,42 @@
+"""Operators' acts on a worker's core: freezes and resets of its prefix cache. Pure."""
+
+from splitserve.engine.state import EngineState
+from splitserve.protocol.messages.operators import PrefixCacheReset, ResetPrefixCache, SetFrozen
+from splitserve.protocol.request import Party
+
+
+class Operations:
+    """The freeze of a core, and the reset of what it has cached."""
+
+    def __init__(self, state: EngineState) -> None:
+        self._state = state
+        self._frozen_by: Party | None = None
+
+    def on_set_frozen(self, message: SetFrozen, sender: Party, now: float) -> None:
+        """Freeze, or go on. A second message with the same wish has no effect."""
+        if message.frozen and not self._state.is_frozen:
+            self._state.frozen_since, self._frozen_by = now, sender
+            self._state.has_news = True
+        elif not message.frozen:
+            self.thaw(now)
+
+    def on_router(self, router: Party, now: float) -> None:
+        """Go on if another router has taken the place of the one that began the freeze: it is not paused."""
+        if self._frozen_by is not None and router != self._frozen_by:
+            self.thaw(now)
+
+    def thaw(self, now: float) -> None:
+        """End the freeze. The time that it took doesn't count against the requests' deadlines."""
+        since = self._state.frozen_since
+        if since is None:
+            return
+        for sequence in self._state.sequences.values():
+            sequence.deadline += now - since
+        self._state.frozen_since = self._frozen_by = None
+        self._state.has_news = True
+
+    def on_reset(self, message: ResetPrefixCache, sender: Party, now: float) -> None:
+        """Forget what is cached. Requests that are here keep their blocks, which nothing else will find."""
+        del now
+        self._state.forget_prefixes()
+        self._state.outbox.send(sender, PrefixCacheReset(message.reset_id))

@@ -1,0 +1,197 @@
+"""Pauses, resets and drains by the router's core, without I/O."""
+
+import pytest
+
+from router_core import DEADLINE_SECONDS, DECODE, MIXED, PREFILL, Core
+from splitserve.protocol.messages.operators import PrefixCacheReset, ResetPrefixCache, SetFrozen
+from splitserve.protocol.messages.requests import Abort, DecodeRequest, PrefillRequest
+from splitserve.protocol.request import FinishReason, Party, RequestKey, Role, SamplingParams
+from splitserve.router.http.api_error import ApiError
+from splitserve.router.placement.prefix_view import PromptHashes
+from splitserve.router.requests.active_request import ActiveRequest
+from splitserve.router.requests.effects import Begun, CachesAreReset, Deliver, Effect, Refuse, Send, SetTimer
+from splitserve.router.requests.events import (
+    FromWorker,
+    NotSent,
+    PauseMode,
+    PauseRequests,
+    ResetCaches,
+    ResumeRequests,
+    Submit,
+    Timer,
+    TimerKind,
+)
+from splitserve.router.requests.operations.drains import check_drain, worker_named
+
+
+def pause(core: Core, mode: PauseMode) -> None:
+    core.handle(PauseRequests(mode))
+
+
+def deadline(core: Core) -> float:
+    [at] = [effect.at for effect in core.of(SetTimer) if effect.timer == Timer(TimerKind.DEADLINE, "r")]
+    return at
+
+
+@pytest.mark.parametrize("mode", PauseMode)
+def test_new_requests_wait_until_the_pause_ends(mode: PauseMode) -> None:
+    core = Core(PREFILL, DECODE)
+    pause(core, mode)
+    core.submit()
+    assert not core.of(Begun)
+    core.now += 30.0
+    core.handle(ResumeRequests())
+    assert core.of(Begun) == [Begun("r")]
+
+
+def test_a_pause_lets_requests_wait_longer_than_the_lack_of_a_worker() -> None:
+    core = Core(PREFILL, DECODE)
+    pause(core, PauseMode.WAIT)
+    arrived_at = core.now
+    core.submit()
+    assert core.of(SetTimer) == [SetTimer(Timer(TimerKind.WAIT, "r"), arrived_at + DEADLINE_SECONDS)]
+    core.now += DEADLINE_SECONDS
+    core.fire(TimerKind.WAIT)
+    [refused] = core.of(Refuse)
+    assert "paused" in refused.reason
+
+
+def test_abort_ends_running_requests_with_an_error() -> None:
+    core = Core(PREFILL, DECODE)
+    request = core.submit()
+    core.tokens(PREFILL, request.state.key, 0, 7)
+    pause(core, PauseMode.ABORT)
+    [delivered] = core.of(Deliver)
+    assert delivered.update.ended and delivered.update.failure.reason == "paused"
+    assert set(core.sent) == {(DECODE, Abort), (PREFILL, Abort)}
+    assert core.charges(DECODE).num_requests == 0
+
+
+def test_wait_lets_running_requests_finish() -> None:
+    core = Core(MIXED)
+    request = core.submit()
+    pause(core, PauseMode.WAIT)
+    assert core.sent == []
+    core.tokens(MIXED, request.state.key, 0, 7, 8, finish_reason=FinishReason.STOP)
+    assert core.of(Deliver)[0].update.ended
+
+
+def test_keep_freezes_each_worker_and_moves_the_deadline() -> None:
+    core = Core(PREFILL, DECODE)
+    request = core.submit()
+    pause(core, PauseMode.KEEP)
+    assert [effect.body for effect in core.of(Send)] == [SetFrozen(True)] * 2
+    assert {effect.to for effect in core.of(Send)} == {PREFILL, DECODE}
+    pause(core, PauseMode.KEEP)
+    assert core.effects == [], "pausing twice changes nothing"
+    core.now += 1000.0
+    core.handle(ResumeRequests())
+    assert [effect.body for effect in core.of(Send)] == [SetFrozen(False)] * 2
+    assert deadline(core) == request.arrived_at + DEADLINE_SECONDS + 1000.0
+    core.handle(ResumeRequests())
+    assert core.effects == [], "resuming twice changes nothing"
+
+
+def test_a_worker_that_comes_or_comes_back_is_frozen_before_it_gets_a_request() -> None:
+    core = Core(MIXED)
+    core.submit()
+    pause(core, PauseMode.KEEP)
+    core.lose(MIXED)
+    other = Party("mixed-1", 4)
+    sends = [effect.body for effect in core_join(core, other) if isinstance(effect, Send)]
+    assert sends[0] == SetFrozen(True) and len(sends) == 2, "the lost worker's request goes on there, frozen"
+    core.handle(ResumeRequests())
+    assert [(effect.to, effect.body) for effect in core.of(Send)] == [(other, SetFrozen(False))]
+    sends = [effect.body for effect in core_join(core, Party("mixed-2", 5)) if isinstance(effect, Send)]
+    assert sends == [SetFrozen(False)], "it may have missed the end of the pause"
+
+
+def core_join(core: Core, worker: Party) -> list[Effect]:
+    return core.join(worker, Role.MIXED)
+
+
+def test_a_freeze_that_a_link_does_not_take_is_sent_again() -> None:
+    core = Core(MIXED)
+    pause(core, PauseMode.KEEP)
+    core.handle(NotSent(MIXED, SetFrozen(True)))
+    assert core.core.timers() == {Timer(TimerKind.FREEZE, "")}
+    core.fire(TimerKind.FREEZE, "")
+    assert [effect.body for effect in core.of(Send)] == [SetFrozen(True)]
+    assert not core.core.timers()
+
+
+@pytest.mark.parametrize("after", [PauseMode.ABORT, PauseMode.WAIT])
+def test_another_mode_ends_the_freeze(after: PauseMode) -> None:
+    core = Core(MIXED)
+    request = core.submit()
+    pause(core, PauseMode.KEEP)
+    core.now += 5.0
+    pause(core, after)
+    assert SetFrozen(False) in [effect.body for effect in core.of(Send)]
+    assert request.state.ended is (after is PauseMode.ABORT)
+    assert core.core.pause.since == core.now - 5.0
+
+
+class TestResets:
+    def test_it_is_over_when_each_worker_has_confirmed(self) -> None:
+        core = Core(PREFILL, DECODE)
+        core.handle(ResetCaches())
+        [first, second] = core.of(Send)
+        assert first.body == second.body == ResetPrefixCache(1) and not core.of(CachesAreReset)
+        core.handle(FromWorker(PREFILL, PrefixCacheReset(1)))
+        assert not core.of(CachesAreReset)
+        core.handle(FromWorker(DECODE, PrefixCacheReset(0)))
+        assert not core.of(CachesAreReset), "an earlier one"
+        core.handle(FromWorker(DECODE, PrefixCacheReset(1)))
+        assert core.of(CachesAreReset)
+
+    def test_a_lost_worker_is_reset_before_its_next_request_and_nobody_waits_for_it(self) -> None:
+        core = Core(PREFILL, DECODE)
+        core.handle(ResetCaches())
+        core.handle(FromWorker(PREFILL, PrefixCacheReset(1)))
+        core.lose(DECODE)
+        assert core.of(CachesAreReset) and list(core.core.resets.unconfirmed) == [DECODE]
+        core.membership.heartbeat(DECODE, core.membership.get(DECODE).load, core.now)
+        request = core.submit()
+        assert not request.state.num_attempts
+        sends = [effect.body for effect in core.join(DECODE) if isinstance(effect, Send)]
+        assert [type(body) for body in sends] == [ResetPrefixCache, DecodeRequest, PrefillRequest]
+
+    def test_a_new_incarnation_has_nothing_to_reset(self) -> None:
+        core = Core(MIXED)
+        core.handle(ResetCaches())
+        core.lose(MIXED)
+        assert core_join(core, Party(MIXED.engine_id, 99)) == [] and not core.core.resets.unconfirmed
+
+    def test_all_are_reset_again_if_one_link_does_not_take_it(self) -> None:
+        core = Core(PREFILL, DECODE)
+        core.handle(ResetCaches())
+        core.handle(NotSent(DECODE, ResetPrefixCache(1)))
+        core.fire(TimerKind.CACHE_RESET, "")
+        assert [effect.body for effect in core.of(Send)] == [ResetPrefixCache(2)] * 2
+
+    def test_the_routers_own_index_forgets_and_does_not_learn_from_requests_of_before(self) -> None:
+        core = Core(PREFILL, DECODE)
+        prompt = list(range(60))
+        request = ActiveRequest.new("r", prompt, SamplingParams(max_tokens=2), core.now)
+        core.handle(Submit(request))
+        view = core.core.placer._prefixes
+        assert view.matches(PromptHashes(prompt))
+        core.handle(ResetCaches())
+        assert not view.matches(PromptHashes(prompt))
+        core.tokens(DECODE, RequestKey("r"), 0, 5, 6, finish_reason=FinishReason.LENGTH)
+        assert request.state.ended and not view.matches(PromptHashes(prompt))
+
+
+def test_the_last_worker_of_a_role_drains_with_force_only() -> None:
+    core = Core(PREFILL, DECODE)
+    record = worker_named(core.membership, "decode-0")
+    with pytest.raises(ApiError) as refused:
+        check_drain(core.membership, record, force=False, is_frozen=False)
+    assert refused.value.status == 409 and '"force": true' in str(refused.value)
+    check_drain(core.membership, record, force=True, is_frozen=False)
+    with pytest.raises(ApiError) as unknown:
+        worker_named(core.membership, "decode-9")
+    assert unknown.value.status == 404 and "decode-0, prefill-0" in str(unknown.value)
+    with pytest.raises(ApiError, match="resume first"):
+        check_drain(core.membership, record, force=True, is_frozen=True)
