@@ -36,8 +36,8 @@ def load_transformers_model(
 ) -> TransformersModel:
     """Load the checkpoint at ``path``, or make random weights of its shape (``load_format`` "dummy").
 
-    ``config``: admitted (:mod:`.admission`). Beside the weights that stay there, the host needs memory for one parameter
-    and what it is made of: a layer's fused experts are the largest. Raises
+    ``config``: admitted (:mod:`.admission`). Beside the weights that stay there, the host needs memory for one
+    parameter and what it is made of: a layer's fused experts are the largest. Raises
     :class:`CheckpointError` for files that can't be read, and for tensors that are missing, unexpected or misshapen.
     """
     directory = Path(path)
