@@ -102,7 +102,7 @@ def _arriving_on(device: torch.device) -> Iterator[None]:
         arrived.__dict__.update(parameter.__dict__)  # with the note that it isn't to be initialised
         return arrived
 
-    hook = register_module_parameter_registration_hook(moved)
+    hook = register_module_parameter_registration_hook(moved)  # type: ignore[arg-type]  # what it returns is registered
     try:
         yield
     finally:
