@@ -28,6 +28,7 @@ from splitserve.router.http.endpoints.all import endpoints
 from splitserve.router.http.served_model import ServedModel
 from splitserve.router.http.serving import Serving
 from splitserve.router.output.catalog import ResponseFormat, choose_format
+from splitserve.router.placement.next_turns import Texts
 from splitserve.router.requests.dispatcher import Dispatcher
 from splitserve.router.text.constraints import Constraints
 from splitserve.router.text.grammar_checker import GrammarChecker
@@ -103,7 +104,6 @@ async def _serve(
 ) -> None:
     local_only = is_loopback(config.host) and not (config.api_key or config.tenants_file)
     _check_origins(config, local_only=local_only)
-    names = tuple(dict.fromkeys((config.served_model_name, *config.aliases)))
     metrics = RouterMetrics(config.served_model_name)
     dispatcher = Dispatcher(config, metrics)
     renderer = Renderer(tokenizer.chat_template)
@@ -114,9 +114,10 @@ async def _serve(
     bodies = BodyReader(config.max_body_mib << 20)
     try:
         _follow_tenants(dispatcher)
+        dispatcher.core.next_turns.texts = Texts(tokenizer.decode, frozenset(tokenizer.added_ids.values()))
         await renderer.start()
         progress("membership", {"endpoint": dispatcher.fleet.endpoint})
-        serving = Serving(ServedModel(names, defaults), dispatcher, preparation, bodies)
+        serving = Serving(ServedModel(_names(config), defaults), dispatcher, preparation, bodies)
         app = create_app(
             Api(serving, metrics),
             metrics,
@@ -152,6 +153,11 @@ async def _serve(
         preparation.close()
         renderer.close()
         checker.close()
+
+
+def _names(config: RouterConfig) -> tuple[str, ...]:
+    """Return the ids of the model, the first of them its own."""
+    return tuple(dict.fromkeys((config.served_model_name, *config.aliases)))
 
 
 def _follow_tenants(dispatcher: Dispatcher) -> None:

@@ -68,6 +68,13 @@ class RouterMetrics:
             ("class", "tenant", "outcome"),
             registry=registry,
         )
+        self.next_turns = Counter(
+            "splitserve_next_turns",
+            "Prompts that continue an earlier request, by how their ids differ from those of its output: same, "
+            "template, join, tokenisation, truncated, text",
+            ("reason",),
+            registry=registry,
+        )
         self.requests_in_flight = Gauge(
             "splitserve_requests_in_flight", "Requests that were admitted and haven't ended", registry=registry
         )

@@ -7,6 +7,10 @@ objectives every second counts.
 A prompt's own computing keeps later prompts waiting, those that a cached prefix saves doesn't. By Pollaczek and
 Khinchine, the wait of a queue with utilisation u is the mean residual work times u / (1 - u): a second of computing
 counts so much more than a second in the queue. So the busier the workers are, the farther a prompt goes for its prefix.
+
+A conversation is known by the deepest match of its prompt with what was sent to a worker. Where nothing matches (its
+first turn; this router is new; another one had the turns before), a session that the client names stands in for the
+match: the conversation's own worker may have its KV, and counts for a share of the computing that it would save.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -14,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from splitserve.protocol.placement.step_model import StepWork, pairs
-from splitserve.protocol.request import Role
+from splitserve.protocol.request import Party, Role
 from splitserve.router.placement.policies import (
     NO_STEP_MODEL,
     NoWorker,
@@ -28,6 +32,7 @@ from splitserve.router.placement.policies import (
     least_loaded,
     of_role,
     pair,
+    session_rank,
     why_not,
 )
 
@@ -42,6 +47,9 @@ DEFAULT_CHUNK_TOKENS = 512
 MAX_UTILISATION = 0.9
 WHY = "predicted latency"
 WHY_SPARE = "spare time of a prefill worker"
+SESSION_TRUST = 0.25
+"""Share of a prompt's computing that its session's own worker is taken to save where no worker is known to have a
+prefix: little, since a worker with a shorter queue is better than a wrong guess."""
 RESIDUAL = 0.7
 """Share of a prompt's computing that is left when another one arrives meanwhile: 0.5 for prompts of one length, more
 for mixed ones."""
@@ -56,6 +64,7 @@ class Prediction:
     delay_seconds: float  # the request's TTFT, and that which its computing adds to those of later ones
     decodes_on_prefill: bool
     is_local: bool
+    is_away: bool  # the session decodes on another worker than its own
     num_placed: int
     names: tuple[str, ...]
     ttft_seconds: float = field(compare=False)
@@ -69,6 +78,7 @@ class _Request:
     output_tokens: float  # expected
     ttft: float
     gap: float
+    own_workers: frozenset[Party]  # of its session, one per role; none if a prefix tells more
     burden: float  # seconds that a second of computing adds to the waits of later prompts
 
     def late(self, seconds: float) -> float:
@@ -114,11 +124,21 @@ def cost(snapshot: Snapshot, shape: RequestShape) -> Placement:
         output_tokens=max(1.0, min(shape.max_tokens, snapshot.output_tokens)),
         ttft=snapshot.objectives.ttft_seconds,
         gap=snapshot.objectives.tpot_seconds,
+        own_workers=_own_workers(fitting, shape),
         burden=_burden(snapshot.workers),
     )
     has_prefill = any(worker.role is Role.PREFILL for worker in snapshot.workers)
     best = min(_routes(fitting, request, shape, has_prefill), key=lambda route: route[0], default=None)
     return NoWorker(why_not(snapshot, fitting, shape)) if best is None else best[1]
+
+
+def _own_workers(workers: Iterable[WorkerView], shape: RequestShape) -> frozenset[Party]:
+    workers = list(workers)
+    if not shape.session or any(worker.prefix_match_tokens for worker in workers):
+        return frozenset()
+    of_roles = (of_role(workers, role) for role in Role)
+    first = (min(each, key=lambda worker: session_rank(shape.session, worker), default=None) for each in of_roles)
+    return frozenset(worker.party for worker in first if worker is not None)
 
 
 def _burden(workers: Iterable[WorkerView]) -> float:
@@ -160,7 +180,9 @@ def _prompt(worker: WorkerView, request: _Request) -> _Prompt:
     chunk = worker.chunk_tokens or DEFAULT_CHUNK_TOKENS
     own = worker.step_model.prefill_seconds(matched, request.num_tokens - matched, chunk)
     ttft = worker.queue_seconds + own
-    return _Prompt(worker, matched, own, ttft, ttft + request.burden * own)
+    is_own = worker.party in request.own_workers and worker.role is not Role.DECODE  # a guess makes no route local
+    guessed = SESSION_TRUST * own if is_own else 0.0
+    return _Prompt(worker, matched, own, ttft, ttft + request.burden * own - guessed)
 
 
 def _decode(worker: WorkerView, request: _Request) -> _Decode:
@@ -175,7 +197,8 @@ def _predict_pair(prefill: _Prompt, decode: _Decode, request: _Request) -> Predi
     harm = request.late(delay) + request.slow(handover) + decode.harm
     num_placed = prefill.worker.num_placed + decode.worker.num_placed
     names = (prefill.worker.party.engine_id, decode.worker.party.engine_id)
-    return Prediction(harm, delay, False, False, num_placed, names, prefill.ttft + decode.room)
+    is_away = bool(request.own_workers) and decode.worker.party not in request.own_workers
+    return Prediction(harm, delay, False, False, is_away, num_placed, names, prefill.ttft + decode.room)
 
 
 def _predict_local(prompt: _Prompt, decode: _Decode, request: _Request) -> Prediction:
@@ -202,9 +225,9 @@ def _predict_local(prompt: _Prompt, decode: _Decode, request: _Request) -> Predi
     harm = request.late(delay) + others + interrupted + delayed + decode.harm
     is_prefill = worker.role is Role.PREFILL
     ttft = prompt.ttft + shared + decode.room
-    return Prediction(
-        harm, delay, is_prefill, worker.role is not Role.MIXED, 2 * worker.num_placed, (worker.party.engine_id,), ttft
-    )
+    is_away = bool(request.own_workers) and worker.party not in request.own_workers
+    is_local, names = worker.role is not Role.MIXED, (worker.party.engine_id,)
+    return Prediction(harm, delay, is_prefill, is_local, is_away, 2 * worker.num_placed, names, ttft)
 
 
 def _decode_harm(worker: WorkerView, request: _Request) -> float:

@@ -4,6 +4,7 @@ A policy takes a :class:`Snapshot` and a :class:`RequestShape` and returns a :da
 picked first; prefill follows. The same function can run in a simulator: all that it looks at is in its arguments.
 """
 
+import hashlib
 import importlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -210,6 +211,13 @@ def prefill_load(worker: WorkerView) -> tuple[int, int, int, str]:
     """Return the sort key of a worker for prompts, best first: the prompt tokens that it has still to compute."""
     missed = worker.prefill_tokens - worker.prefix_match_tokens
     return (missed, worker.load.waiting_tokens, worker.num_placed, worker.party.engine_id)
+
+
+def session_rank(session: str, worker: WorkerView) -> bytes:
+    """Return the sort key of a worker for a conversation, best first: rendezvous hashing, the same in every router and
+    after its restart; a worker that comes or goes moves its own conversations only."""
+    text = f"{session}\0{worker.party.engine_id}"
+    return hashlib.blake2b(text.encode(), digest_size=8).digest()
 
 
 def why_not(snapshot: Snapshot, fitting: list[WorkerView], shape: RequestShape) -> str:

@@ -1,6 +1,5 @@
 """Policies that predict nothing: turns, the power of two choices, conversations, prefixes."""
 
-import hashlib
 import random
 from collections.abc import Callable
 from typing import TypeAlias
@@ -16,6 +15,7 @@ from splitserve.router.placement.policies import (
     fits,
     least_loaded,
     prefill_load,
+    session_rank,
 )
 
 Rank: TypeAlias = Callable[[WorkerView], object]
@@ -41,11 +41,7 @@ def session(snapshot: Snapshot, shape: RequestShape) -> Placement:
     if not shape.session:
         return least_loaded(snapshot, shape)
 
-    def rank(worker: WorkerView) -> bytes:
-        text = f"{shape.session}\0{worker.party.engine_id}"
-        return hashlib.blake2b(text.encode(), digest_size=8).digest()
-
-    return _first_by(rank, snapshot, shape)
+    return _first_by(lambda worker: session_rank(shape.session, worker), snapshot, shape)
 
 
 def prefix(snapshot: Snapshot, shape: RequestShape) -> Placement:

@@ -31,6 +31,7 @@ from splitserve.protocol.messages.requests import (
 from splitserve.protocol.request import Party, RequestKey
 from splitserve.protocol.token_ids import TOKEN_ID_BYTES
 from splitserve.router.links.membership import Membership
+from splitserve.router.placement.next_turns import NextTurns
 from splitserve.router.placement.placer import SHUTTING_DOWN, Placer
 from splitserve.router.placement.policies import NoWorker, Placed, policy_by_name
 from splitserve.router.placement.prefix_view import PrefixView
@@ -38,7 +39,7 @@ from splitserve.router.placement.seen_prefixes import SeenPrefixes
 from splitserve.router.requests.active_request import ActiveRequest
 from splitserve.router.requests.admission import Admission
 from splitserve.router.requests.attempts import Attempts
-from splitserve.router.requests.effects import Effect, Outbox, Send, Stale, TellLimits
+from splitserve.router.requests.effects import Count, Effect, Outbox, Send, Stale, TellLimits
 from splitserve.router.requests.events import (
     AskLimits,
     Cancel,
@@ -104,9 +105,10 @@ class RouterCore:
         self.pause = Pause(membership, self._outbox)
         self.resets = CacheResets(membership, self.placer, self._outbox)
         self._seen_prefixes = SeenPrefixes()
+        self.next_turns = NextTurns()
         self._orphans = Orphans(protocol.tombstone_seconds)
         attempts = Attempts(self.placer, membership, self._outbox, chosen, self.deadline_seconds)
-        self._settlement = Settlement(membership, objectives, self._outbox, self.placer.note_output)
+        self._settlement = Settlement(membership, objectives, self._outbox, self._note_output)
         self.requests = RequestTable(attempts, self._settlement, membership, self._outbox, self.deadline_seconds)
         self.gate = Gate(
             self.placer,
@@ -168,6 +170,17 @@ class RouterCore:
             each.cache_epoch = self.placer.cache_epoch
         self.requests.begin(request, placement, now)
         request.num_known_tokens = self._seen_prefixes.note(request.hashes)  # placement has hashed its blocks
+        reason = self.next_turns.reason(
+            request.hashes, request.token_ids, request.num_known_tokens, request.context.session
+        )
+        if reason is not None:
+            self._outbox.put(Count("next_turns", (reason.value,)))
+
+    def _note_output(self, request: ActiveRequest) -> None:
+        """Take a finished output into account: for placement, and for the comparison with the next turn's prompt."""
+        self.placer.note_output(request)
+        output_ids = request.state.output.output_ids
+        self.next_turns.remember(request.hashes, request.token_ids, output_ids, request.context.session)
 
     def _on_cancel(self, event: Cancel, now: float) -> None:
         request = self.requests.get(event.request_id)

@@ -57,35 +57,37 @@ def complete(url: str, model: str) -> dict:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
-def test_serve_until_a_signal_then_again_on_the_same_port(demo_model: Path, number: signal.Signals) -> None:
-    port = "0"
-    for _ in range(2):
-        options = ("--prefill", "1", "--decode", "1", "--policy", "least-loaded", "--port", port)
-        with serving(demo_model, *options) as (process, url, lines):
-            port = url.removesuffix("/v1").rsplit(":", 1)[1]
-            text = "".join(lines)
-            for stage in ("weights", "KV memory", "ready", "listening"):
-                assert stage in text
-            answer = complete(url, "my-demo")
-            assert answer["usage"]["completion_tokens"] == 4
-            assert answer["splitserve"]["mode"] == "disaggregated"
-            assert answer["splitserve"]["handover"]["blocks"] >= 1
-            children = psutil.Process(process.pid).children(recursive=True)
-            assert len(children) >= 3
-            segments = shared_memory_of(children)
-            process.send_signal(number)
-            assert process.wait(PATIENCE_SECONDS) == 0
-        assert not [child for child in children if child.is_running()]
-        assert not [path for path in segments if path.exists()]
-
-
-def test_serve_mixed_under_another_name(demo_model: Path) -> None:
-    with serving(demo_model, "--mixed", "1", "--port", "0", "--served-model-name", "other") as (process, url, lines):
-        assert "1 mixed" in lines[0]
+def test_serve_until_a_signal_then_mixed_under_another_name_on_the_same_port(
+    demo_model: Path, number: signal.Signals
+) -> None:
+    split = ("--prefill", "1", "--decode", "1", "--policy", "least-loaded", "--port", "0")
+    with serving(demo_model, *split) as (process, url, lines):
+        text = "".join(lines)
+        for stage in ("weights", "KV memory", "ready", "listening"):
+            assert stage in text
+        answer = complete(url, "my-demo")
+        assert answer["usage"]["completion_tokens"] == 4
+        assert answer["splitserve"]["mode"] == "disaggregated"
+        assert answer["splitserve"]["handover"]["blocks"] >= 1
+        end_with(process, number)
+    port = url.removesuffix("/v1").rsplit(":", 1)[1]
+    mixed = ("--mixed", "1", "--port", port, "--served-model-name", "other")
+    with serving(demo_model, *mixed) as (process, again, lines):
+        assert again == url and "1 mixed" in lines[0]
         answer = complete(url, "other")
         assert answer["splitserve"]["mode"] == "local" and answer["splitserve"]["handover"] is None
-        process.send_signal(signal.SIGINT)
-        assert process.wait(PATIENCE_SECONDS) == 0
+        end_with(process, number)
+
+
+def end_with(process: subprocess.Popen[str], number: signal.Signals) -> None:
+    """Send the signal: ``serve`` ends in order, and so do all of its processes; none leaves shared memory."""
+    children = psutil.Process(process.pid).children(recursive=True)
+    assert len(children) >= 3
+    segments = shared_memory_of(children)
+    process.send_signal(number)
+    assert process.wait(PATIENCE_SECONDS) == 0
+    assert not [child for child in children if child.is_running()]
+    assert not [path for path in segments if path.exists()]
 
 
 def test_a_checkpoint_that_cannot_be_served_is_one_line(demo_model: Path, tmp_path: Path) -> None:

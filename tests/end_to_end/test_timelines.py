@@ -15,7 +15,7 @@ import msgspec
 import pytest
 
 from otlp_receiver import Collector, collector
-from serving import PATIENT
+from serving import PATIENT, wait_for_news
 from splitserve.orchestration.cli.trace import chrome_trace, trace_text
 from splitserve.orchestration.cluster.launcher import LocalCluster
 from splitserve.orchestration.spec.shorthand import simple_spec
@@ -133,7 +133,7 @@ def test_a_trace_has_the_spans_of_all_processes(cluster: LocalCluster, traces: C
 
 def test_metrics_show_stages_steps_and_the_model(cluster: LocalCluster) -> None:
     stream(cluster, 80_000)
-    time.sleep(2 * PATIENT.heartbeat_seconds)
+    wait_for_news(cluster.url)
     text = read(f"{cluster.url}/metrics").decode()
     assert "_created" not in text
     samples = [line for line in text.splitlines() if not line.startswith("#")]

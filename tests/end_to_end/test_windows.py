@@ -18,7 +18,7 @@ from splitserve.protocol.config import EngineConfig, ProtocolConfig
 from waiting import wait_until
 from window_checkpoints import WINDOW, write_window_model
 
-LONG_OUTPUT = 200
+LONG_OUTPUT = 120
 
 
 def make_prompts() -> list[list[int]]:

@@ -117,3 +117,43 @@ def test_choices_spread_and_depend_on_the_snapshot_alone(num_workers):
     workers = [worker(f"p{n}", Role.PREFILL) for n in range(num_workers)] + [worker("d", Role.DECODE)]
     assert place(*workers) == place(*reversed(workers))
     assert info().max_num_batched_tokens == 0, "older benches say nothing about their steps"
+
+
+class TestSessions:
+    SESSIONS = tuple(f"session {number}" for number in range(60))
+
+    def pairs(self, **fields):
+        prefills = [worker(f"p{number}", Role.PREFILL, num_placed=number) for number in range(4)]
+        return [*prefills, worker("d0", Role.DECODE, **fields), worker("d1", Role.DECODE, num_placed=9)]
+
+    def placed(self, workers, session):
+        return place(*workers, shape=RequestShape(4000, 100, session=session))
+
+    def test_each_has_its_own_workers_whatever_was_placed_before(self):
+        workers = self.pairs()
+        first = {session: self.placed(workers, session) for session in self.SESSIONS}
+        for each in workers:
+            each.num_placed = 50 - each.num_placed
+        assert all(self.placed(workers, session) == first[session] for session in self.SESSIONS)
+        assert len({placement.prefill for placement in first.values()}) == 4, "and they spread"
+        assert len({placement.decode for placement in first.values()}) == 2
+
+    def test_without_its_worker_only_its_conversations_move(self):
+        workers = self.pairs()
+        gone = workers[0].party
+        for session in self.SESSIONS:
+            before, after = self.placed(workers, session), self.placed(workers[1:], session)
+            assert before.prefill == gone or after.prefill == before.prefill
+
+    def test_the_deepest_match_tells_more(self):
+        for session in self.SESSIONS:
+            workers = self.pairs()
+            workers[2].prefix_match_tokens = 2000
+            assert self.placed(workers, session).prefill == workers[2].party
+
+    def test_a_queue_tells_more_than_a_guess(self):
+        for session in self.SESSIONS:
+            workers = self.pairs()
+            own = self.placed(workers, session).prefill
+            next(each for each in workers if each.party == own).queue_seconds = 0.1
+            assert self.placed(workers, session).prefill != own

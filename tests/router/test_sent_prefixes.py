@@ -1,6 +1,7 @@
 """Prefixes that the router knows because it sent them: conversations without events, and the index against a model."""
 
 import random
+from array import array
 from dataclasses import dataclass, field
 
 import pytest
@@ -37,6 +38,14 @@ def test_a_turn_finds_the_output_of_the_turn_before() -> None:
     (match,) = view.matches(PromptHashes([*prompt, *output, 1, 2, 3, 4])).values()
     assert match.num_tokens == 12, "KV of the last output token is never computed"
     assert hashes.extended(output).chain(ROOT, SIZE)[:2] == hashes.chain(ROOT, SIZE)
+
+
+def test_packed_prompts_have_the_hashes_of_lists() -> None:
+    prompt, output = [*range(11)], [2**31 - 1, *range(500, 515)]
+    packed = PromptHashes(array("i", prompt))
+    whole = PromptHashes([*prompt, *output]).chain(ROOT, SIZE)
+    assert packed.chain(ROOT, SIZE) == whole[: len(packed.chain(ROOT, SIZE))]
+    assert packed.extended(output).chain(ROOT, SIZE) == whole
 
 
 def test_what_must_have_been_evicted_is_forgotten_ends_first() -> None:
