@@ -57,6 +57,19 @@ def test_what_must_have_been_evicted_is_forgotten_ends_first() -> None:
     assert first[PARTIES[0]].num_tokens == (15 - 8) * SIZE
 
 
+def test_all_that_was_sent_can_be_forgotten() -> None:
+    view, prompt = PrefixView(), list(range(41))
+    chain = list(PromptHashes(prompt).chain(ROOT, SIZE))
+    stored = [KVEvent("stored", "device", chain[:3])]
+    view.apply(KVEventBatch(PARTIES[0].engine_id, PARTIES[0].incarnation, 1, SIZE, ROOT, True, stored))
+    for party in PARTIES[:2]:
+        sent(view, party, prompt)
+    view.forget_sent()
+    assert {party: match.num_tokens for party, match in view.matches(PromptHashes(prompt)).items()} == {PARTIES[0]: 12}
+    sent(view, PARTIES[1], prompt)
+    assert view.matches(PromptHashes(prompt))[PARTIES[1]].num_tokens == 40
+
+
 def test_an_eviction_counts_for_what_was_sent_as_well() -> None:
     view, prompt = PrefixView(), list(range(41))
     view.apply(KVEventBatch("m0", 1, 1, SIZE, ROOT, True, []))
