@@ -320,6 +320,22 @@ def test_every_weight_changes_the_tokens(family: tuple[Path, list[list[int]]], t
         assert differs(runner, expected), name
 
 
+def test_norms_without_their_offset_change_the_tokens(family: tuple[Path, list[list[int]]], tmp_path: Path) -> None:
+    """A norm of 1 + w that forgets the 1, of one layer, of its queries and keys, or at the end."""
+    path, expected = family
+    if path.name not in ("Gemma2ForCausalLM", "Gemma3ForCausalLM", "NemotronForCausalLM"):
+        pytest.skip("its norms have no offset")
+    (tmp_path / "config.json").write_bytes((path / "config.json").read_bytes())
+    tensors = load_file(path / "model.safetensors")
+    norms = [
+        name for name in tensors if name.endswith("norm.weight") and ("layers.1." in name or "layers." not in name)
+    ]
+    assert len(norms) >= 3
+    for name in norms:
+        save_file({**tensors, name: tensors[name] - 1.0}, tmp_path / "model.safetensors")
+        assert differs(make_runner(tmp_path), expected), name
+
+
 def test_dummy_weights_have_the_checkpoints_shape(family: tuple[Path, list[list[int]]]) -> None:
     path, _ = family
     weights = list(declare(load_model_config(path)).weights())
