@@ -1,6 +1,7 @@
 """Fixtures that several tests share: tiny checkpoints of both architectures, made once per run."""
 
 import gc
+import logging
 import os
 import signal
 import sys
@@ -113,6 +114,17 @@ def chat_tokens(tiny_qwen3: Path) -> list[list[list[int]]]:
 
     with cluster(tiny_qwen3, "mixed") as plenty:
         return chat(plenty.url, tiny_qwen3)[0]
+
+
+@pytest.fixture(autouse=True)
+def no_log_handler_stays() -> Iterator[None]:
+    """Commands that run in this process set up logging: a later test would log to the captured output of an earlier."""
+    root = logging.getLogger()
+    before = list(root.handlers)
+    yield
+    for handler in list(root.handlers):
+        if handler not in before and type(handler).__module__ == "splitserve.common.logs":
+            root.removeHandler(handler)
 
 
 @pytest.fixture

@@ -3,12 +3,12 @@
 Few tokens of a large vocabulary pass a filter, so most are put aside at once. The vocabulary is cut into groups; the
 k-th largest of the groups' maxima is no larger than the k-th largest logit, for k groups have one that is at least as
 large. The tokens that reach this bound, a few more than k, are collected, and one program per row searches them alone.
-For top-p without top-k the bound is a maximum of the middle; where what reaches it has too little mass, or where more
+For top-p without top-k the bound is one of the lower maxima; where what reaches it has too little mass, or where more
 tokens reach a bound than there is room for, the program searches the whole row.
 
 A logit's bits, taken in the order of float32, are a number of 32 bits. A search finds its threshold digit by digit: it
-measures the tokens (their number, or their weight) of at least each of 16 candidates, and takes the largest candidate
-that is enough. Nothing is sorted, and no result depends on the order in which tokens were collected but by rounding.
+measures the tokens (their number, or their weight) of at least each of three candidates, and takes the largest that is
+enough. Nothing is sorted, and no result depends on the order in which tokens were collected but by rounding.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
@@ -22,6 +22,8 @@ from splitserve.kernels.triton.launch import overlapped, wait
 _PART = 4096  # token ids per program
 _GROUP = 256  # token ids that share a maximum
 _ROOM = 2048  # tokens that can be collected for a row
+_CHUNK = 2048  # logits that a row's program searches at a time
+_NUM_WARPS = 16  # of that program
 
 
 def keep_thresholds(
@@ -51,7 +53,8 @@ def keep_thresholds(
     )  # fmt: skip
     _settle_kernel[(num_rows,)](
         logits, numbers, heats, masses, counts, collected, thresholds, logits.stride(0), num_rows,
-        **sizes, NUM_PARTS=num_parts, PARTS=triton.next_power_of_2(num_parts), ROOM=room, num_warps=8, **options,
+        **sizes, NUM_PARTS=num_parts, PARTS=triton.next_power_of_2(num_parts), ROOM=room, CHUNK=_CHUNK,
+        num_warps=_NUM_WARPS, **options,
     )  # fmt: skip
     return thresholds
 
@@ -78,8 +81,9 @@ def _filters(numbers_ptr, heats_ptr, row, num_rows, VOCAB_SIZE: tl.constexpr, NU
     top_k = tl.load(numbers_ptr + 3 * num_rows + row)
     top_k = tl.where((heat > 0.0) & (top_k < VOCAB_SIZE), top_k, 0)
     top_p = tl.where(heat > 0.0, tl.load(heats_ptr + num_rows + row), 1.0)
-    rank = tl.where(top_k > 0, top_k, NUM_GROUPS // 2)
-    return heat, top_k, top_p, tl.where((top_k > 0) | (top_p < 1.0), tl.where(rank <= NUM_GROUPS // 2, rank, 0), 0)
+    rank = tl.where(top_k > NUM_GROUPS // 2, 0, top_k)
+    rank = tl.where((top_k == 0) & (top_p < 1.0), NUM_GROUPS * 7 // 8, rank)
+    return heat, top_k, top_p, rank
 
 
 @triton.jit
@@ -91,26 +95,27 @@ def _search(
     largest,
     heat,
     BY_MASS: tl.constexpr,
-    NUM_DIGITS: tl.constexpr = 8,
-    CHUNK: tl.constexpr = 1024,
+    NUM_DIGITS: tl.constexpr,
+    CHUNK: tl.constexpr,
 ):
     """Return the largest order key such that the values of at least it measure ``goal``, with ``NUM_DIGITS`` digits of
-    four bits, and their measure (float64).
+    two bits, and their measure (float64).
 
     ``values_ptr``: ``count`` logits. Measured is their number, or with ``BY_MASS`` the sum of their weights
-    exp((x - largest) / heat), of those with at least the key ``kept``.
+    exp((x - largest) / heat), of those with at least the key ``kept``. Each lane adds up its own before all are added.
     """
-    WAYS: tl.constexpr = 16
-    ways = tl.arange(0, WAYS)
     prefix = tl.full((), 0, tl.uint32)
-    reached = tl.full((), 0.0, tl.float64)
-    shift = tl.full((), 32, tl.int32)
+    reached = tl.full((), 0.0, tl.float64) + count
+    shift = tl.full((), 32, tl.uint32)
     for _ in range(NUM_DIGITS):
-        shift -= 4
-        candidates = prefix + (ways.to(tl.uint32) << shift.to(tl.uint32))
-        measured = tl.zeros((WAYS,), tl.float64)
-        for first in range(0, count, CHUNK):
-            columns = first + tl.arange(0, CHUNK)
+        shift -= 2
+        step = tl.full((), 1, tl.uint32) << shift
+        first, second, third = prefix + step, prefix + 2 * step, prefix + 3 * step
+        of_first = tl.zeros((CHUNK,), tl.float32)
+        of_second = tl.zeros((CHUNK,), tl.float32)
+        of_third = tl.zeros((CHUNK,), tl.float32)
+        for start in range(0, count, CHUNK):
+            columns = start + tl.arange(0, CHUNK)
             inside = columns < count
             x = tl.load(values_ptr + columns, mask=inside, other=float("-inf")).to(tl.float32)
             key = _order_key(x)
@@ -118,11 +123,18 @@ def _search(
                 weight = tl.where(inside & (key >= kept), tl.exp((x - largest) / heat), 0.0)
             else:
                 weight = inside.to(tl.float32)
-            enough = key[:, None] >= candidates[None, :]
-            measured += tl.sum(tl.where(enough, weight[:, None], 0.0), axis=0).to(tl.float64)
-        digit = tl.sum(((measured >= goal) & (ways > 0)).to(tl.int32))
-        prefix += digit.to(tl.uint32) << shift.to(tl.uint32)
-        reached = tl.sum(tl.where(ways == digit, measured, 0.0))
+            of_first += tl.where(key >= first, weight, 0.0)
+            of_second += tl.where(key >= second, weight, 0.0)
+            of_third += tl.where(key >= third, weight, 0.0)
+        measured = tl.sum(of_first.to(tl.float64))
+        if measured >= goal:
+            prefix, reached = first, measured
+        measured = tl.sum(of_second.to(tl.float64))
+        if measured >= goal:
+            prefix, reached = second, measured
+        measured = tl.sum(of_third.to(tl.float64))
+        if measured >= goal:
+            prefix, reached = third, measured
     return prefix, reached
 
 
@@ -188,7 +200,7 @@ def _collect_kernel(
     if rank > 0:
         # Half of the digits are a bound that is close enough.
         bound, _ = _search(
-            maxima_ptr + row * NUM_GROUPS, NUM_GROUPS, rank.to(tl.float64), 0, 0.0, 1.0, BY_MASS=False, NUM_DIGITS=4
+            maxima_ptr + row * NUM_GROUPS, NUM_GROUPS, rank.to(tl.float64), 0, 0.0, 1.0, False, NUM_DIGITS=8, CHUNK=1024
         )
         columns = part * PART + tl.arange(0, PART)
         inside = columns < VOCAB_SIZE
@@ -216,6 +228,7 @@ def _settle_kernel(
     NUM_PARTS: tl.constexpr,
     PARTS: tl.constexpr,
     ROOM: tl.constexpr,
+    CHUNK: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ):
     """Write the threshold of a row: the collected logits are searched, or all where these don't decide."""
@@ -236,23 +249,23 @@ def _settle_kernel(
         largest = tl.max(of_parts)
         surplus = tl.full((), 0.0, tl.float64)  # weight of the ties that top-k keeps beyond k
         if top_k > 0:
-            kept, reached = _search(values_ptr, count, top_k.to(tl.float64), 0, 0.0, 1.0, BY_MASS=False)
+            kept, reached = _search(values_ptr, count, top_k.to(tl.float64), 0, 0.0, 1.0, False, 16, CHUNK)
             surplus = (reached - top_k.to(tl.float64)) * tl.exp((_logit(kept) - largest) / heat32)
         if top_p < 1.0:
             if top_k > 0:
-                total = _mass(values_ptr, count, kept, largest, heat32) - surplus
+                total = _mass(values_ptr, count, kept, largest, heat32, CHUNK) - surplus
             else:
                 sums = tl.load(masses_ptr + (num_rows + row) * NUM_PARTS + parts, mask=parts < NUM_PARTS, other=0.0)
                 total = tl.sum((sums * tl.exp((of_parts - largest) / heat32)).to(tl.float64))
-                if _mass(values_ptr, count, kept, largest, heat32) < top_p * total:
+                if _mass(values_ptr, count, kept, largest, heat32, CHUNK) < top_p * total:
                     values_ptr = logits_ptr + row * row_stride
                     count = tl.full((), VOCAB_SIZE, tl.int32)
-            kept, reached = _search(values_ptr, count, top_p * total, kept, largest, heat32, BY_MASS=True)
+            kept, reached = _search(values_ptr, count, top_p * total, kept, largest, heat32, True, 16, CHUNK)
     tl.store(thresholds_ptr + row, tl.where(kept == 0, float("-inf"), _logit(kept)))
 
 
 @triton.jit
-def _mass(values_ptr, count, kept, largest, heat, CHUNK: tl.constexpr = 1024):
+def _mass(values_ptr, count, kept, largest, heat, CHUNK: tl.constexpr):
     """Return the sum of the weights of the ``count`` values with at least the key ``kept``, float64."""
     mass = tl.full((), 0.0, tl.float64)
     for first in range(0, count, CHUNK):

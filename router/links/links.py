@@ -9,6 +9,7 @@ import logging
 import os
 import socket
 from collections.abc import Callable
+from functools import partial
 
 import zmq
 
@@ -31,9 +32,7 @@ _DOWN_EVENTS = (
 )
 
 
-# Returns an option of a socket, by number. The method of :class:`zmq.Socket` looks up the option's kind, which takes
-# longer than to receive a message.
-_get = zmq.backend.Socket.get
+_AT_ONCE = int(zmq.NOBLOCK)  # as a plain number: ZMQ's own is converted at each use
 
 
 class LoopSocket:
@@ -76,9 +75,12 @@ class LoopSocket:
             if self.socket.closed:
                 return
             try:
-                frames = [self.socket.recv(zmq.NOBLOCK)]
-                while _get(self.socket, zmq.RCVMORE):
-                    frames.append(self.socket.recv(zmq.NOBLOCK))
+                # A frame knows whether more follow; to ask the socket takes longer than to receive a message.
+                frame = self.socket.recv(_AT_ONCE, copy=False)
+                frames = [frame.bytes]
+                while frame.more:
+                    frame = self.socket.recv(_AT_ONCE, copy=False)
+                    frames.append(frame.bytes)
             except zmq.Again:
                 return
             try:
@@ -140,10 +142,12 @@ class FailedHandshakes:
 
 
 def _address_of_peer(descriptor: int) -> str:
-    """Return the peer's address of a connection that ZMQ owns; "" if ZMQ has closed it by now."""
+    """Return the peer's address of a connection that ZMQ owns; "" if ZMQ has closed it by now, and perhaps another
+    socket has got its number."""
     try:
         with socket.socket(fileno=os.dup(descriptor)) as connection:
-            return str(connection.getpeername()[0])
+            is_of_network = connection.family in (socket.AF_INET, socket.AF_INET6)
+            return str(connection.getpeername()[0]) if is_of_network else ""
     except OSError:
         return ""
 
@@ -182,7 +186,7 @@ class WorkerLink:
         except zmq.ZMQError as error:
             raise ConfigError(f"endpoint {info.endpoint!r} can't be dialled: {error.strerror}") from error
         self._monitor = LoopSocket(monitor, self._on_event)
-        self._socket = LoopSocket(socket, lambda frames: on_frames(self.party, frames))
+        self._socket = LoopSocket(socket, partial(on_frames, self.party))
 
     def _connect(
         self, context: "zmq.Context[zmq.Socket[bytes]]", security: SocketSecurity

@@ -197,6 +197,10 @@ class Membership:
         record = self.get(party)
         return record is not None and record.connection == connection
 
+    def __len__(self) -> int:
+        """Return the number of known workers."""
+        return len(self._records)
+
     def records(self) -> list[WorkerRecord]:
         return list(self._records.values())
 

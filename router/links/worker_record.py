@@ -61,11 +61,13 @@ class WorkerRecord:
     link_rates: Mapping[str, float] = field(default_factory=dict)
     kv_capacity_tokens: int = field(init=False)
     token_bytes: int = field(init=False)  # of KV
+    num_kept_blocks: int = field(init=False)  # that fit into its KV memory and its host tier
 
     def __post_init__(self) -> None:
         layout = self.info.layout
         self.kv_capacity_tokens = self.info.num_blocks * layout.block_size
         self.token_bytes = layout.block_bytes // layout.block_size
+        self.num_kept_blocks = self.info.num_blocks + self.info.setup.host_kv_bytes // max(1, layout.block_bytes)
 
     @property
     def charges(self) -> Charges:

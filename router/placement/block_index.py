@@ -22,29 +22,40 @@ class BlockIndex:
     def __len__(self) -> int:
         return len(self._blocks)
 
-    def put(self, bit: int, block_hash: bytes, tier: str) -> bool:
-        """Add a block of the worker ``bit``; return False if it was in this tier already."""
-        number = self._number(tier)
-        masks = self._blocks.get(block_hash)
-        if masks is None:
-            masks = self._blocks[block_hash] = [0] * len(self.tiers)
-        elif len(masks) <= number:
-            masks.extend([0] * (len(self.tiers) - len(masks)))
-        if masks[number] & bit:
-            return False
-        masks[number] |= bit
-        return True
+    def put(self, bit: int, block_hashes: Iterable[bytes], tier: str) -> list[bytes]:
+        """Add blocks of the worker ``bit``; return those that were not in this tier already."""
+        number, num_tiers, blocks = self._number(tier), len(self.tiers), self._blocks
+        added = []
+        for block_hash in block_hashes:
+            masks = blocks.get(block_hash)
+            if masks is None:
+                masks = blocks[block_hash] = [0] * num_tiers
+            elif len(masks) <= number:
+                masks.extend([0] * (num_tiers - len(masks)))
+            if not masks[number] & bit:
+                masks[number] |= bit
+                added.append(block_hash)
+        return added
 
-    def take(self, bit: int, block_hash: bytes, tier: str) -> tuple[bool, bool]:
-        """Remove a block from a worker's tier. Return whether it was there, and whether the worker has it elsewhere."""
-        number, masks = self._number(tier), self._blocks.get(block_hash)
-        if masks is None or len(masks) <= number or not masks[number] & bit:
-            return False, masks is not None and any(mask & bit for mask in masks)
-        masks[number] ^= bit
-        if any(masks):
-            return True, any(mask & bit for mask in masks)
-        del self._blocks[block_hash]
-        return True, False
+    def take(self, bit: int, block_hashes: Iterable[bytes], tier: str) -> tuple[int, list[bytes]]:
+        """Remove blocks from a worker's tier. Return how many of them were there, and which the worker has in no other
+        tier."""
+        number, blocks = self._number(tier), self._blocks
+        num_taken, gone = 0, []
+        for block_hash in block_hashes:
+            masks = blocks.get(block_hash)
+            if masks is None or len(masks) <= number or not masks[number] & bit:
+                continue
+            masks[number] ^= bit
+            num_taken += 1
+            left = 0
+            for mask in masks:
+                left |= mask
+            if not left:
+                del blocks[block_hash]
+            if not left & bit:
+                gone.append(block_hash)
+        return num_taken, gone
 
     def forget(self, bit: int, block_hashes: Iterable[bytes]) -> None:
         """Remove blocks from all tiers of a worker."""

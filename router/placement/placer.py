@@ -90,15 +90,13 @@ class Placer:
 
     def note_sent(self, parties: Iterable[Party], prompt: PromptHashes) -> None:
         """Take into account that these workers will hold the KV of a prompt."""
-        if len(self._membership.records()) == 1:
+        if len(self._membership) == 1:
             return
         for party in parties:
             record = self._membership.get(party)
             if record is not None and record.state is not WorkerState.LOST and record.info.prefix_caching:
                 layout = record.info.layout
-                root, size = root_hash(layout), layout.block_size
-                num_blocks = record.info.num_blocks + record.info.setup.host_kv_bytes // max(1, layout.block_bytes)
-                self._prefixes.note_sent(party, root, prompt, size, num_blocks)
+                self._prefixes.note_sent(party, root_hash(layout), prompt, layout.block_size, record.num_kept_blocks)
 
     def forget_prefixes(self) -> None:
         """Forget what was sent to the workers: their caches are reset. KV events tell what they evict."""
@@ -151,4 +149,4 @@ class Placer:
 
     def _matches(self, prompt: PromptHashes, *, certain: bool = False) -> Mapping[Party, PrefixMatch]:
         """Return each worker's prefix match; none with a single worker: it doesn't matter then, and hashing is slow."""
-        return self._prefixes.matches(prompt, certain=certain) if len(self._membership.records()) > 1 else {}
+        return self._prefixes.matches(prompt, certain=certain) if len(self._membership) > 1 else {}

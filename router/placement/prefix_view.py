@@ -8,6 +8,7 @@ The index is a hint: a block may be evicted before a request needs it; its KV is
 """
 
 import itertools
+from array import array
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -54,7 +55,12 @@ class PromptHashes:
 
     def extended(self, output_ids: Sequence[int]) -> "PromptHashes":
         """Return the hashes of the prompt with an output behind it; those of the prompt aren't computed again."""
-        longer = PromptHashes([*self._token_ids, *output_ids], self._cache_salt)
+        token_ids: Sequence[int]
+        if isinstance(self._token_ids, array):  # joined as such: a list of a long prompt takes longer than its hashes
+            token_ids = self._token_ids + array("i", output_ids)
+        else:
+            token_ids = [*self._token_ids, *output_ids]
+        longer = PromptHashes(token_ids, self._cache_salt)
         longer._chains = {key: list(chain) for key, chain in self._chains.items()}
         return longer
 
@@ -103,34 +109,34 @@ class PrefixView:
 
     def _apply_event(self, known: _Holding, event: KVEvent) -> None:
         if event.kind == "stored":
-            for block_hash in event.hashes:
-                self._put(known, block_hash, event.tier)
+            self._put(known, event.hashes, event.tier)
             return
-        for block_hash in event.hashes:
-            self._take(known, block_hash, event.tier)
-            if event.tier == DEVICE and known.sent.pop(block_hash, SENT) is None:
-                self._take(known, block_hash, SENT)
+        self._take(known, event.hashes, event.tier)
+        if event.tier == DEVICE:
+            self._take(known, [each for each in event.hashes if known.sent.pop(each, SENT) is None], SENT)
 
     def note_sent(self, party: Party, root_hash: bytes, prompt: PromptHashes, block_size: int, num_blocks: int) -> None:
         """Take a prompt into account that ``party``, which has ``num_blocks`` blocks, was sent or has computed."""
         known = self._holdings.get(party)
         if known is None:
             known = self._hold(party, root_hash, block_size)
-        chain = prompt.chain(known.root_hash, known.block_size)
+        chain, sent = prompt.chain(known.root_hash, known.block_size), known.sent
+        new = []
         for block_hash in reversed(chain):  # so that the end of a prompt is forgotten before its beginning
-            if block_hash in known.sent:
-                known.sent.move_to_end(block_hash)
+            if block_hash in sent:
+                sent.move_to_end(block_hash)
             else:
-                known.sent[block_hash] = None
-                self._put(known, block_hash, SENT)
-        while len(known.sent) > min(num_blocks, MAX_HASHES_PER_WORKER):
-            self._take(known, known.sent.popitem(last=False)[0], SENT)
+                sent[block_hash] = None
+                new.append(block_hash)
+        self._put(known, new, SENT)
+        num_over = len(sent) - min(num_blocks, MAX_HASHES_PER_WORKER)
+        if num_over > 0:
+            self._take(known, [sent.popitem(last=False)[0] for _ in range(num_over)], SENT)
 
     def forget_sent(self) -> None:
         """Forget all that workers were sent and have not announced."""
         for known in self._holdings.values():
-            for block_hash in known.sent:
-                self._take(known, block_hash, SENT)
+            self._take(known, list(known.sent), SENT)
             known.sent.clear()
 
     def forget(self, party: Party) -> None:
@@ -146,17 +152,16 @@ class PrefixView:
         known = self._holdings[party] = _Holding(bit, root_hash, block_size)
         return known
 
-    def _put(self, known: _Holding, block_hash: bytes, tier: str) -> None:
-        if self._blocks.put(known.bit, block_hash, tier):
-            known.blocks.add(block_hash)
-            known.sizes[tier] = known.sizes.get(tier, 0) + 1
+    def _put(self, known: _Holding, block_hashes: Sequence[bytes], tier: str) -> None:
+        added = self._blocks.put(known.bit, block_hashes, tier)
+        known.blocks.update(added)
+        known.sizes[tier] = known.sizes.get(tier, 0) + len(added)
 
-    def _take(self, known: _Holding, block_hash: bytes, tier: str) -> None:
-        was_there, is_elsewhere = self._blocks.take(known.bit, block_hash, tier)
-        if was_there:
-            known.sizes[tier] -= 1
-            if not is_elsewhere:
-                known.blocks.remove(block_hash)
+    def _take(self, known: _Holding, block_hashes: Sequence[bytes], tier: str) -> None:
+        num_taken, gone = self._blocks.take(known.bit, block_hashes, tier)
+        if num_taken:
+            known.sizes[tier] -= num_taken
+            known.blocks.difference_update(gone)
 
     # ---- queries ----
 

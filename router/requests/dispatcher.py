@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 
 from splitserve.protocol.config import RouterConfig
 from splitserve.protocol.messages.envelope import Body
-from splitserve.protocol.messages.requests import ClockReading, Profiled
+from splitserve.protocol.messages.requests import ClockReading, Profiled, StepTokens
 from splitserve.protocol.request import Party, SamplingParams
 from splitserve.protocol.token_ids import TokenIds
 from splitserve.router.admin.metrics import RouterMetrics
@@ -241,7 +241,9 @@ class Dispatcher:
     # ---- events of the workers ----
 
     def _on_message(self, sender: Party, body: Body) -> None:
-        if isinstance(body, ClockReading):
+        if isinstance(body, StepTokens):  # nearly all
+            self._handle(FromWorker(sender, body))
+        elif isinstance(body, ClockReading):
             self.core.clocks.note(sender, body.asked_at, body.at, time.monotonic())
         elif not isinstance(body, Profiled):
             self._handle(FromWorker(sender, body))

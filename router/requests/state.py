@@ -180,10 +180,11 @@ class RequestState:
         """Return the update with new tokens."""
         if new.token_ids and self.phase is RequestPhase.WAITING:
             self.phase = RequestPhase.STREAMING
-        if not self.output.complete:
+        output = self.output
+        if output.end is None or output.end != len(output.output_ids):  # not complete
             return Update(new.token_ids, logprobs=new.logprobs) if new.token_ids else NOTHING
         aborts = self._end(RequestPhase.FINISHED)
-        return Update(new.token_ids, self.output.finish_reason, ended=True, aborts=aborts, logprobs=new.logprobs)
+        return Update(new.token_ids, output.finish_reason, ended=True, aborts=aborts, logprobs=new.logprobs)
 
     def _contradicted(self, sender: Party, error: Contradiction) -> Update:
         """Fail the request. Either worker may be wrong, and may not have stopped either: abort both."""

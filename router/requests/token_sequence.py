@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+
+import msgspec
 
 from splitserve.protocol.messages.logprobs import Logprobs
 from splitserve.protocol.request import FinishReason
@@ -14,7 +15,7 @@ class Contradiction(Exception):
     """A worker's message that contradicts delivered tokens or the request's bounds."""
 
 
-class NewTokens(NamedTuple):
+class NewTokens(msgspec.Struct, frozen=True, gc=False):
     """Tokens that can be delivered now, and their log-probabilities."""
 
     token_ids: list[int]

@@ -59,6 +59,7 @@ class Choice:
         self._min_tokens = min_tokens
         self._splitter = splitter
         self._special_texts = special_texts or {}
+        self._is_plain = not stop_strings and splitter is None
         self.num_tokens = 0  # all output tokens, including an end token and those of a stop string
         self.finish_reason: FinishReason | None = None
 
@@ -67,6 +68,9 @@ class Choice:
 
         Tokens are processed one by one, so the result doesn't depend on how they were packed into updates.
         """
+        if self._is_plain and finish_reason is None:  # nothing but text, as most of a stream is
+            self.num_tokens += len(token_ids)
+            return Piece(self._detokenizer.push(token_ids), token_ids, None)
         # A stop token ends the text without being part of it, unless that was requested.
         num_shown = len(token_ids) - (finish_reason is FinishReason.STOP and not self._include_stop)
         text = ""

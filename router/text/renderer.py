@@ -101,10 +101,13 @@ class Renderer:
             child.close()
 
     async def _take(self) -> "_Child":
+        while not self._idle.empty():
+            if (child := self._idle.get_nowait()).state is _State.IDLE:  # else it ended while it was idle
+                return child
         try:
             async with asyncio.timeout(WAIT_SECONDS):
                 while (child := await self._idle.get()).state is not _State.IDLE:
-                    pass  # it ended while it was idle
+                    pass
         except TimeoutError:
             raise RendererBusyError("all processes that render chat templates are busy: try again") from None
         return child

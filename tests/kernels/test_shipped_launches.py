@@ -22,7 +22,7 @@ from splitserve.kernels.tuning.tunables import OPERATIONS
 
 SHARED_BYTES = {"NVIDIA H200": 227 << 10}  # of one program, by CUDA's programming guide for compute capability 9.0
 HAS_TMA = {"NVIDIA H200"}
-ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "uint8": 2}  # uint8: MXFP4, which becomes bfloat16 in a tile
 WORKSPACE_ELEMENTS, WORKSPACE_TILES = 1 << 23, 1 << 16  # of products in parts
 MAX_THREAD_ELEMENTS = 128  # of a row kernel's weights, in registers
 SIZES = {

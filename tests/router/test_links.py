@@ -1,5 +1,7 @@
 """The links of KV are visible in hand-over reports, heartbeats and metrics."""
 
+import socket
+
 import pytest
 
 from core_driver import DECODE, KEY, PREFILL, Worker, decode_request, of, sent
@@ -12,6 +14,7 @@ from splitserve.protocol.messages.membership import PeerLink, WorkerInfo
 from splitserve.protocol.messages.requests import Introduce, PeerRef, StepTokens
 from splitserve.protocol.request import Role
 from splitserve.router.admin.metrics import RouterMetrics
+from splitserve.router.links.links import _address_of_peer
 from splitserve.router.links.membership import Membership
 from splitserve.simulation.model import LAYOUT, ROUTER
 from splitserve.simulation.worker.connector import SimConnector
@@ -60,3 +63,15 @@ def test_metrics_name_a_slow_link() -> None:
     assert f"splitserve_link_bytes_per_second{{{labels}}} 7e+08" in text
     fine_labels = 'peer="prefill-1",role="decode",transport="cuda_ipc",worker="decode-0"'
     assert f"splitserve_link_slow{{{fine_labels}}} 0.0" in text
+
+
+def test_a_descriptor_that_another_socket_has_got_has_no_address() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()):
+        accepted, _ = server.accept()
+        descriptor = accepted.fileno()
+        with accepted:
+            assert _address_of_peer(descriptor) == "127.0.0.1"
+        one, other = socket.socketpair()  # of Unix, whose peers have no names
+        with one, other:
+            assert _address_of_peer(one.fileno()) == ""
+    assert _address_of_peer(descriptor) == ""

@@ -1,6 +1,7 @@
 """Prefixes that the router knows because it sent them: conversations without events, and the index against a model."""
 
 import random
+from array import array
 from dataclasses import dataclass, field
 
 import pytest
@@ -39,6 +40,14 @@ def test_a_turn_finds_the_output_of_the_turn_before() -> None:
     assert hashes.extended(output).chain(ROOT, SIZE)[:2] == hashes.chain(ROOT, SIZE)
 
 
+def test_packed_prompts_have_the_hashes_of_lists() -> None:
+    prompt, output = [*range(11)], [2**31 - 1, *range(500, 515)]
+    packed = PromptHashes(array("i", prompt))
+    whole = PromptHashes([*prompt, *output]).chain(ROOT, SIZE)
+    assert packed.chain(ROOT, SIZE) == whole[: len(packed.chain(ROOT, SIZE))]
+    assert packed.extended(output).chain(ROOT, SIZE) == whole
+
+
 def test_what_must_have_been_evicted_is_forgotten_ends_first() -> None:
     view = PrefixView()
     sent(view, PARTIES[0], list(range(41)), num_blocks=15)
@@ -46,6 +55,19 @@ def test_what_must_have_been_evicted_is_forgotten_ends_first() -> None:
     first, second = (view.matches(PromptHashes(prompt)) for prompt in (list(range(41)), list(range(100, 133))))
     assert second[PARTIES[0]].num_tokens == 32
     assert first[PARTIES[0]].num_tokens == (15 - 8) * SIZE
+
+
+def test_all_that_was_sent_can_be_forgotten() -> None:
+    view, prompt = PrefixView(), list(range(41))
+    chain = list(PromptHashes(prompt).chain(ROOT, SIZE))
+    stored = [KVEvent("stored", "device", chain[:3])]
+    view.apply(KVEventBatch(PARTIES[0].engine_id, PARTIES[0].incarnation, 1, SIZE, ROOT, True, stored))
+    for party in PARTIES[:2]:
+        sent(view, party, prompt)
+    view.forget_sent()
+    assert {party: match.num_tokens for party, match in view.matches(PromptHashes(prompt)).items()} == {PARTIES[0]: 12}
+    sent(view, PARTIES[1], prompt)
+    assert view.matches(PromptHashes(prompt))[PARTIES[1]].num_tokens == 40
 
 
 def test_an_eviction_counts_for_what_was_sent_as_well() -> None:

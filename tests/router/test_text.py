@@ -20,6 +20,7 @@ from splitserve.router.text.grammar_checker import GrammarChecker
 from splitserve.router.text.preparation import Preparation
 from splitserve.router.text.renderer import Renderer
 from splitserve.router.text.tokenizer import ModelTokenizer
+from splitserve.router.text.tokens.byte_level import ByteLevelDetokenizer, TokenTable
 
 
 def render_chat(model, messages):
@@ -129,6 +130,18 @@ def test_a_choice_counts_the_end_token_and_does_not_show_it(tokenizer):
     assert piece.text == "The quick" and choice.num_tokens == len(ids) + 1 == len(piece.token_ids)
     visible_end = Choice(WindowDetokenizer(tokenizer), [])
     assert visible_end.push(ids, FinishReason.STOP).text == tokenizer.decode(ids[:-1])
+
+
+@given(text=st.text(alphabet="ab é€🙂", min_size=1, max_size=12), size=st.integers(1, 4))
+def test_a_choice_without_stop_strings_has_the_text_and_all_tokens(tokenizer, text, size):
+    ids = tokenizer.encode(text, add_special_tokens=False).ids
+    choice = Choice(ByteLevelDetokenizer(TokenTable(lambda token_id: tokenizer.id_to_token(token_id) or "")), [])
+    pieces = [choice.push(ids[begin : begin + size], None) for begin in range(0, len(ids), size)]
+    assert choice.finish_reason is None
+    pieces.append(choice.push([], FinishReason.LENGTH))
+    assert "".join(piece.text for piece in pieces) == text
+    assert [token_id for piece in pieces for token_id in piece.token_ids] == ids
+    assert (choice.num_tokens, choice.finish_reason) == (len(ids), FinishReason.LENGTH)
 
 
 def test_a_stop_string_ends_a_choice_at_its_token_however_tokens_are_packed(tokenizer):

@@ -17,6 +17,7 @@ NUM_SCHEDULES = 300  # within which each must be found
 
 
 PUBLISHED = "is shared or published, so no read can be writing to it"
+WRITTEN = "which the index finds"
 FREED_IN_STEP = "was freed under a step"
 LITTLE_MEMORY = Shape(num_blocks=16)
 TWO_DECODE = Shape(decode=2, num_blocks=16)
@@ -56,17 +57,17 @@ FALSE_STARTS = {"faults": Faults(kills=3, read_error=0.2, rounding=True, step_se
     ("plant", "options", "words"),
     [
         (plants.generations_unchecked, EXPIRING, CHANGED),
-        (plants.generation_kept_when_taken, EXPIRING, WRONG_TOKENS),
+        (plants.generation_kept_when_taken, EXPIRING, "were taken, and keep their generations"),
         (plants.published_before_verified, SLOW_READS, PUBLISHED),
-        (plants.published_before_computed, QUIET, PUBLISHED),
-        (plants.partial_block_published, INTERRUPTED, WRONG_TOKENS),
+        (plants.published_before_computed, QUIET, WRITTEN),
+        (plants.partial_block_published, INTERRUPTED, WRITTEN),
         (plants.digests_unchecked, DAMAGE, WRONG_TOKENS),
         (plants.no_quarantine, BAD_READS, "blocks that aren't quarantined"),
         (plants.quarantine_ends_with_the_deadline, LATE_READS, "aren't those of the hand-overs"),
-        (plants.offered_before_the_step_completed, QUIET, WRONG_TOKENS),
+        (plants.offered_before_the_step_completed, QUIET, "another content than its hash names"),
         (plants.offers_sent_once, LOSSY, HANDOVERS_FAILED),
         (plants.offered_with_the_step_before, LONG_PROMPTS, WRONG_TOKENS),
-        (plants.completed_on_one_rank, LONG_PROMPTS, WRONG_TOKENS),
+        (plants.completed_on_one_rank, LONG_PROMPTS, WRITTEN),
         (plants.read_over_on_one_rank, SLOW_READS, "was freed under a read"),
         (plants.generations_of_one_rank, EXPIRING, WRONG_TOKENS),
         (plants.blocks_given_back_during_a_step, ABORTS, FREED_IN_STEP),

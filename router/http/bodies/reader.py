@@ -32,11 +32,15 @@ class BodyReader:
 
         Raises :class:`ApiError` as :meth:`read` does, and 400 that names the fault.
         """
-        async with self.read(request) as body:
+        chunks: list[bytes] = []  # as in read(), whose context takes longer than the rest of a short body
+        try:
+            body = await self._receive(request, chunks, self._limit_of(request, self._max_bytes))
             if is_surely_small(body):
                 return parse(model, body), len(body)
             loop = asyncio.get_running_loop()
             return await loop.run_in_executor(self._pool, parse_checked, model, body), len(body)
+        finally:
+            self._num_bytes -= sum(map(len, chunks))
 
     @asynccontextmanager
     async def read(self, request: Request, max_bytes: int = 0) -> AsyncIterator[bytes]:
@@ -44,18 +48,22 @@ class BodyReader:
 
         Raises :class:`ApiError` 413 if it is too large, 408 if too slow, 429 if all bodies take too much memory.
         """
-        limit = min(max_bytes or self._max_bytes, self._max_bytes)
-        declared = request.headers.get("content-length", "")
-        if declared.isascii() and declared.isdigit() and (len(declared) > 18 or int(declared) > limit):
-            raise _too_large(limit)
+        limit = self._limit_of(request, min(max_bytes or self._max_bytes, self._max_bytes))
         chunks: list[bytes] = []
         try:
-            await self._receive(request, chunks, limit)
-            yield b"".join(chunks)
+            yield await self._receive(request, chunks, limit)
         finally:
             self._num_bytes -= sum(map(len, chunks))
 
-    async def _receive(self, request: Request, chunks: list[bytes], limit: int) -> None:
+    def _limit_of(self, request: Request, limit: int) -> int:
+        """Return ``limit``. Raises :class:`ApiError` 413 for a body that is declared to be larger."""
+        declared = request.headers.get("content-length", "")
+        if declared.isascii() and declared.isdigit() and (len(declared) > 18 or int(declared) > limit):
+            raise _too_large(limit)
+        return limit
+
+    async def _receive(self, request: Request, chunks: list[bytes], limit: int) -> bytes:
+        """Receive the whole body; ``chunks`` gets what is counted, also of a body that doesn't end."""
         size = 0
         try:
             async with asyncio.timeout(BODY_SECONDS):
@@ -66,6 +74,7 @@ class BodyReader:
                     self._check(size, limit)
         except TimeoutError:
             raise ApiError(408, f"the body didn't come within {BODY_SECONDS:g} s", code="request_timeout") from None
+        return b"".join(chunks)
 
     def _check(self, size: int, limit: int) -> None:
         if size > limit:

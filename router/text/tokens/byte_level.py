@@ -20,6 +20,7 @@ def _byte_of_char() -> dict[str, int]:
 
 
 BYTE_OF_CHAR = _byte_of_char()
+_byte_of = BYTE_OF_CHAR.__getitem__
 
 
 class TokenTable:
@@ -50,7 +51,7 @@ class TokenTable:
         if string in self._hidden:
             return b""
         try:
-            return bytes([BYTE_OF_CHAR[char] for char in string])
+            return bytes(map(_byte_of, string))
         except KeyError:  # an added token is its own text
             return string.encode()
 
@@ -66,6 +67,8 @@ class ByteLevelDetokenizer:
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Return the text that these tokens make final."""
+        if len(token_ids) == 1:
+            return self._push_one(token_ids[0])
         return "".join([self._push_one(token_id) for token_id in token_ids])
 
     def flush(self) -> str:

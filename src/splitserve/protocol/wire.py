@@ -11,6 +11,7 @@ from splitserve.protocol.token_ids import from_bytes, highest
 
 _MAGIC = b"SP"
 _HEADER_BYTES = 4
+_HEADER = _MAGIC + SCHEMA_VERSION.to_bytes(2, "big")
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024  # a prompt of four million tokens
 
 
@@ -35,21 +36,24 @@ _decoder = msgspec.msgpack.Decoder(Envelope, strict=True, dec_hook=_token_ids)
 
 
 def encode(envelope: Envelope) -> bytes:
-    return _MAGIC + SCHEMA_VERSION.to_bytes(2, "big") + _encoder.encode(envelope)
+    return _HEADER + _encoder.encode(envelope)
 
 
 def decode(data: bytes) -> Envelope:
     """Decode an envelope. Raises :class:`WireError` with the problem of the bytes, and no other error."""
     if len(data) > MAX_MESSAGE_BYTES:
         raise WireError(f"message of {len(data)} bytes; at most {MAX_MESSAGE_BYTES} are accepted")
-    if data[:2] != _MAGIC or len(data) < _HEADER_BYTES:
-        raise WireError("not a Splitserve message: wrong first bytes")
-    version = int.from_bytes(data[2:_HEADER_BYTES], "big")
-    if version != SCHEMA_VERSION:
-        raise WireError(
-            f"message of schema version {version}; this process speaks {SCHEMA_VERSION}: upgrade the older side"
-        )
+    if data[:_HEADER_BYTES] != _HEADER:
+        raise WireError(_fault_of_header(data))
     try:
         return _decoder.decode(memoryview(data)[_HEADER_BYTES:])
     except (msgspec.DecodeError, ConfigError, RecursionError, UnicodeDecodeError) as error:
         raise WireError(f"malformed message: {error}") from error
+
+
+def _fault_of_header(data: bytes) -> str:
+    """Return in words how the first bytes of a message differ from ours."""
+    if data[:2] != _MAGIC or len(data) < _HEADER_BYTES:
+        return "not a Splitserve message: wrong first bytes"
+    version = int.from_bytes(data[2:_HEADER_BYTES], "big")
+    return f"message of schema version {version}; this process speaks {SCHEMA_VERSION}: upgrade the older side"

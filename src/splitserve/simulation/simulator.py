@@ -15,6 +15,7 @@ from splitserve.simulation.faults import Faults, Shape
 from splitserve.simulation.lies import Liar
 from splitserve.simulation.model import PROTOCOL, ROUTER, HashedModel, Model
 from splitserve.simulation.router.driver import SimRouter
+from splitserve.simulation.worker.cache_checks import check_index
 from splitserve.simulation.worker.driver import SimWorker
 from splitserve.simulation.worker.tiers import SharedServer
 
@@ -222,7 +223,9 @@ class Simulator:
     def check_end(self) -> None:
         """Check that every request ended as it should, and that no block, copy, request or charge is left over."""
         self.router.check_end()
-        for worker in (worker for worker in self.workers.values() if worker.alive):
+        alive = [worker for worker in self.workers.values() if worker.alive]
+        check_index(alive)
+        for worker in alive:
             worker.core.tick(worker.clock)
             worker.check_peers()
             for pool in worker.core.state.blocks.pools:

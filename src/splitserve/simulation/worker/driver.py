@@ -24,6 +24,7 @@ from splitserve.protocol.messages.operators import ResetPrefixCache
 from splitserve.protocol.request import Party, RequestKey, Role
 from splitserve.protocol.step import UNKNOWN_TOKEN, Draw, StepPlan
 from splitserve.simulation.model import BLOCK_SIZE, NUM_HEADS, VOCAB, layout_of, mix, next_kv
+from splitserve.simulation.worker.cache_checks import Generations, check_written
 from splitserve.simulation.worker.connector import SimConnector
 from splitserve.simulation.worker.drawn import Drawn
 from splitserve.simulation.worker.forgotten import Forgotten
@@ -85,6 +86,7 @@ class SimWorker:
             SimConnector(self.party, num_blocks, layout=layout, num_slots=sim.tier_slots),  # type: ignore[arg-type]
             ModelBounds(max_model_len=num_blocks * BLOCK_SIZE, vocab_size=VOCAB),
         )
+        self.seen_generations = Generations(self.core.state.blocks.pools)
         self.below.begin()
         self.digests: dict[tuple[int, int, int], bytes | None] = {}  # by group, block, generation; None: not yet
         self.drain_clock = Drain(sim.protocol.drain_seconds)
@@ -192,6 +194,7 @@ class SimWorker:
             if plan is None:
                 break
         self.core.check_invariants()
+        self.seen_generations.check()
         self.check_peers()
         self.forgotten.check()
         self.below.follow_events()
@@ -335,6 +338,7 @@ class SimWorker:
         if not self.alive:
             return
         self.assert_all_kept(taken)
+        check_written(plan, self.core.state.blocks.pools)
         copy_blocks(plan, self.memories, self.heads_of(rank))
         for chunk in plan.chunks:
             tokens = chunk.token_ids
