@@ -11,7 +11,7 @@ from splitserve.protocol.config import ProtocolConfig, RouterConfig
 from splitserve.protocol.counters import WorkerLoad
 from splitserve.protocol.kv_event_batch import KVEventBatch
 from splitserve.protocol.memory_records import LayoutRecord
-from splitserve.protocol.messages.membership import PeerLink, WorkerInfo
+from splitserve.protocol.messages.membership import PeerLink, WorkerInfo, WorkerSetup
 from splitserve.protocol.messages.requests import DecodeRequest, LocalRequest, PrefillRequest, StepTokens, TokenDelta
 from splitserve.protocol.placement.step_model import StepModel
 from splitserve.protocol.request import FinishReason, Party, RequestKey, Role, SamplingParams
@@ -284,6 +284,7 @@ class ReplayCluster:
             max_num_seqs=spec.max_num_seqs,
             max_model_len=spec.kv_tokens,
             vocab_size=1,
+            setup=WorkerSetup(host_kv_bytes=spec.host_tokens // BLOCK_TOKENS * layout.block_bytes),
             max_num_batched_tokens=spec.chunk_tokens,
             max_num_prefill_tokens=spec.shared_chunk_tokens,
         )
