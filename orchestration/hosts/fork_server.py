@@ -1,4 +1,4 @@
-"""Main of a fork server: it has imported a worker's modules, so that its children need not. Started by :mod:`.forking`.
+"""Main of a fork server: it has imported its children's modules, so that they need not. Started by :mod:`.forking`.
 
 Each packet of its control socket is an order of a child, with the descriptors that the child gets. The child sets its
 environment, folder and output, and continues as :func:`splitserve.orchestration.hosts.child.main`. The server reports
@@ -23,7 +23,6 @@ import msgspec
 
 from splitserve.orchestration.hosts import child
 
-PRELOADED = "splitserve.worker.entry"
 IDLE_SECONDS = 30.0
 MAX_PACKET_BYTES = 1 << 20
 
@@ -145,7 +144,7 @@ class ForkServer:
 
 
 def serve(preloaded: str, kind: type[ForkServer] = ForkServer) -> None:
-    """Import a module, then serve the control socket whose descriptor is the program's only argument."""
+    """Import a module, then serve the control socket whose descriptor is the program's first argument."""
     control = socket.socket(fileno=int(sys.argv[1]))
     control.set_inheritable(False)
     gc.disable()
@@ -159,4 +158,4 @@ def serve(preloaded: str, kind: type[ForkServer] = ForkServer) -> None:
 
 
 if __name__ == "__main__":
-    serve(PRELOADED)
+    serve(sys.argv[2])

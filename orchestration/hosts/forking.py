@@ -1,8 +1,8 @@
-"""Fork servers as a launcher sees them: one per environment, shared by all clusters of this process.
+"""Fork servers as a launcher sees them: one per kind of child and environment, shared by all clusters of this process.
 
 A worker of a fork server starts without the seconds of CPU time that the imports of PyTorch take, and shares the
-memory of what is imported. Variables that libraries read while they are loaded must be the server's own: workers that
-differ in one of them have different servers.
+memory of what is imported; a router that was killed is back sooner. Variables that libraries read while they are loaded
+must be the server's own: workers that differ in one of them have different servers.
 """
 
 import atexit
@@ -84,13 +84,14 @@ class ForkedProcess:
 
 
 class ForkServerLink:
-    """Running fork server: its process, and the control socket to it. ``module`` is the server's main."""
+    """Running fork server: its process, and the control socket to it. ``preloaded``: the module that it imports for its
+    children; ``module``: the server's main."""
 
-    def __init__(self, environment: Mapping[str, str], module: str = fork_server_main.__name__) -> None:
+    def __init__(self, environment: Mapping[str, str], preloaded: str, module: str = fork_server_main.__name__) -> None:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._popen = subprocess.Popen(
-                [sys.executable, "-m", module, str(theirs.fileno())],
+                [sys.executable, "-m", module, str(theirs.fileno()), preloaded],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(),),
@@ -171,13 +172,13 @@ def can_fork() -> bool:
     return True
 
 
-def fork_server(environment: Mapping[str, str]) -> ForkServerLink:
-    """Return the server for children with these variables, started if there is none."""
-    key = key_of(environment)
+def fork_server(environment: Mapping[str, str], preloaded: str) -> ForkServerLink:
+    """Return the server for children of a module with these variables, started if there is none."""
+    key = preloaded, key_of(environment)
     with _servers_lock:
         server = _servers.get(key)
         if server is None or not server.is_running():
-            server = _servers[key] = ForkServerLink(environment)
+            server = _servers[key] = ForkServerLink(environment, preloaded)
         return server
 
 
@@ -187,16 +188,17 @@ def key_of(environment: Mapping[str, str]) -> object:
     return frozenset((name, environment[name]) for name in names), frozenset(os.sched_getaffinity(0))
 
 
-def fork_child(environment: Mapping[str, str], descriptors: Sequence[int]) -> ForkedProcess:
-    """Start a child of a fork server. ``descriptors``: its input, output, errors and status pipe.
+def fork_child(environment: Mapping[str, str], preloaded: str, descriptors: Sequence[int]) -> ForkedProcess:
+    """Start a child of the fork server that has imported the module ``preloaded``. ``descriptors``: the child's input,
+    output, errors and status pipe.
 
     Raises :class:`ForkError`. A second attempt is for a server that just ended because it was idle.
     """
     order = ForkOrder(dict(environment), str(Path.cwd()))
     try:
-        return fork_server(environment).fork(order, descriptors)
+        return fork_server(environment, preloaded).fork(order, descriptors)
     except ForkError:
-        return fork_server(environment).fork(order, descriptors)
+        return fork_server(environment, preloaded).fork(order, descriptors)
 
 
 @atexit.register

@@ -12,7 +12,6 @@ from splitserve.common.security import check_exposure
 from splitserve.orchestration.cluster.host import LMCACHE, ChildProgress, Event, Memory
 from splitserve.orchestration.hosts.addresses import LOOPBACK, own_address
 from splitserve.orchestration.hosts.core_plan import WorkerPlan, plan_workers, wanted_affinity
-from splitserve.orchestration.hosts.fork_server import PRELOADED
 from splitserve.orchestration.hosts.forking import can_fork, fork_server
 from splitserve.orchestration.hosts.gpus import VISIBLE, Gpu, GpuAssignment, check_enough_gpus, device_of, list_gpus
 from splitserve.orchestration.hosts.process import ChildProcess, child_environment
@@ -41,6 +40,11 @@ class Entries:
 
 
 ENTRIES = Entries()
+
+
+def _module_of(entry: str, known: str) -> str:
+    """Return the module of ``entry`` for a fork server to import; "" if it isn't the ``known`` one."""
+    return entry.partition(":")[0] if entry == known else ""
 
 
 @dataclass(slots=True)
@@ -102,9 +106,9 @@ class LocalHost:
         plans = plan_workers(self._machine(), wanted, self._num_cores)
         self._slots = [_Slot(plans[name], pool.name) for name, pool in on_cpu.items()]
         if can_fork():
-            for pool in filter(self._forks, spec.pools):  # now, so that they import while the router starts
+            for pool in filter(self._preloaded, spec.pools):  # now, so that they import while the router starts
                 added = {**worker_environment(spec, pool), **self._environment}
-                fork_server(child_environment(0, {**os.environ, **added}))
+                fork_server(child_environment(0, {**os.environ, **added}), self._preloaded(pool))
 
     def start_router(self, spec: ClusterSpec, ports: RouterPorts, emit: Callable[[Event], None]) -> ChildProcess:
         return ChildProcess(
@@ -116,6 +120,7 @@ class LocalHost:
             emit=emit,
             environment=self._environment,
             log_file=self._log_file("router"),
+            preloaded=_module_of(self._entries.router, ENTRIES.router),
         )
 
     def start_worker(
@@ -156,7 +161,7 @@ class LocalHost:
                 environment={**environment, **self._environment},
                 runs_on=runs_on,
                 log_file=self._log_file(name),
-                forks=self._forks(pool),
+                preloaded=self._preloaded(pool),
             )
         except OSError:
             self.release(name)
@@ -208,9 +213,10 @@ class LocalHost:
     def _needs_gpus(self, pool: PoolSpec) -> bool:
         return device_of(pool.device, self._gpus.gpus) == "cuda"
 
-    def _forks(self, pool: PoolSpec) -> bool:
-        """Return whether a fork server starts the pool's workers: those on CPU, whose modules it has imported."""
-        return self._entries.worker.partition(":")[0] == PRELOADED and not self._needs_gpus(pool)
+    def _preloaded(self, pool: PoolSpec) -> str:
+        """Return the module that the fork server of the pool's workers has imported; "" for workers on GPUs, whose
+        libraries must not be loaded before a fork."""
+        return "" if self._needs_gpus(pool) else _module_of(self._entries.worker, ENTRIES.worker)
 
     def _plan_of(self, name: str, pool: PoolSpec, gpus: list[Gpu]) -> WorkerPlan:
         """Plan a worker. A GPU determines the cores of its worker; a CPU worker takes the pool's emptiest slot, which

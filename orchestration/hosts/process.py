@@ -76,15 +76,16 @@ class Started(Protocol):
 
 
 def _start(
-    variables: Mapping[str, str], life_line: int, log: IO[bytes] | None, status_fd: int, *, forks: bool
+    variables: Mapping[str, str], life_line: int, log: IO[bytes] | None, status_fd: int, *, preloaded: str
 ) -> Started:
-    """Start a process that reads its order from ``life_line``. ``log`` None: its output is this process's."""
-    if forks:
+    """Start a process that reads its order from ``life_line``. ``log`` None: its output is this process's.
+    ``preloaded``: see :class:`ChildProcess`."""
+    if preloaded:
         output = (1, 2) if log is None else (log.fileno(), log.fileno())
         try:
-            return fork_child(variables, (life_line, *output, status_fd))
+            return fork_child(variables, preloaded, (life_line, *output, status_fd))
         except ForkError as error:
-            _log.warning("a worker starts without a fork server, and takes longer: %s", error)
+            _log.warning("a process starts without a fork server, and takes longer: %s", error)
     return subprocess.Popen(
         [sys.executable, "-m", "splitserve.orchestration.hosts.child"],
         stdin=life_line,
@@ -101,8 +102,8 @@ def _start(
 class ChildProcess:
     """Running child of this process. ``emit`` gets its progress and, last, its exit, on another thread.
 
-    Its log is appended to ``log_file``, which is kept short; None: it goes to this process's own output. ``forks``:
-    have a fork server start it, if the platform can.
+    Its log is appended to ``log_file``, which is kept short; None: it goes to this process's own output.
+    ``preloaded``: a fork server that has imported this module starts it, if the platform can; "": none.
     """
 
     def __init__(
@@ -117,7 +118,7 @@ class ChildProcess:
         environment: Mapping[str, str] | None = None,
         runs_on: str = "",
         log_file: Path | None = None,
-        forks: bool = False,
+        preloaded: str = "",
     ) -> None:
         self.name = name
         self.runs_on = runs_on
@@ -141,7 +142,7 @@ class ChildProcess:
         variables = child_environment(threads, {**self._defaults(), **os.environ, **(environment or {})})
         try:
             with open_log(log_file) as log:
-                self._process = _start(variables, life_line, log, write_fd, forks=forks and can_fork())
+                self._process = _start(variables, life_line, log, write_fd, preloaded=preloaded if can_fork() else "")
         except OSError:
             os.close(read_fd)
             self._life_line.close()

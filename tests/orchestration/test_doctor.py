@@ -162,7 +162,7 @@ def another_worker(
         log_level="error",
         emit=events.put,
         environment={**(environment or {}), **({FAULT: fault} if fault else {})},
-        forks=True,
+        preloaded="splitserve.worker.entry",
     )
     try:
         yield child

@@ -49,7 +49,7 @@ class Worker:
             log_level="info",
             emit=self.events.put,
             environment={**ENVIRONMENT, "SPLITSERVE_TEST_BEHAVIOUR": f"{name}={behaviour}", **variables},
-            forks=True,
+            preloaded="splitserve.worker.entry",
         )
 
     def wait_for(self, stage: str) -> dict[str, str]:

@@ -14,7 +14,7 @@ from splitserve.router.requests.operations.pause import Pause
 from splitserve.router.requests.state import FailureReason
 from splitserve.simulation.faults import Faults, Shape
 
-NUM_SCHEDULES = int(os.environ.get("SPLITSERVE_SCHEDULES", "25"))
+NUM_SCHEDULES = int(os.environ.get("SPLITSERVE_SCHEDULES", "12"))
 seeds = st.integers(0, 2**32)
 SHAPES = [
     Shape(prefill=2, decode=2),

@@ -108,9 +108,11 @@ def _server() -> ForkServerLink:
     server = _servers.get(key)
     if server is None or not server.is_running():
         path = os.pathsep.join(filter(None, (str(SUPPORT), os.environ.get("PYTHONPATH", ""))))
-        server = _servers[key] = ForkServerLink({**os.environ, "PYTHONPATH": path}, "forked_routers")
+        server = _servers[key] = ForkServerLink(
+            {**os.environ, "PYTHONPATH": path}, "splitserve.router.server", "forked_routers"
+        )
     return server
 
 
 if __name__ == "__main__":
-    serve("splitserve.router.server", RouterServer)
+    serve(sys.argv[2], RouterServer)
