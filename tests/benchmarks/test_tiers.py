@@ -55,10 +55,10 @@ def test_the_part_with_lmcache(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 def test_soak(tmp_path: Path) -> None:
     """The short form of ten thousand requests."""
-    assert tier_soak.main(["--requests", "150", "--prompts", "100", "--result-dir", str(tmp_path)]) == 0
+    assert tier_soak.main(["--requests", "300", "--prompts", "100", "--result-dir", str(tmp_path)]) == 0
     [path] = tmp_path.iterdir()
     results = json.loads(path.read_text())
-    assert (results["requests"], results["wrong"], results["problems"]) == (150, 0, [])
+    assert (results["requests"], results["wrong"], results["problems"]) == (300, 0, [])
     assert results["damaged_files"] > 0
     for tier in results["tiers"].values():
         assert tier["evicted_blocks_total"] > 0 and tier["loaded_blocks_total"] > 0

@@ -133,6 +133,7 @@ def test_an_empty_answer_is_a_response_too(responses, writer):
             "input[0].content[0].type",
         ),
         ({"input": []}, "input"),
+        ({"input": [{"type": "reasoning", "id": "r", "summary": []}]}, "input"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"temperature": 3}, "temperature"),
         ({"text": {"format": {"type": "json_schema"}}}, "text.format"),

@@ -132,10 +132,12 @@ class ResponsesRequest(GenerationRequest):
         items = [InputItem(role="user", content=self.input)] if isinstance(self.input, str) else self.input
         for index, item in enumerate(items):
             messages.add(item, f"input[{index}]")
+        if not (found := messages.finish()):
+            raise invalid_field("input", "has no message to answer: add one, of the user for instance")
         fields = self._chat_fields()
         if (form := self._response_format()) is not None:
             fields["response_format"] = form
-        return chat_of(self, messages.finish(), fields)
+        return chat_of(self, found, fields)
 
     def _chat_fields(self) -> dict[str, Any]:
         """Return the parameters that chats write in another form."""
