@@ -18,7 +18,7 @@ RESET_SECONDS = 10.0
 
 
 class Operations:
-    """For use on the event loop. ``handle`` gives the core an event."""
+    """Acts of operators, for use on the event loop. ``handle`` gives the core an event."""
 
     def __init__(self, core: RouterCore, fleet: Fleet, handle: Callable[[Event], None]) -> None:
         self._core = core
