@@ -55,11 +55,10 @@ if has chaos; then
 fi
 
 if has isolation; then
-  I="$C bench isolation --shape llama-3.1-8b --device cuda --dtype bfloat16 --save --result-dir $OUT"
+  I=($C bench isolation --shape llama-3.1-8b --device cuda --dtype bfloat16 --load-format dummy --kv-memory 20GiB --temperature 0.8 --top-p 0.95)
+  I+=(--arrangements 1P1D conditional mixed '2 mixed' --side-by-side --rounds ${ROUNDS:-5} --seconds 12 --stream-rate 0 --save --result-dir "$OUT" ${ISOLATION_OPTIONS:-})
   mark "isolation: 16 requests/s of 1024 in, 128 out"
-  timeout 170 $I --seconds 12 --stream-rate 0 --prompt-rate 16 --prompt-input-len 1024 --prompt-output-len 128 2>&1 | sed -n '/^ *workers/,$p'
+  timeout 300 "${I[@]}" --prompt-rate 16 --prompt-input-len 1024 --prompt-output-len 128 2>&1 | tee "$OUT/isolation-16.log" | sed -n '/^ *workers/,$p'
   mark "isolation: 3 requests/s of 8192 in, 64 out"
-  timeout 170 $I --seconds 12 --stream-rate 0 --prompt-rate 3 --prompt-input-len 8192 --prompt-output-len 64 2>&1 | sed -n '/^ *workers/,$p'
-  mark "isolation: streams beside prompts of 8192"
-  timeout 170 $I --seconds 12 --stream-rate 4 --stream-output-len 256 --prompt-rate 2 --prompt-input-len 8192 2>&1 | sed -n '/^ *workers/,$p'
+  timeout 300 "${I[@]}" --prompt-rate 3 --prompt-input-len 8192 --prompt-output-len 64 2>&1 | tee "$OUT/isolation-3.log" | sed -n '/^ *workers/,$p'
 fi
