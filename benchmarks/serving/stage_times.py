@@ -4,7 +4,9 @@ import re
 import urllib.request
 from collections.abc import Mapping
 
-_LINE = re.compile(r'splitserve_(?P<handover>handover_)?stage_seconds_(?P<which>sum|count)\{(?P<labels>.*)\} (?P<value>\S+)')
+_LINE = re.compile(
+    r"splitserve_(?P<handover>handover_)?stage_seconds_(?P<which>sum|count)\{(?P<labels>.*)\} (?P<value>\S+)"
+)
 _STAGE = re.compile(r'stage="([a-z_]+)"')
 TIMEOUT_SECONDS = 10.0
 
