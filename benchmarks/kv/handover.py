@@ -29,10 +29,11 @@ from splitserve.common.cores import awake_cpus, usable_cpus
 from splitserve.common.errors import ConfigError
 from splitserve.kvconnector.layout.shape import num_blocks_for
 from splitserve.kvconnector.transfer.read_settings import MIB, ReadSettings
-from splitserve.models.demo.checkpoint import SHAPES
+from splitserve.models.demo.published import NAMES, named_config
 from splitserve.orchestration.cli.command_parser import CommandParser
 from splitserve.orchestration.cli.option_types import bytes_option, positive_bytes
 from splitserve.orchestration.hosts.affinity import bind_process
+from splitserve.protocol.engine_config import ATTENTION_BACKENDS
 from splitserve.protocol.handover.reads import ReadPath
 from splitserve.protocol.memory_records import LayoutRecord, MemoryKind
 from splitserve.worker.machine.awake_cores import kept_awake
@@ -56,7 +57,7 @@ class Arm:
 
 
 def layout_of(shape: str, dtype: str, block_size: int, num_ranks: int = 1) -> LayoutRecord:
-    sizes = SHAPES[shape]
+    sizes = named_config(shape)
     heads = sizes.num_layers, sizes.num_kv_heads, sizes.head_dim
     return LayoutRecord(shape, "random", dtype, block_size, *heads, tensor_parallel_size=num_ranks)
 
@@ -228,7 +229,7 @@ def parser() -> argparse.ArgumentParser:
     add("--device", choices=["auto", "cpu", "cuda"], default="auto")
     add(
         "--shape",
-        choices=sorted(SHAPES),
+        choices=sorted(NAMES),
         help="model whose KV is moved; default on a GPU: llama-3.1-8b, else qwen3-0.6b",
     )
     add("--dtype", choices=["float32", "bfloat16"], help="default: on a GPU bfloat16, else float32")
@@ -267,6 +268,8 @@ def parser() -> argparse.ArgumentParser:
         metavar="ADDRESS",
         help="measure in a cluster on Ray, too: HOST:PORT, auto, or local: start it here",
     )
+    add("--against-mixed", action="store_true", help="count answers with the same tokens as a mixed worker's")
+    add("--attention-backend", choices=ATTENTION_BACKENDS, default="auto")
     add("--model", default="", help="directory of its config; empty: one of --shape. Weights are random")
     add("--chunk-tokens", type=positive, default=2048, metavar="N", help="chunk size of prompts in chunks")
     add(

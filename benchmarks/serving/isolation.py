@@ -6,8 +6,8 @@ arrangement after the other: 1P1D, one mixed worker, two mixed workers, or 1P1D 
 predicted to pay (conditional). Reported are the gaps between tokens of streams, the time to first token of prompts, the
 mean time of each stage, and whether the arrangement kept up: figures of one that fell behind aren't comparable.
 
-With ``--stream-rate 0`` only prompts arrive, and gaps are those of their own answers. Rounds differ in their seed, and in
-the arrangement that comes first.
+With ``--stream-rate 0`` only prompts arrive, and gaps are those of their own answers. Rounds differ in their seed, and
+in the arrangement that comes first.
 """
 
 import argparse

@@ -107,11 +107,11 @@ def isolation(runs: Sequence[Run]) -> Section:
     headers += ["p99", "later ITL p99 ms", "ITL p50 ms", "p99", "max", "commit"]
     text = (
         "`bench isolation`: requests arrive for 12 s at random times (Poisson), whether or not earlier ones are "
-        "done; all kept up; greedy unless the load names a temperature, through HTTP, prefix caching off. ITL are all gaps of all requests; the 2nd "
-        "token is the first of them, where 1P1D hands over; later ITL are the others. 1P1D and two mixed workers "
-        "have two GPUs, one mixed worker has one; conditional is 1P1D that hands over only where that is predicted "
-        "to pay. A run of several rounds has a row for each. At 3 requests/s second tokens are 1.6% of all gaps (36 of "
-        "2,268), so p99 of ITL is one of them."
+        "done; all kept up; greedy unless the load names a temperature, through HTTP, prefix caching off. ITL are all "
+        "gaps of all requests; the 2nd token is the first of them, where 1P1D hands over; later ITL are the others. "
+        "1P1D and two mixed workers have two GPUs, one mixed worker has one; conditional is 1P1D that hands over only "
+        "where that is predicted to pay. A run of several rounds has a row for each. At 3 requests/s second tokens are "
+        "1.6% of all gaps (36 of 2,268), so p99 of ITL is one of them."
     )
     return Section("1P1D against mixed workers, loaded", text, headers, rows)
 
