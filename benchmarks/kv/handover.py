@@ -223,6 +223,28 @@ def row_of(result: dict[str, Any]) -> list[object]:
     ]
 
 
+def add_served_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--served", action="store_true", help="whole hand-overs in a 1P1D cluster instead; see also the next ones")
+    add(
+        "--ray",
+        default="",
+        metavar="ADDRESS",
+        help="measure in a cluster on Ray, too: HOST:PORT, auto, or local: start it here",
+    )
+    add("--against-mixed", action="store_true", help="count answers with the same tokens as a mixed worker's")
+    add("--attention-backend", choices=ATTENTION_BACKENDS, default="auto")
+    add("--model", default="", help="directory of its config; empty: one of --shape. Weights are random")
+    add("--chunk-tokens", type=positive, default=2048, metavar="N", help="chunk size of prompts in chunks")
+    add(
+        "--kv-memory",
+        type=positive_bytes,
+        default="4GiB",
+        metavar="SIZE",
+        help="KV memory of each worker of that cluster",
+    )
+
+
 def parser() -> argparse.ArgumentParser:
     parser = CommandParser(prog="splitserve bench handover", description=__doc__.partition("\n\n")[0])
     add = parser.add_argument
@@ -261,24 +283,7 @@ def parser() -> argparse.ArgumentParser:
     add("--poll-us", type=finite, default=0.0, help="time between polls of reads in flight; 0: as in production")
     add("--serve-poll-us", type=finite, default=0.0, help="time between polls of the source; 0: as in production")
     add("--naive", action="store_true", help="also read the prompt in shuffled pieces of 32 KiB")
-    add("--served", action="store_true", help="whole hand-overs in a 1P1D cluster instead; see also the next ones")
-    add(
-        "--ray",
-        default="",
-        metavar="ADDRESS",
-        help="measure in a cluster on Ray, too: HOST:PORT, auto, or local: start it here",
-    )
-    add("--against-mixed", action="store_true", help="count answers with the same tokens as a mixed worker's")
-    add("--attention-backend", choices=ATTENTION_BACKENDS, default="auto")
-    add("--model", default="", help="directory of its config; empty: one of --shape. Weights are random")
-    add("--chunk-tokens", type=positive, default=2048, metavar="N", help="chunk size of prompts in chunks")
-    add(
-        "--kv-memory",
-        type=positive_bytes,
-        default="4GiB",
-        metavar="SIZE",
-        help="KV memory of each worker of that cluster",
-    )
+    add_served_options(parser)
     add_switches(parser)
     add("--repeats", type=positive, default=15)
     add("--seed", type=not_negative, default=0)
