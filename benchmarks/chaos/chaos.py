@@ -4,8 +4,8 @@ A small float32 checkpoint, 2 prefill and 2 decode processes, real NIXL. First a
 request; then streams send them again, many at once, while random workers get SIGKILL, SIGSTOP for longer than a lease,
 or SIGTERM, and are started again. Exit status 0 means: every request completed with exactly the quiet run's answer,
 streams of killed workers continued in time, and afterwards no blocks are held, nothing is left over, and no process has
-grown. In float32 on a CPU an answer that differs is wrong. Elsewhere rounding depends on the batch: there each token that differs
-must be a near-tie in float64 (:mod:`.ties`).
+grown. In float32 on a CPU an answer that differs is wrong. Elsewhere rounding depends on the batch: there each token
+that differs must be a near-tie in float64 (:mod:`.ties`).
 """
 
 import argparse

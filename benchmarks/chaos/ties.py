@@ -15,9 +15,9 @@ from splitserve.benchmarks.chaos.load import Answer
 from splitserve.kernels.api import SamplingBatch
 from splitserve.kernels.reference.sampling import sample
 
-NEAR_TIE_SHARES = {"float32": 1e-4, "bfloat16": 0.03}
-"""Allowed error of each logit, as a share of its row's standard deviation: above the rounding of the type, far above it
-for float32."""
+NEAR_TIE_SHARES = {"float32": 1e-4, "bfloat16": 0.2}
+"""Allowed error of each logit, as a share of its row's standard deviation. Measured on the tiny checkpoint against
+float64, over 1,800 rows: at most 1.5e-5 in float32, 0.22 in bfloat16 with one logit in a thousand beyond 0.11."""
 
 
 class Referee:
