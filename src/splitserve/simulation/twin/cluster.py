@@ -12,7 +12,7 @@ import numpy as np
 
 from splitserve.protocol.config import ProtocolConfig, RouterConfig
 from splitserve.protocol.messages.envelope import Body, Envelope
-from splitserve.protocol.messages.membership import PeerLink, WorkerInfo
+from splitserve.protocol.messages.membership import WorkerInfo
 from splitserve.protocol.messages.requests import TokenDelta
 from splitserve.protocol.request import Party, SamplingParams
 from splitserve.router.links.membership import Membership
@@ -56,7 +56,7 @@ class TurnTimes:
     arrived_at: float
     num_prompt_tokens: int
     num_output_tokens: int  # requested
-    token_times: list[float] = field(default_factory=list)  # of each output token, at the client
+    token_times: "array[float]" = field(default_factory=lambda: array("d"))  # of each output token, at the client
     num_cached_tokens: int = 0
     error: str = ""
     ended_at: float = 0.0
@@ -96,7 +96,7 @@ class TwinCluster:
         self.workers: dict[Party, TwinWorker] = {}
         self._timers: dict[Timer, object] = {}
         self._talks: dict[str, _Talk] = {}  # by request
-        self._drawn: dict[str, list[float]] = {}  # by request: when its tokens reach the router
+        self._drawn: dict[str, array[float]] = {}  # by request: when its tokens reach the router
         self._num_running = 0
         self.counts: Counter[str] = Counter()
         for setup in spec.workers:
@@ -144,13 +144,13 @@ class TwinCluster:
         self._talks[request.request_id] = talk
         self._handle(Submit(request))
 
-    def note_drawn(self, deltas: Sequence[TokenDelta], at: float) -> None:
-        """Note when a worker sent tokens: the router may get them later, together with others."""
-        for delta in deltas:
-            times = self._drawn.setdefault(delta.key.request_id, [])
-            end = delta.position + len(delta.token_ids)
-            times.extend([0.0] * (end - len(times)))
-            times[delta.position : end] = [at + self.host.message_seconds] * len(delta.token_ids)
+    def note_drawn(self, delta: TokenDelta, times: Sequence[float]) -> None:
+        """Note when a worker sent the tokens of ``delta``: the router gets them later, together with others."""
+        known = self._drawn.setdefault(delta.key.request_id, array("d"))
+        end = delta.position + len(times)
+        known.extend([0.0] * (end - len(known)))
+        later = self.host.message_seconds
+        known[delta.position : end] = array("d", [time + later for time in times])
 
     def on_talk_ended(self) -> None:
         """Note that a conversation is over."""
@@ -220,10 +220,9 @@ class TwinCluster:
 
     def _heartbeat(self) -> None:
         """Take a heartbeat of each worker, and await the next ones."""
-        links = [PeerLink(worker.setup.name, "twin", self.link.bytes_per_second) for worker in self.workers.values()]
         for party, worker in self.workers.items():
-            model = worker.setup.model
-            self.membership.heartbeat(party, worker.load(), self.clock.now, links, step_model=model)
+            load, links, model = worker.load(), worker.core.links(), worker.setup.model
+            self.membership.heartbeat(party, load, self.clock.now, links, step_model=model)
         self.clock.after(HEARTBEAT_SECONDS, self._heartbeat)
 
 
@@ -262,6 +261,7 @@ class _Talk:
         """End with a refused turn."""
         turn = self.turns[-1]
         turn.error, turn.ended_at = reason, self._twin.load_seconds
+        self._tokens = array("i")
         self._twin.on_talk_ended()
 
     def on_ended(self, request: ActiveRequest) -> None:
@@ -272,6 +272,7 @@ class _Talk:
         if state.failure is not None:
             turn.error = state.failure.message
         if turn.error or len(self.turns) == len(self.conversation.turns):
+            self._tokens = array("i")
             self._twin.on_talk_ended()
             return
         self._tokens = self._tokens + array("i", state.delivered_ids)
