@@ -48,7 +48,7 @@ class RequestRecord:
     @property
     def itl_seconds(self) -> list[float]:
         """Gaps between chunks."""
-        return self.gaps.tolist()
+        return [float(gap) for gap in self.gaps]
 
     @property
     def gaps(self) -> Seconds:

@@ -19,7 +19,8 @@ def trusted_model(own: StepModel, others: Iterable[StepModel], estimate: StepMod
     """Return the model to predict a worker's steps with. ``others``: the models of the other workers of its role;
     ``estimate``: the worker's own from its device's rates, before it had run enough steps.
 
-    The reference is the median of the others, or :data:`MAX_REFERENCES` of them, that were fitted; without them it is the estimate, if that is known.
+    The reference is the median of at most :data:`MAX_REFERENCES` others that were fitted; without them it is the
+    estimate, if that is known.
     """
     trusted = (model for model in others if model.num_steps >= TRUSTED_STEPS)
     fitted = list(itertools.islice(trusted, MAX_REFERENCES))

@@ -21,6 +21,7 @@ from splitserve.router.requests.active_request import ActiveRequest, RequestCont
 from splitserve.router.requests.core import RouterCore
 from splitserve.router.requests.effects import CancelTimer, Count, Deliver, Effect, Ended, Refuse, Send, SetTimer
 from splitserve.router.requests.events import Event, FromWorker, Submit, Timer, TimerFired, WorkerReady
+from splitserve.router.requests.timeline.stages import all_stages
 from splitserve.simulation.twin.clock import VirtualClock
 from splitserve.simulation.twin.models import Calibration
 from splitserve.simulation.twin.worker import TwinWorker, WorkerSetup
@@ -71,6 +72,7 @@ class TwinResult:
     num_steps: dict[str, int]  # by worker
     busy_shares: dict[str, float]  # of that time, by worker
     counts: Counter[str]  # finished requests by intended path, actual path and reason
+    stages: dict[str, float] = field(default_factory=dict)  # mean seconds of each stage, over requests that had it
 
 
 class TwinCluster:
@@ -99,6 +101,8 @@ class TwinCluster:
         self._drawn: dict[str, array[float]] = {}  # by request: when its tokens reach the router
         self._num_running = 0
         self.counts: Counter[str] = Counter()
+        self._stage_seconds: Counter[str] = Counter()
+        self._stage_counts: Counter[str] = Counter()
         for setup in spec.workers:
             self._register(setup)
         self._performers: dict[type, Callable[[Any], object]] = {
@@ -132,6 +136,7 @@ class TwinCluster:
             num_steps={name: worker.num_steps for name, worker in names.items()},
             busy_shares={name: worker.busy_seconds / max(seconds, 1e-9) for name, worker in names.items()},
             counts=self.counts,
+            stages={name: self._stage_seconds[name] / count for name, count in self._stage_counts.items()},
         )
 
     @property
@@ -177,7 +182,12 @@ class TwinCluster:
             self._talks[effect.request_id].on_tokens(len(effect.update.token_ids), times)
 
     def _end_request(self, effect: Ended) -> None:
-        request_id = effect.request.request_id
+        request = effect.request
+        request_id = request.request_id
+        if request.timeline.attempts:
+            for stages in all_stages(request.timeline, has_handover=request.state.handover is not None):
+                self._stage_seconds.update(stages)
+                self._stage_counts.update(stages.keys())
         self._drawn.pop(request_id, None)
         self._talks.pop(request_id).on_ended(effect.request)
 

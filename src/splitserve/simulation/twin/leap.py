@@ -21,12 +21,16 @@ Keep = Callable[[TokenDelta, Party, ListLike[float]], None]
 
 
 class Leap:
-    """Steps that a core without a step in flight takes from ``begin`` on, as far as their batch can't change."""
+    """Steps that a core without a step in flight takes from ``begin`` on, as far as their batch can't change.
 
-    def __init__(self, core: EngineCore, model: StepModel, begin: float) -> None:
+    ``between``: the seconds of the worker's loop before each step.
+    """
+
+    def __init__(self, core: EngineCore, model: StepModel, begin: float, between: float) -> None:
         self._core = core
         self._model = model
         self._begin = begin
+        self._between = between
         self._batch = list(core.scheduler.decodes.running)
 
     def ends_before(self, time: float) -> list[float]:
@@ -37,9 +41,10 @@ class Leap:
         if most < MIN_STEPS:
             return []
         num, context = len(batch), sum([len(sequence.token_ids) for sequence in batch])
-        ends, at = [], self._begin
+        ends: list[float] = []
+        at = self._begin
         while len(ends) < most:
-            at += self._model.seconds(StepWork(num, context + num * len(ends)))
+            at += self._between + self._model.seconds(StepWork(num, context + num * len(ends)))
             if at >= time:
                 break
             ends.append(at)

@@ -159,18 +159,18 @@ class TwinWorker:
         self._clock.at(time, lambda: self._end_leap(epoch))
 
     def _count(self, work: StepWork) -> float:
-        """Count a step, and return its seconds."""
+        """Count a step, and return its seconds with those of the loop before it."""
         seconds = self.setup.model.seconds(work)
         self.num_steps += 1
         self.busy_seconds += seconds
-        return seconds
+        return seconds + self._twin.host.step_seconds
 
     def _last_step_end(self, work: StepWork) -> float:
         """Return the end of the step at which the first sequence of a decode step ends, if the batch stays as it is."""
         num_more = min(sequence.end_length - chunk.start - 2 for sequence, chunk in self.core.newest_step)
         model, num = self.setup.model, work.num_decodes
         growing = work._replace(decode_context=work.decode_context + num * (num_more + 1) / 2)  # on average
-        return self._step_ends_at + num_more * model.seconds(growing)
+        return self._step_ends_at + num_more * (model.seconds(growing) + self._twin.host.step_seconds)
 
     def _end_leap(self, epoch: int) -> None:
         if epoch == self._epoch:
@@ -198,13 +198,14 @@ class TwinWorker:
         Return the end of the last one, ``begin`` if there was none."""
         if not self._twin.leaps:
             return begin
-        leap = Leap(self.core, self.setup.model, begin)
+        between = self._twin.host.step_seconds
+        leap = Leap(self.core, self.setup.model, begin, between)
         ends = leap.ends_before(until)
         if not ends:
             return begin
         leap.take(ends, OUTPUT_TOKEN, self._keep)
         self.num_steps += len(ends)
-        self.busy_seconds += ends[-1] - begin
+        self.busy_seconds += ends[-1] - begin - len(ends) * between
         return ends[-1]
 
     def _keep_tokens(self, at: float) -> None:
@@ -266,12 +267,13 @@ class TwinWorker:
         block_bytes = self.setup.layout.cache.blocks(command.group).block_bytes
         begins_at = max(self._clock.now, self._link_free_at)
         self._link_free_at = begins_at + self._twin.link.seconds(block_bytes * len(command.remote_blocks))
-        self._clock.at(self._link_free_at, lambda: self._end_read(command))
+        seconds = self._link_free_at - self._clock.now
+        self._clock.at(self._link_free_at, lambda: self._end_read(command, seconds))
 
-    def _end_read(self, command: ReadCommand) -> None:
+    def _end_read(self, command: ReadCommand, seconds: float) -> None:
         source = self._twin.workers[command.peer]
         generations = [int(source.generations[command.group][block]) for block in command.remote_blocks]
-        self._on_event(ReadResult(command.read_id, None, generations))
+        self._on_event(ReadResult(command.read_id, None, generations, seconds))
 
     def _on_event(self, event: ReadResult | PeerConnected) -> None:
         self._catch_up()
