@@ -8,7 +8,12 @@ from splitserve.benchmarks.tables.runs import Run, cited
 from splitserve.benchmarks.tables.sections import GREEDY, SHAPE, isolation_load, readings
 
 Found = Sequence[tuple[Run, dict[str, Any]]]
-ARRANGEMENTS = {"1P1D": "1P1D, 2 GPUs", "mixed": "1 mixed, 1 GPU", "2 mixed": "2 mixed, 2 GPUs"}
+ARRANGEMENTS = {
+    "1P1D": "1P1D, 2 GPUs",
+    "mixed": "1 mixed, 1 GPU",
+    "2 mixed": "2 mixed, 2 GPUs",
+    "conditional": "1P1D conditional, 2 GPUs",
+}
 LOADED = (
     ("TTFT p50", "ttft_ms", "p50"), ("TTFT p99", "ttft_ms", "p99"), ("second token p50", "second_token_ms", "p50"),
     ("second token p99", "second_token_ms", "p99"), ("ITL p50", "itl_ms", "p50"), ("ITL p99", "itl_ms", "p99"),
@@ -32,12 +37,18 @@ def loaded_rows(runs: Sequence[Run], *, with_runs: bool = True) -> list[list[str
     for load, arrangements in loads.items():
         for title, name, which in LOADED:
             columns = [[figures[name][which] for _, figures in found] for found in arrangements.values()]
-            least = min(max(values) for values in columns)
-            cells = [f"**{extent(values)}**" if max(values) == least else extent(values) for values in columns]
+            least = min(max(values) for values in columns if values)
+            cells = [_cell(values, least) for values in columns]
             rows.append([load, title, *cells])
         if with_runs:
             rows.append([load, "runs", *(cited(run for run, _ in found) for found in arrangements.values())])
     return rows
+
+
+def _cell(values: Sequence[float], least: float) -> str:
+    if not values:
+        return "-"
+    return f"**{extent(values)}**" if max(values) == least else extent(values)
 
 
 def figure(what: str, conditions: str, found: Found, *texts: str) -> list[str]:

@@ -79,7 +79,8 @@ def serving(runs: Sequence[Run]) -> Section:
 
 def isolation_load(run: Run) -> str:
     lengths = f"{run.option('--prompt-input-len')} in, {run.option('--prompt-output-len')} out"
-    return f"{run.option('--prompt-rate')} requests/s, {lengths}"
+    drawn = f", sampled at {temperature}" if (temperature := run.option("--temperature")) not in ("", "0") else ""
+    return f"{run.option('--prompt-rate')} requests/s, {lengths}{drawn}"
 
 
 def isolation(runs: Sequence[Run]) -> Section:
@@ -97,19 +98,20 @@ def isolation(runs: Sequence[Run]) -> Section:
                 )
                 for which in names
             ]  # fmt: skip
-            chunk = str(run.last_chunk) if result["arrangement"] == "1P1D" else "-"
+            chunk = str(run.last_chunk) if result["arrangement"] in ("1P1D", "conditional") else "-"
             gpus = str(result["gpus_or_workers"])
             head = [isolation_load(run), result["arrangement"], gpus, run_link(run), awake(run), chunk]
             rows.append([*head, *figures, commit(run)])
-    rows.sort(key=lambda row: (row[0], ["1P1D", "mixed", "2 mixed"].index(row[1]), row[3]))
+    rows.sort(key=lambda row: (row[0], ["1P1D", "conditional", "mixed", "2 mixed"].index(row[1]), row[3]))
     headers = ["load", "arrangement", "GPUs", "run", "cores", "last chunk", "TTFT p50 ms", "p99", "2nd token p50 ms"]
     headers += ["p99", "later ITL p99 ms", "ITL p50 ms", "p99", "max", "commit"]
     text = (
         "`bench isolation`: requests arrive for 12 s at random times (Poisson), whether or not earlier ones are "
-        "done; all kept up; greedy, through HTTP, prefix caching off. ITL are all gaps of all requests; the 2nd "
-        "token is the first of them, where 1P1D hands over; later ITL are the others. 1P1D and two mixed workers "
-        "have two GPUs, one mixed worker has one. At 3 requests/s second tokens are 1.6% of all gaps (36 of "
-        "2,268), so p99 of ITL is one of them."
+        "done; all kept up; greedy unless the load names a temperature, through HTTP, prefix caching off. ITL are all "
+        "gaps of all requests; the 2nd token is the first of them, where 1P1D hands over; later ITL are the others. "
+        "1P1D and two mixed workers have two GPUs, one mixed worker has one; conditional is 1P1D that hands over only "
+        "where that is predicted to pay. A run of several rounds has a row for each. At 3 requests/s second tokens are "
+        "1.6% of all gaps (36 of 2,268), so p99 of ITL is one of them."
     )
     return Section("1P1D against mixed workers, loaded", text, headers, rows)
 

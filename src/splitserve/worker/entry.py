@@ -71,11 +71,9 @@ def run_worker(config: WorkerConfig, progress: Progress, load: Loader = load_ser
     """
     clock = StartClock()
     check_exposure(config.host, config.secret)
-    if is_loopback(config.host):
-        # UCX listens on every network interface without authentication: restrict it to this machine, too.
-        os.environ.setdefault("UCX_NET_DEVICES", "lo")
     size = config.engine.tensor_parallel_size
     device = device_of(config.engine.device, 0, size)
+    set_up_ucx(config.host, device)
     problems = list(machine_problems(config.engine, os.cpu_count() or 1))
     if problems:
         raise SettingsError(problems)
@@ -106,6 +104,18 @@ def run_worker(config: WorkerConfig, progress: Progress, load: Loader = load_ser
         make_executor = functools.partial(_make_executor, served.runner, team.ranks, pace)
         watch = on_rank_failure.watch
         _serve(config, me, served, make_executor, progress, team=team, clock=clock, watch=watch, cores=cores)
+
+
+def set_up_ucx(host: str, device: torch.device) -> None:
+    """Set the environment variables of UCX that follow from a worker's address and device, unless they are set."""
+    if not is_loopback(host):
+        return
+    # UCX listens on every network interface without authentication: restrict it to this machine, too.
+    os.environ.setdefault("UCX_NET_DEVICES", "lo")
+    if device.type == "cpu":
+        # UCX would watch for memory that is unmapped while a network card or a GPU knows it: there is none of either.
+        # To patch itself into the C library takes it 0.4 s, in which it keeps a core busy.
+        os.environ.setdefault("UCX_MEM_EVENTS", "n")
 
 
 class _EndWithRank:
