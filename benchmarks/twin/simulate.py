@@ -6,6 +6,9 @@ ranking, not for numbers. The report is that of `splitserve bench serve`, over s
 """
 
 import argparse
+import resource
+import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +33,7 @@ from splitserve.simulation.twin.worker import WorkerSetup
 from splitserve.workloads.named import FORMS as WORKLOADS
 from splitserve.workloads.named import parse_workload
 
+MAX_NAMED_WORKERS = 12
 FIGURES = (
     ("TTFT mean, ms", ("ttft_ms", "mean")),
     ("TTFT p50, ms", ("ttft_ms", "p50")),
@@ -67,20 +71,60 @@ def main(argv: Sequence[str]) -> int:
     runs = []
     spec = TwinSpec(cluster.workers, cluster.calibration, cluster.policy, options.ttft_ms, options.itl_ms)
     for number in range(options.runs):
-        seed = options.seed + number
+        seed, began = options.seed + number, time.process_time()
         result = TwinCluster(spec, seed).run(source.at(options.rate, options.num_requests, seed), seed)
         figures = summarise([turn.record for turn in records_of(result)], objective)
-        runs.append({"seed": seed, "figures": figures, "busy": result.busy_shares, "paths": dict(result.counts)})
+        runs.append(
+            {
+                "seed": seed,
+                "figures": figures,
+                "busy": result.busy_shares,
+                "paths": dict(result.counts),
+                "steps": sum(result.num_steps.values()),
+                "cpu_seconds": time.process_time() - began,
+            }
+        )
     print(table(rows_of(runs), ("", "median", "lowest", "highest")))
-    busy = {name: max(run["busy"][name] for run in runs) for name in runs[0]["busy"]}
-    print("busy share, most: " + ", ".join(f"{name} {100 * share:.0f}%" for name, share in busy.items()))
+    print(f"busy share of the steps' time: {busy_words(runs)}")
+    print(cost_of(runs))
     if not cluster.calibration.is_measured:
         print("note: uncalibrated; compare arrangements by these figures, but don't rely on the figures themselves")
     failed = sum(run["figures"]["requests"] - run["figures"]["completed"] for run in runs)
     if failed:
         print(f"note: {failed} requests failed: {runs[0]['figures']['failed']}")
-    keep_result("simulate", argv, {"calibration": cluster.calibration.source, "runs": runs}, options)
+    data = {"calibration": cluster.calibration.source, "workers": described(cluster.workers), "policy": cluster.policy}
+    keep_result("simulate", argv, {**data, "peak_bytes": peak_bytes(), "runs": runs}, options)
     return 1 if failed else 0
+
+
+def busy_words(runs: Sequence[dict[str, Any]]) -> str:
+    """Return the busy shares of the workers: of each one if they are few, else mean and range of each role's."""
+    busy = {name: max(run["busy"][name] for run in runs) for name in runs[0]["busy"]}
+    if len(busy) <= MAX_NAMED_WORKERS:
+        return ", ".join(f"{name} {100 * share:.0f}%" for name, share in busy.items())
+    by_role: dict[str, list[float]] = {}
+    for name, share in busy.items():
+        by_role.setdefault(name.rpartition("-")[0], []).append(100 * share)
+    return ", ".join(
+        f"{role} {sum(shares) / len(shares):.0f}% ({min(shares):.0f} to {max(shares):.0f}%)"
+        for role, shares in by_role.items()
+    )
+
+
+def cost_of(runs: Sequence[dict[str, Any]]) -> str:
+    """Return the processor time of the runs, and the most memory that this process has had."""
+    seconds, steps = sum(run["cpu_seconds"] for run in runs), sum(run["steps"] for run in runs)
+    simulated = sum(run["figures"]["duration_seconds"] for run in runs)
+    return (
+        f"{simulated:.0f} s with {steps} steps took {seconds:.0f} s of processor time on one core; peak memory "
+        f"{peak_bytes() / 2**30:.1f} GiB"
+    )
+
+
+def peak_bytes() -> int:
+    """Return the largest resident memory of this process so far."""
+    kibibytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return int(kibibytes) * (1 if sys.platform == "darwin" else 1024)
 
 
 def cluster_of(options: argparse.Namespace) -> Cluster:

@@ -74,6 +74,7 @@ BESIDE_OTHERS = {
 """Such modules of other folders."""
 ON_CLUSTERS = {
     "benchmarks/twin/test_twin_commands",
+    "benchmarks/twin/test_twin_bench",
     "benchmarks/goodput/test_goodput_run",
     "end_to_end/test_cluster_ray",
     "orchestration/test_ray_head",

@@ -109,7 +109,11 @@ def test_a_trace_is_sped_up_to_a_rate(tmp_path: Path) -> None:
     file.write_text("\n".join(lines))
     workload = at_rate(read_trace(file), rate=5.0, num_requests=6)
     assert [c.start_seconds for c in workload.conversations] == pytest.approx([0.0, 0.24, 0.48, 0.72, 0.96, 1.2])
-    assert at_rate(read_trace(file), 5.0, 6, max_tokens=3).num_requests == 2
+    again = at_rate(read_trace(file), 5.0, 6, max_tokens=3)  # two requests fit: they come three times
+    assert [c.turns[0].num_new_tokens for c in again.conversations] == [1, 2] * 3
+    assert len({piece.name for turn in again.turns() for piece in turn.pieces}) == 6, "each time with other tokens"
+    starts = [c.start_seconds for c in again.conversations]
+    assert starts == pytest.approx([0.24 * number for number in range(6)])
     with pytest.raises(ConfigError, match="fits 1 tokens"):
         at_rate(read_trace(file), 5.0, 6, max_tokens=1)
 

@@ -28,6 +28,7 @@ class HostModel(msgspec.Struct, frozen=True, kw_only=True):
     message_seconds: Seconds = 2e-4  # of a message between processes, with its handling
     deliver_seconds: Seconds = 2e-4  # from the router's core to the client
     connect_seconds: Seconds = 2e-2  # of a connection between two workers
+    step_seconds: Seconds = 0.0  # of a worker's loop between two steps, where it doesn't overlap with them
 
 
 class Calibration(msgspec.Struct, frozen=True, kw_only=True):
