@@ -1,5 +1,8 @@
 """The twin: production cores under virtual time, with times worked out by hand."""
 
+from dataclasses import replace
+
+import msgspec
 import pytest
 
 from splitserve.protocol.config import EngineConfig
@@ -68,6 +71,13 @@ def test_every_request_gets_its_tokens_and_equal_seeds_give_equal_times(workers,
     assert all(share <= 1.0 for share in one.busy_shares.values())
     later = [turn for turn in one.turns if turn.number]
     assert later and all(turn.num_cached_tokens > 0 for turn in later)  # a conversation finds what it had
+
+
+def test_workers_of_two_ranks_hand_over() -> None:
+    engine = EngineConfig(model="twin", tensor_parallel_size=2, max_num_batched_tokens=1024).on("cuda")
+    layout = msgspec.structs.replace(LAYOUT, tensor_parallel_size=2)
+    workers = [replace(each, engine=engine, layout=layout) for each in PAIR]
+    assert run(workers, make(Exact(300, 10), 5.0, 20, seed=1)).counts == {"disaggregated disaggregated ok": 20}
 
 
 def test_a_little_memory_makes_requests_wait_or_start_anew() -> None:

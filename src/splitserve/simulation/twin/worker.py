@@ -75,8 +75,8 @@ class _Memory:
             MemoryRegion(MemoryKind.DRAM, 0, 0x1000, count, layout.cache.blocks(group).block_bytes)
             for group, count in enumerate(self._setup.num_blocks)
         ]
-        rank = RankMemory(str(self._party).encode(), regions)
-        return ServedMemory(self.name, [0x1000] * len(regions), [rank])
+        ranks = [RankMemory(f"{self._party} {rank}".encode(), regions) for rank in range(layout.tensor_parallel_size)]
+        return ServedMemory(self.name, [0x1000] * len(regions), ranks)
 
 
 class TwinWorker:
