@@ -83,7 +83,7 @@ class TwinCluster:
         self.leaps = leaps
         self.clock = VirtualClock()
         self.protocol = spec.protocol
-        self.link, self.host = spec.calibration.link, spec.calibration.host
+        self.link, self.host, self.copies = spec.calibration.link, spec.calibration.host, spec.calibration.copies
         self.membership = Membership(spec.protocol.dead_after_seconds, spec.protocol.tombstone_seconds)
         config = RouterConfig(
             model="twin",
