@@ -216,8 +216,9 @@ def served(runs: Sequence[Run]) -> Section:
     text = (
         "`bench handover --served`: a running 1P1D cluster on two GPUs, one request at a time (idle), chunks of 2048, "
         "30 requests each (8 where tokens are compared), greedy; in runs up to 1123T052825 the time of the prefill "
-        "comes from requests without a temperature, which are sampled. Exposed is what decode waited for blocks after it knew of the last ones; its "
-        "share is of the prefill. Same tokens: 32 tokens of an answer against those of a mixed worker."
+        "comes from requests without a temperature, which are sampled. Exposed is what decode waited for blocks after "
+        "it knew of the last ones; its share is of the prefill. Same tokens: 32 tokens of an answer against those of a "
+        "mixed worker."
     )
     headers += ["exposed p50 ms", "p99", "prefill ms", "exposed share", "same tokens", "commit"]
     return Section("Whole hand-overs", text, headers, rows)
