@@ -40,7 +40,7 @@ from splitserve.protocol.messages.requests import (
 )
 from splitserve.protocol.request import Party
 
-SCHEMA_VERSION = 15
+SCHEMA_VERSION = 16
 
 Body: TypeAlias = (
     Register
