@@ -25,6 +25,7 @@ from splitserve.benchmarks.twin.setups import described, setups_of_arm, setups_o
 from splitserve.models.config import ModelConfig, load_model_config
 from splitserve.models.roofline import DEVICE_RATES
 from splitserve.orchestration.cli.command_parser import CommandParser
+from splitserve.orchestration.cli.option_types import bytes_option
 from splitserve.orchestration.spec.expansion import read_operators_key
 from splitserve.protocol.config import EngineConfig
 from splitserve.protocol.placement.policies import DEFAULT_POLICY, PLACEMENT_POLICIES
@@ -204,6 +205,7 @@ def engine_of(options: argparse.Namespace, model: str) -> EngineConfig:
         max_num_seqs=options.max_num_seqs,
         tensor_parallel_size=options.tensor_parallel_size,
         max_model_len=options.max_model_len,
+        host_kv_memory_bytes=options.host_kv_memory,
     )
 
 
@@ -239,6 +241,8 @@ def add_cluster_options(parser: argparse.ArgumentParser) -> None:
     add("--calibration", default="", metavar="FILE", help="models that `splitserve calibrate` has saved")
     add("--tensor-parallel-size", type=positive, default=1, metavar="N")
     add("--max-num-seqs", type=positive, default=EngineConfig(model="").max_num_seqs, metavar="N")
+    add("--host-kv-memory", type=bytes_option, default="0", metavar="SIZE", help="host tier of each worker; 0: as in "
+        "the calibration, else none")  # fmt: skip
     add("--max-model-len", type=int, default=0, metavar="TOKENS", help="0: the model's own, cut to KV memory")
     add("--ttft-ms", type=finite, default=0.0, metavar="MS", help="objective for TTFT; 0: none")
     add("--itl-ms", type=finite, default=0.0, metavar="MS", help="objective for the gaps between tokens; 0: none")

@@ -21,11 +21,15 @@ from splitserve.engine.effects import (
     StartRead,
 )
 from splitserve.engine.steps.step_fit import work_of
+from splitserve.kvconnector.tiers.commands import CopyCommand, CopyResult
+from splitserve.kvconnector.tiers.host import make_tier
+from splitserve.kvconnector.tiers.tier import Tier
 from splitserve.kvconnector.transfer.connector import Link, PeerConnected, ServedMemory
 from splitserve.protocol.config import EngineConfig, WorkerConfig
 from splitserve.protocol.counters import WorkerLoad
+from splitserve.protocol.engine_config import DEVICE_DEFAULTS
 from splitserve.protocol.handover.reads import ReadCommand, ReadResult
-from splitserve.protocol.memory_records import LayoutRecord, MemoryKind, MemoryRegion, RankMemory
+from splitserve.protocol.memory_records import HostTierMemory, LayoutRecord, MemoryKind, MemoryRegion, RankMemory
 from splitserve.protocol.messages.envelope import Envelope
 from splitserve.protocol.messages.requests import StepTokens, TokenDelta
 from splitserve.protocol.placement.step_model import StepModel, StepWork
@@ -40,6 +44,7 @@ if TYPE_CHECKING:
 TIMER_SLACK_SECONDS = 1e-9
 OUTPUT_TOKEN = 7
 """The token that every step draws: what it is changes no time."""
+GPU_BLOCK_TOKENS = DEVICE_DEFAULTS["cuda"].block_size
 MAX_KEPT_STEPS = 256
 """Steps whose tokens are kept for one message at most."""
 _DRAW = Draw((OUTPUT_TOKEN,))
@@ -57,6 +62,7 @@ class WorkerSetup:
     max_model_len: int
     vocab_size: int
     model: StepModel
+    host_slots: int = 0  # of its host tier; 0: it has none
 
 
 class _Memory:
@@ -68,6 +74,11 @@ class _Memory:
         self._party = party
         self._setup = setup
 
+    @property
+    def serves_host(self) -> bool:
+        """Return whether peers may read the host tier."""
+        return self._setup.host_slots > 0 and self._setup.layout.tensor_parallel_size == 1
+
     def served(self) -> ServedMemory:
         """Return the memory that peers may read."""
         layout = self._setup.layout
@@ -75,7 +86,12 @@ class _Memory:
             MemoryRegion(MemoryKind.DRAM, 0, 0x1000, count, layout.cache.blocks(group).block_bytes)
             for group, count in enumerate(self._setup.num_blocks)
         ]
-        ranks = [RankMemory(f"{self._party} {rank}".encode(), regions) for rank in range(layout.tensor_parallel_size)]
+        host = None
+        if self.serves_host:
+            slots = MemoryRegion(MemoryKind.DRAM, 0, 0x1000, self._setup.host_slots, regions[0].block_bytes)
+            host = HostTierMemory(slots, 0x1000)
+        names = [f"{self._party} {rank}".encode() for rank in range(layout.tensor_parallel_size)]
+        ranks = [RankMemory(name, regions, host=host) for name in names]
         return ServedMemory(self.name, [0x1000] * len(regions), ranks)
 
 
@@ -92,8 +108,15 @@ class TwinWorker:
         config = WorkerConfig(
             engine_id=setup.name, role=setup.role, engine=setup.engine, membership="", protocol=twin.protocol
         )
-        memory = BlockMemory(setup.layout, first, first_generation=1 << 32, other_generations=others)
         connector = _Memory(self.party, setup)
+        self.slot_generations = np.zeros(setup.host_slots, dtype=np.uint64)
+        memory = BlockMemory(
+            setup.layout,
+            first,
+            first_generation=1 << 32,
+            other_generations=others,
+            tiers=self._tiers(connector),
+        )
         bounds = ModelBounds(setup.max_model_len, setup.vocab_size)
         self.core = build_core(config, self.party, memory, connector, bounds)  # type: ignore[arg-type]
         self._plan: StepPlan | None = None  # of the step that the device runs
@@ -102,6 +125,7 @@ class TwinWorker:
         self._kept: dict[RequestKey, _KeptTokens] = {}  # that the router hasn't got
         self._due: dict[Party, list[TokenDelta]] = {}  # to be sent now, by recipient
         self._link_free_at = 0.0
+        self._copies_free_at = {True: 0.0, False: 0.0}  # loads, stores
         self._wakes_at = float("inf")
         self.num_steps = 0
         self.busy_seconds = 0.0
@@ -257,8 +281,10 @@ class TwinWorker:
                     link = Link("twin", self._twin.link.bytes_per_second)
                     connected = partial(self._on_event, PeerConnected(peer, None, link))
                     self._clock.after(self._twin.host.connect_seconds, connected)
+                case StartCopy(CopyCommand() as copy):
+                    self._copy(copy)
                 case StartCopy() | Incident():
-                    raise AssertionError(f"the twin's workers have no tiers and no incidents: {effect}")
+                    raise AssertionError(f"the twin's workers have no shared tier and no incidents: {effect}")
                 case Disconnect() | Dial() | HangUp() | Serve():
                     pass
 
@@ -272,8 +298,34 @@ class TwinWorker:
 
     def _end_read(self, command: ReadCommand, seconds: float) -> None:
         source = self._twin.workers[command.peer]
-        generations = [int(source.generations[command.group][block]) for block in command.remote_blocks]
+        generations = [source.generation(command.group, block) for block in command.remote_blocks]
         self._on_event(ReadResult(command.read_id, None, generations, seconds))
+
+    def generation(self, group: int, block: int) -> int:
+        """Return the generation of a block, or of a slot of the host tier, which are numbered after the blocks."""
+        own = self.generations[group]
+        return int(own[block] if block < len(own) else self.slot_generations[block - len(own)])
+
+    def _copy(self, copy: CopyCommand) -> None:
+        """Start a copy to or from the host tier: those of one direction take turns."""
+        num_bytes = self.setup.layout.block_bytes * len(copy.block_ids)
+        begins_at = max(self._clock.now, self._copies_free_at[copy.is_load])
+        ends_at = self._copies_free_at[copy.is_load] = begins_at + self._twin.copies.seconds(num_bytes)
+        result = CopyResult(copy.copy_id, len(copy.block_ids), None, ends_at - self._clock.now)
+        self._clock.at(ends_at, lambda: self._end_copy(result))
+
+    def _end_copy(self, result: CopyResult) -> None:
+        self._catch_up()
+        self.core.handle_copy_result(result, self._clock.now)
+        self._settle()
+
+    def _tiers(self, memory: _Memory) -> list[Tier]:
+        setup = self.setup
+        if not setup.host_slots:
+            return []
+        on_gpu = setup.engine.block_size >= GPU_BLOCK_TOKENS  # which only bounds the size of a load
+        generations = self.slot_generations if memory.serves_host else None
+        return [make_tier(setup.host_slots, setup.layout.block_bytes, on_gpu=on_gpu, generations=generations)]
 
     def _on_event(self, event: ReadResult | PeerConnected) -> None:
         self._catch_up()
