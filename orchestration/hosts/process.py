@@ -103,7 +103,8 @@ class ChildProcess:
     """Running child of this process. ``emit`` gets its progress and, last, its exit, on another thread.
 
     Its log is appended to ``log_file``, which is kept short; None: it goes to this process's own output.
-    ``preloaded``: a fork server that has imported this module starts it, if the platform can; "": none.
+    ``preloaded``: a fork server that has imported this module starts it, if the platform can; "": none. ``forks``: see
+    :class:`Order`.
     """
 
     def __init__(
@@ -119,6 +120,7 @@ class ChildProcess:
         runs_on: str = "",
         log_file: Path | None = None,
         preloaded: str = "",
+        forks: str = "",
     ) -> None:
         self.name = name
         self.runs_on = runs_on
@@ -132,6 +134,7 @@ class ChildProcess:
             name=name,
             kind=_KINDS[type(config)],
             entry=entry,
+            forks=forks,
             config=msgspec.Raw(msgspec.json.encode(config)),
             status_fd=write_fd,
             shared_memory=self._shared_memory.path if self._shared_memory else "",
