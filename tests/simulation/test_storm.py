@@ -47,7 +47,7 @@ def started_from(patch: pytest.MonkeyPatch, changed: Start) -> None:
     original = FeatureStates.use
 
     def use(self: FeatureStates, *args: Any) -> FeatureUse:
-        made = original(self, *args)
+        made = original(self, *args, **options)
         if made.start is None or not made.start.output_ids:
             return made
         start = made.start
@@ -72,8 +72,8 @@ def sent_with(patch: pytest.MonkeyPatch, changed: Callable[[SamplingParams, int]
     """Send a later attempt with other parameters."""
     original = Attempts.messages
 
-    def messages(self: Attempts, *args: Any) -> list[tuple[Party, Body]]:
-        sent = original(self, *args)
+    def messages(self: Attempts, *args: Any, **options: Any) -> list[tuple[Party, Body]]:
+        sent = original(self, *args, **options)
         return [(to, _replaced(body, changed)) for to, body in sent]
 
     patch.setattr(Attempts, "messages", messages)

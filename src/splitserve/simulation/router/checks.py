@@ -98,10 +98,11 @@ class RouterChecks:
         """Check that room is reserved at once only for a prompt that is next, next but one, or in the next step."""
         record, own = self._router.membership.get(to), self._client(body.key).request
         assert record is not None and own is not None
-        if own.state.key != body.key:  # it was over when its messages were sent
+        keys = record.prompts.keys()
+        if own.state.key != body.key or id(own.charge) not in keys:  # the attempt is over already
             return
         charges = {id(request.charge): request.charge for request in self._router.core.requests if request.charge}
-        before = itertools.takewhile(lambda key: key != id(own.charge), record.prompts.keys())
+        before = itertools.takewhile(lambda key: key != id(own.charge), keys)
         ahead = [charges[key] for key in before if key in charges]
         num_tokens = sum(charge.num_prompt_tokens for charge in ahead)
         is_soon = len(ahead) <= 1 or num_tokens < record.info.max_num_batched_tokens
