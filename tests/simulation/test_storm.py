@@ -47,7 +47,7 @@ def started_from(patch: pytest.MonkeyPatch, changed: Start) -> None:
     original = FeatureStates.use
 
     def use(self: FeatureStates, *args: Any) -> FeatureUse:
-        made = original(self, *args, **options)
+        made = original(self, *args)
         if made.start is None or not made.start.output_ids:
             return made
         start = made.start
