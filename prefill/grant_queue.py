@@ -25,6 +25,8 @@ class Ungranted:
 
     sequence: Sequence
     peer: Party
+    arrived_at: float
+    turn_at: float = float("inf")  # the time from which on it waits for nothing but its decode worker
     is_asked: bool = False  # the decode worker knows that the prompt's turn comes
     is_delayed: bool = False  # it has no room so far, or hasn't answered in time
     ask_due_at: float = float("inf")  # the next repetition
@@ -40,12 +42,13 @@ class GrantQueue:
         self._prompts: dict[RequestKey, Ungranted] = {}
         self._by_peer: dict[Party, dict[RequestKey, Ungranted]] = {}  # each in the order of arrival
         self._asked: dict[RequestKey, Ungranted] = {}
+        self._short_since: dict[Party, float] = {}  # decode workers that have had no room since then
 
     # ---- prompts come and go ----
 
     def add(self, sequence: Sequence, peer: Party, now: float, *, is_asked: bool) -> None:
         """Queue a prompt, the last one so far. ``is_asked``: the router has told decode to reserve room at once."""
-        prompt = Ungranted(sequence, peer)
+        prompt = Ungranted(sequence, peer, now)
         self._prompts[sequence.key] = prompt
         self._by_peer.setdefault(peer, {})[sequence.key] = prompt
         if is_asked:
@@ -60,6 +63,8 @@ class GrantQueue:
             if not of_peer:
                 del self._by_peer[prompt.peer]
             self._asked.pop(key, None)
+            if prompt.is_delayed and not any(other.is_delayed for other in of_peer.values()):
+                self._short_since.pop(prompt.peer, None)
         return prompt
 
     def get(self, key: RequestKey) -> Ungranted | None:
@@ -105,7 +110,7 @@ class GrantQueue:
         """Take the decode worker's answer that it has no room so far: it keeps the prompt in its queue."""
         prompt = self._prompts.get(key)
         if prompt is not None and prompt.peer == sender and prompt.is_asked:
-            prompt.is_delayed = True
+            self._delay(prompt, now)
             prompt.ask_due_at = now + self._protocol.renew_interval_seconds
             prompt.give_up_at = now + self._protocol.dead_after_seconds
 
@@ -113,7 +118,7 @@ class GrantQueue:
         """Return the prompts to be asked for again, since no grant came. They hold others up no longer."""
         due = [prompt for prompt in self._asked.values() if now >= prompt.ask_due_at]
         for prompt in due:
-            prompt.is_delayed = True
+            self._delay(prompt, now)
             prompt.ask_due_at = now + self._protocol.offer_resend_seconds
         return due
 
@@ -133,8 +138,13 @@ class GrantQueue:
 
     # ---- inside ----
 
+    def _delay(self, prompt: Ungranted, now: float) -> None:
+        prompt.is_delayed = True
+        self._short_since.setdefault(prompt.peer, now)
+
     def _note_asked(self, prompt: Ungranted, now: float) -> None:
         prompt.is_asked = True
+        prompt.turn_at = max(prompt.arrived_at, self._short_since.get(prompt.peer, now))
         self._asked[prompt.sequence.key] = prompt
         prompt.ask_due_at = now + self._protocol.offer_resend_seconds
         prompt.give_up_at = now + self._protocol.dead_after_seconds

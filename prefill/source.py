@@ -209,7 +209,7 @@ class SourcePart(Part):
         if self._ungranted:
             prompts = self._scheduler.prompts
             num_begun = sum(sequence.num_unplanned for sequence in prompts.active)
-            self._ask(self._ungranted.choose(prompts.waiting, num_begun, now), now)
+            self._ask(self._ungranted.choose(prompts.waiting, num_begun, now))
 
     def after_plan(self, now: float) -> None:
         """Ask for the grants of the prompts that may be in the step after the one just planned."""
@@ -239,7 +239,7 @@ class SourcePart(Part):
             self._state.counters.handover_failures += 1
             reason = f"{silent.peer.engine_id} was asked for room, and doesn't answer"
             self._requests.fail(silent.sequence, FailureCode.HANDOVER, reason, now)
-        self._ask(self._ungranted.take_due(now), now)
+        self._ask(self._ungranted.take_due(now))
         self.prefixes.poll(now)
         self._host_offers.poll(now)
         self._parked_grants.expire(now)
@@ -295,10 +295,10 @@ class SourcePart(Part):
         if handover.state is SourceState.RELEASED:
             self._finish(handover, now)
 
-    def _ask(self, prompts: Iterable[Ungranted], now: float) -> None:
+    def _ask(self, prompts: Iterable[Ungranted]) -> None:
         for prompt in prompts:
             if prompt.sequence.marks is not None and not prompt.is_delayed:
-                prompt.sequence.marks.add(MarkKind.ASKED, now)
+                prompt.sequence.marks.add(MarkKind.ASKED, prompt.turn_at)
             self._state.outbox.send(prompt.peer, GrantRequest(prompt.sequence.key))
 
     def _start(self, sequence: Sequence, grant: Grant, peer: Party, now: float) -> None:

@@ -108,25 +108,21 @@ class Attempts:
         the grant is late."""
         key, prompt, sampling = request.state.key, request.token_ids, request.attempt_sampling()
         delivered = request.state.delivered_ids
-        carried = request.context.cache_salt, request.priority, siblings
+        salt, priority = request.context.cache_salt, request.priority
         # Workers add the time of a freeze themselves, that of the present one included.
         left_seconds = max(
             MIN_DEADLINE_SECONDS, self._deadline_seconds + request.held_seconds - (now - request.arrived_at)
         )
         if not isinstance(placement, Disaggregated):
             prefix = self._placer.prefix_helper(request.hashes, placement.worker, now)
-            return [(placement.worker, LocalRequest(key, prompt, sampling, left_seconds, delivered, prefix, *carried))]
+            local = LocalRequest(key, prompt, sampling, left_seconds, delivered, prefix, salt, priority, siblings)
+            return [(placement.worker, local)]
         prefill, decode = self._placer.peer(placement.prefill), self._placer.peer(placement.decode)
         to_decode = sampling
         if sampling.prompt_logprobs is not None:
             to_decode = msgspec.structs.replace(sampling, prompt_logprobs=None)
+        rest = left_seconds, delivered, salt, priority
         return [
-            (
-                placement.decode,
-                DecodeRequest(key, prompt, to_decode, prefill, left_seconds, delivered, *carried, late_grant),
-            ),
-            (
-                placement.prefill,
-                PrefillRequest(key, prompt, sampling, decode, left_seconds, delivered, *carried, late_grant),
-            ),
+            (placement.decode, DecodeRequest(key, prompt, to_decode, prefill, *rest, late_grant, siblings)),
+            (placement.prefill, PrefillRequest(key, prompt, sampling, decode, *rest, siblings, late_grant)),
         ]

@@ -112,12 +112,12 @@ def prompts_hold_room_before_their_grant(patch: pytest.MonkeyPatch) -> None:
     """On prefill, while they wait for room on decode: the deadlock that late grants must not have."""
     ask = SourcePart._ask
 
-    def ask_holding(self: SourcePart, prompts: Iterable[Ungranted], now: float) -> None:
+    def ask_holding(self: SourcePart, prompts: Iterable[Ungranted]) -> None:
         prompts = list(prompts)
         for prompt in prompts:
             if not prompt.sequence.block_ids:
                 self._state.blocks.reserve(prompt.sequence)
-        ask(self, prompts, now)
+        ask(self, prompts)
 
     patch.setattr("splitserve.engine.sequence._WITHOUT_BLOCKS", frozenset({Stage.NEW, Stage.UNADMITTED}))
     patch.setattr(SourcePart, "_ask", ask_holding)

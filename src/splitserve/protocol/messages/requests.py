@@ -60,8 +60,8 @@ class DecodeRequest(Message, frozen=True):
     output_ids: list[TokenId] = []
     cache_salt: CacheSalt = ""
     priority: int = 0
-    siblings: Siblings = []
     late_grant: bool = False
+    siblings: Siblings = []
 
 
 class LocalRequest(Message, frozen=True):
