@@ -22,7 +22,7 @@ from splitserve.orchestration.cluster.launcher import LocalCluster
 from splitserve.orchestration.doctor.http import Endpoint as AdminEndpoint
 from splitserve.orchestration.spec.cluster_spec import ObjectivesSpec, RouterSpec
 from splitserve.orchestration.spec.shorthand import simple_spec
-from splitserve.protocol.cluster_report import RequestTraces
+from splitserve.protocol.cluster_report import RequestTrace, RequestTraces
 from splitserve.protocol.config import EngineConfig
 from splitserve.workloads.conversation import Conversation, Workload
 from splitserve.workloads.named import Source
@@ -106,7 +106,7 @@ def run_probe(setup: Setup, arm_name: str, arm: Arm | None, rate: float, seed: i
         records = run_in_processes(endpoint, workload, prompts, setup.num_client_processes, f"g{seed}-")
         result = result_of(arm_name, rate, seed, workload, records)
         result.num_kills = len(kills)
-        traces = _traces(url, setup.api_key, f"g{seed}-")
+        traces = traces_of(url, setup.api_key, f"g{seed}-")
         result.stages, result.slowest = _stages(traces), _slowest(traces)
         return result
 
@@ -203,7 +203,7 @@ def _kills(cluster: LocalCluster | None, every_seconds: float, seed: int) -> Ite
         thread.join()
 
 
-def _traces(url: str, api_key: str, id_prefix: str) -> list[Any]:
+def traces_of(url: str, api_key: str, id_prefix: str) -> list[RequestTrace]:
     """Return the timelines of the last requests; none from an endpoint that isn't Splitserve's."""
     time.sleep(0.2)  # workers' last reports
     try:

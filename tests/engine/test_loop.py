@@ -1,16 +1,19 @@
 """The whole engine loop, with real sockets and a clock for a device: tokens, failing steps, a device that is lost."""
 
 import logging
+import threading
 from array import array
 
 import pytest
 import zmq
 
 from running_loop import ILLEGAL, FaultyRunner, running
+from splitserve.benchmarks.engine.direct_router import DirectRouter
+from splitserve.benchmarks.engine.paced_worker import build_loop
 from splitserve.common.errors import DeviceLostError
-from splitserve.protocol.messages.envelope import Envelope
-from splitserve.protocol.messages.membership import Leave
-from splitserve.protocol.messages.requests import FailureCode, LocalRequest
+from splitserve.protocol.messages.envelope import Body, Envelope
+from splitserve.protocol.messages.membership import Heartbeat, Leave
+from splitserve.protocol.messages.requests import FailureCode, LocalRequest, StepTokens
 from splitserve.protocol.request import Party, RequestKey, SamplingParams
 from splitserve.protocol.step import UNKNOWN_TOKEN
 from splitserve.protocol.wire import encode
@@ -83,3 +86,30 @@ def test_a_worker_whose_device_is_lost_tells_everybody_why_and_ends(caplog: pyte
         f"the device can't go on after step 8 (RuntimeError: {ILLEGAL}): paced-0 ends, to be started again"
     )
     assert caplog.text.count("Traceback") == 1, "the first error in full, and what it led to in a line"
+
+
+def test_a_worker_serves_two_routers_and_leaves_both() -> None:
+    """It is registered once both have accepted it."""
+    with DirectRouter() as one, DirectRouter() as other:
+        loop, where = build_loop(f"{one.membership},{other.membership}", FaultyRunner())
+        thread = threading.Thread(target=loop.run)
+        thread.start()
+        try:
+            one.meet(where)
+            assert not loop.registered
+            other.meet(where)
+            wait_until(lambda: loop.registered, "both have accepted it")
+            for name, router in (("a", one), ("b", other)):
+                router.send(LocalRequest(RequestKey(name), array("i", [1] * 20), SamplingParams(max_tokens=5), 60.0))
+                assert isinstance(router.receive(), StepTokens)
+            heard = {router: list[Body]() for router in (one, other)}
+            for router in heard:
+                wait_until(
+                    lambda r=router: any(isinstance(b, Heartbeat) for b in heard[r] + r.heard_by_membership()),  # type: ignore[misc]
+                    "a router gets no heartbeat",
+                )
+        finally:
+            loop.stop()
+            thread.join(PATIENCE_SECONDS)
+        for router in (one, other):
+            assert isinstance(router.heard_by_membership()[-1], Leave)

@@ -59,9 +59,26 @@ class TestFreeze:
     def test_it_ends_with_another_router_and_not_with_its_own(self, worker: Worker) -> None:
         worker.hear(ROUTER, local(KEY))
         worker.hear(ROUTER, SetFrozen(True))
-        worker.core.on_router(ROUTER, worker.now)
+        worker.core.on_routers({ROUTER}, worker.now)
         assert worker.plan() is None
-        worker.core.on_router(Party("router", 99), worker.now)
+        worker.core.on_routers({Party("router", 99)}, worker.now)
+        assert worker.plan() is not None
+
+    def test_it_lasts_while_one_of_two_routers_that_hold_it_is_there(self, worker: Worker) -> None:
+        other = Party("router-1", 5)
+        worker.hear(ROUTER, local(KEY))
+        for router in (ROUTER, other):
+            worker.hear(router, SetFrozen(True))
+        worker.core.on_routers({Party("router", 99), other}, worker.now)
+        assert worker.plan() is None
+        worker.core.on_routers({Party("router", 99), Party("router-1", 99)}, worker.now)
+        assert worker.plan() is not None
+
+    def test_either_of_two_routers_ends_it(self, worker: Worker) -> None:
+        worker.hear(ROUTER, local(KEY))
+        for router in (ROUTER, Party("router-1", 5)):
+            worker.hear(router, SetFrozen(True))
+        worker.hear(ROUTER, SetFrozen(False))
         assert worker.plan() is not None
 
     def test_a_request_that_comes_meanwhile_waits(self, worker: Worker) -> None:

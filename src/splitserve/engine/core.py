@@ -6,6 +6,7 @@ the loop (:mod:`splitserve.engine.loop`) and the fault simulator drive the same 
 
 from collections import deque
 from collections.abc import Sequence as ListLike
+from collections.abc import Set
 
 from splitserve.engine.effects import Effect, StartCopy
 from splitserve.engine.load_report import load_of
@@ -79,9 +80,9 @@ class EngineCore:
             self._requests.owner(sequence).on_loaded(sequence, now)
         self._take_outcomes(now)
 
-    def on_router(self, router: Party, now: float) -> None:
-        """Take note of the router that this worker is registered with."""
-        self._operations.on_router(router, now)
+    def on_routers(self, routers: Set[Party], now: float) -> None:
+        """Take note of the routers that this worker is registered with."""
+        self._operations.on_routers(routers, now)
 
     def drain(self) -> None:
         """Reject requests from now on. Those that are here go on, and their peers go on reading."""

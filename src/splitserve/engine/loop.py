@@ -34,7 +34,6 @@ from splitserve.kvconnector.tiers.copies import TierCopier
 from splitserve.kvconnector.transfer.connector import KVConnector
 from splitserve.protocol.config import WorkerConfig
 from splitserve.protocol.messages.envelope import Body
-from splitserve.protocol.messages.membership import Leave
 from splitserve.protocol.messages.operators import BeginDrain
 from splitserve.protocol.messages.requests import ClockReading, Profile, Profiled, ReadClock
 from splitserve.protocol.placement.step_model import StepModel
@@ -131,7 +130,7 @@ class WorkerLoop:
             self._error = error if self._explain is None else self._explain(error)
             raise
         finally:  # after an error too: membership is informed at once that this worker is gone
-            self._sockets.send_membership(Leave("" if self._error is None else str(self._error)))
+            self._membership.leave("" if self._error is None else str(self._error))
             self._io.executor.close(STOP_SECONDS)
             self._io.copies.close(STOP_SECONDS)
             self._io.connector.close()
@@ -161,8 +160,7 @@ class WorkerLoop:
         refusal = self._membership.receive(now)
         if refusal is not None and self._error is None:
             self.end_with(refusal)
-        if self._membership.router is not None:
-            self._core.on_router(self._membership.router, now)
+        self._core.on_routers(self._membership.routers, now)
         for event in self._io.connector.events():
             self._core.handle_connector_event(event, now)
         for copied in self._io.copies.results():
@@ -231,7 +229,7 @@ class WorkerLoop:
             if isinstance(result.outcome, StepFailure):
                 self._on_step_failure(result.outcome, now)
             else:
-                self._step_fit.note(result.plan, result.seconds)
+                self._step_fit.note(result.plan, result.seconds, now)
                 self._core.commit_step(result.outcome, now)
 
     def _on_step_failure(self, failure: StepFailure, now: float) -> None:

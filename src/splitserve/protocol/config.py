@@ -116,7 +116,8 @@ class CoreAffinity(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorkerConfig(Confidential, frozen=True, kw_only=True):
-    """One worker process. ``membership`` is the endpoint that it registers with; ``host`` the address it binds.
+    """One worker process. ``membership`` is the endpoint that it registers with, or those of several router processes,
+    separated by commas; ``host`` the address it binds.
 
     ``secret`` protects its side channels; see :mod:`splitserve.common.security`.
     """

@@ -1,4 +1,5 @@
-"""A worker's sockets: one that routers and peers connect to, one to membership, one per peer that we dialled."""
+"""A worker's sockets: one that routers and peers connect to, one to each router's membership, one per peer that we
+dialled."""
 
 import logging
 import math
@@ -9,6 +10,7 @@ import zmq
 
 from splitserve.common.errors import ConfigError, WireError
 from splitserve.common.security import SocketSecurity, check_exposure
+from splitserve.engine.io.membership_link import MembershipLink
 from splitserve.protocol.messages.envelope import Body, Envelope
 from splitserve.protocol.messages.requests import PeerRef
 from splitserve.protocol.request import Party
@@ -19,13 +21,13 @@ logger = logging.getLogger(__name__)
 MAX_KNOWN_SENDERS = 4096
 MESSAGES_PER_ROUND = 256
 HIGH_WATER_MARK = 10_000
-_MEMBERSHIP_EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 
 
 class WorkerSockets:
     """Binds ``tcp://host:*``; every message goes out in an envelope from ``me``. Not thread-safe.
 
-    A ``secret`` protects all connections. Raises :class:`ConfigError` for a host that can't be bound or that needs one.
+    ``membership``: the endpoints of the routers' memberships, separated by commas. A ``secret`` protects all
+    connections. Raises :class:`ConfigError` for a host that can't be bound or that needs one.
     """
 
     def __init__(self, me: Party, host: str, membership: str, secret: str = "") -> None:
@@ -43,13 +45,13 @@ class WorkerSockets:
         self._publishers: list[zmq.Socket[bytes]] = []
         self._host = host
         self.endpoint = self._bind(self._server)
-        self._membership_endpoint = membership
-        self._membership = self._dial_membership()
         self._senders: OrderedDict[Party, bytes] = OrderedDict()
         self._peers: dict[Party, zmq.Socket[bytes]] = {}
         self._poller = zmq.Poller()
         self._poller.register(self._server, zmq.POLLIN)
-        self._watch_membership()
+        self.memberships = [MembershipLink(endpoint, self._dialling_socket) for endpoint in membership.split(",")]
+        for link in self.memberships:
+            self._watch_membership(link)
         self._readable: set[object] = set()  # sockets and descriptors that the last wait found something on
         self.num_undeliverable = 0
         self.num_malformed = 0
@@ -84,9 +86,9 @@ class WorkerSockets:
         for socket in list(self._peers.values()):
             yield from self._receive_dialled(socket)
 
-    def receive_membership(self) -> Iterator[Envelope]:
-        """Yield membership's messages, which are accepted on this socket alone."""
-        yield from self._receive_dialled(self._membership)
+    def receive_membership(self, link: MembershipLink) -> Iterator[Envelope]:
+        """Yield a membership's messages, which are accepted on its socket alone."""
+        yield from self._receive_dialled(link.socket)
 
     def send(self, to: Party, body: Body) -> None:
         """Send to a dialled peer, or to a router or peer that has sent to us; count what can't be delivered.
@@ -104,33 +106,24 @@ class WorkerSockets:
         except zmq.ZMQError:
             self.num_undeliverable += 1
 
-    def send_membership(self, body: Body) -> None:
+    def send_membership(self, link: MembershipLink, body: Body) -> None:
         try:
-            self._membership.send(encode(Envelope(self.me, None, body)), zmq.NOBLOCK)
+            link.socket.send(encode(Envelope(self.me, None, body)), zmq.NOBLOCK)
         except zmq.Again:
             self.num_undeliverable += 1
 
-    def has_new_membership_connection(self) -> bool:
+    def has_new_membership_connection(self, link: MembershipLink) -> bool:
         """Return whether a new connection to membership was made since the last call; membership doesn't know it."""
-        if self._membership_monitor not in self._readable:
-            return False
-        is_connected = False
-        while self._membership_monitor.poll(0):
-            event = int.from_bytes(self._membership_monitor.recv_multipart()[0][:2], "little")
-            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                is_connected, self._membership_gave_up = True, False
-            else:
-                self._membership_gave_up = True
-        return is_connected
+        return link.monitor in self._readable and link.has_new_connection()
 
-    def revive_membership(self) -> None:
+    def revive_membership(self, link: MembershipLink) -> None:
         """Connect anew after ZMQ has stopped trying, which it does if only one end has a secret."""
-        if self._membership_gave_up:
-            self._poller.unregister(self._membership)
-            self._poller.unregister(self._membership_monitor)
-            self._close_membership(linger_seconds=0.0)
-            self._membership = self._dial_membership()
-            self._watch_membership()
+        if link.gave_up:
+            self._poller.unregister(link.socket)
+            self._poller.unregister(link.monitor)
+            link.close(linger_seconds=0.0)
+            link.dial()
+            self._watch_membership(link)
 
     def dial(self, peer: PeerRef) -> None:
         """Connect to a peer. One with an endpoint that can't be is as good as one that never answers."""
@@ -155,27 +148,16 @@ class WorkerSockets:
         """Close everything; what was just sent gets ``linger_seconds`` to leave."""
         for peer in list(self._peers):
             self.hang_up(peer)
-        self._close_membership(linger_seconds)
+        for link in self.memberships:
+            link.close(linger_seconds)
         for socket in (self._server, *self._publishers):
             socket.close(linger=int(linger_seconds * 1000))
         self._security.close()
         self._context.term()
 
-    def _dial_membership(self) -> "zmq.Socket[bytes]":
-        """Connect to membership, without an identity of ours, since membership names its connections itself."""
-        socket = self._dialling_socket()
-        self._membership_monitor = socket.get_monitor_socket(_MEMBERSHIP_EVENTS)
-        self._membership_gave_up = False
-        return self._connect(socket, self._membership_endpoint)
-
-    def _watch_membership(self) -> None:
-        self._poller.register(self._membership, zmq.POLLIN)
-        self._poller.register(self._membership_monitor, zmq.POLLIN)
-
-    def _close_membership(self, linger_seconds: float) -> None:
-        self._membership.disable_monitor()
-        self._membership_monitor.close(linger=0)
-        self._membership.close(linger=int(linger_seconds * 1000))
+    def _watch_membership(self, link: MembershipLink) -> None:
+        self._poller.register(link.socket, zmq.POLLIN)
+        self._poller.register(link.monitor, zmq.POLLIN)
 
     def _receive_bound(self) -> Iterator[Envelope]:
         for _ in range(MESSAGES_PER_ROUND):

@@ -42,7 +42,7 @@ from splitserve.protocol.messages.requests import (
 )
 from splitserve.protocol.request import Party
 
-SCHEMA_VERSION = 16
+SCHEMA_VERSION = 17
 
 Body: TypeAlias = (
     Register
