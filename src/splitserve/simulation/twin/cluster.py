@@ -22,9 +22,9 @@ from splitserve.router.requests.core import RouterCore
 from splitserve.router.requests.effects import CancelTimer, Count, Deliver, Effect, Ended, Refuse, Send, SetTimer
 from splitserve.router.requests.events import Event, FromWorker, Submit, Timer, TimerFired, WorkerReady
 from splitserve.router.requests.timeline.stages import all_stages
-from splitserve.simulation.twin.clock import VirtualClock
 from splitserve.simulation.twin.models import Calibration
 from splitserve.simulation.twin.worker import TwinWorker, WorkerSetup
+from splitserve.simulation.virtual_clock import VirtualClock
 from splitserve.workloads.conversation import Conversation, Piece, Turn, Workload
 
 ROUTER = Party("router", 1)
