@@ -73,6 +73,12 @@ class WorkerRecord:
     def charges(self) -> Charges:
         return Charges(self.num_requests, self.prefill_tokens, self.context_tokens)
 
+    @property
+    def begins_soon(self) -> bool:
+        """Return whether a prompt that is sent now would be next or next but one, or in the next step, as far as this
+        router knows."""
+        return len(self.prompts) <= 1 or self.prefill_tokens < self.info.max_num_batched_tokens
+
     def view(self, now: float, prefix_match_tokens: int = 0) -> WorkerView:
         info = self.info
         return WorkerView(

@@ -6,6 +6,8 @@ import msgspec
 
 from splitserve.protocol.messages.handover import (
     Grant,
+    GrantDelayed,
+    GrantRequest,
     Offer,
     OfferAck,
     PeerHello,
@@ -40,7 +42,7 @@ from splitserve.protocol.messages.requests import (
 )
 from splitserve.protocol.request import Party
 
-SCHEMA_VERSION = 16
+SCHEMA_VERSION = 17
 
 Body: TypeAlias = (
     Register
@@ -68,6 +70,8 @@ Body: TypeAlias = (
     | PeerHello
     | PeerWelcome
     | PeerRefused
+    | GrantRequest
+    | GrantDelayed
     | Grant
     | PrefixGrant
     | Offer
