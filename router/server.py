@@ -104,7 +104,7 @@ async def _serve(
 ) -> None:
     local_only = is_loopback(config.host) and not (config.api_key or config.tenants_file)
     _check_origins(config, local_only=local_only)
-    metrics = RouterMetrics(config.served_model_name)
+    metrics = RouterMetrics(config.served_model_name, config.name if config.peers else "")
     dispatcher = Dispatcher(config, metrics)
     renderer = Renderer(tokenizer.chat_template)
     checker = GrammarChecker(Path(config.model), tokenizer.eos_token_ids)
@@ -144,6 +144,7 @@ async def _serve(
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stop)
+        await dispatcher.exchange.catch_up()
         settle_collector()
         await server.serve(sockets=[listener])
     finally:
@@ -163,7 +164,13 @@ def _names(config: RouterConfig) -> tuple[str, ...]:
 def _follow_tenants(dispatcher: Dispatcher) -> None:
     """Read the file of tenants now, and again at each SIGHUP. Raises :class:`ConfigError` for a faulty one now."""
     dispatcher.load_tenants()
-    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, _reload_tenants, dispatcher)
+    dispatcher.exchange.reload_tenants = lambda: _reload_tenants(dispatcher)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, _on_hang_up, dispatcher)
+
+
+def _on_hang_up(dispatcher: Dispatcher) -> None:
+    _reload_tenants(dispatcher)
+    dispatcher.exchange.tell_tenants_changed()
 
 
 def _reload_tenants(dispatcher: Dispatcher) -> None:

@@ -221,12 +221,15 @@ class RouterConfig(Confidential, frozen=True, kw_only=True):
     """The router process.
 
     ``on_awake_cores`` keeps it on half of its machine's cores, as ``keep_cores_awake`` keeps workers there.
+    ``peers``: the membership endpoints of the other router processes on the same port, by ``name``.
     ``secret`` protects its side channels; ``api_key`` is the key that /v1 requires of clients, "" for none;
     ``admin_key`` the one that /admin requires, "" for the same.
     """
 
     model: str
     served_model_name: str
+    name: str = "router"
+    peers: dict[str, str] = {}
     host: Annotated[
         str,
         Meta(min_length=1, description="Address that the endpoint binds."),

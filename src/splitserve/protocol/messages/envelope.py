@@ -38,9 +38,10 @@ from splitserve.protocol.messages.requests import (
     RequestFailed,
     StepTokens,
 )
+from splitserve.protocol.messages.routers import AskRouter, RouterAnswer, RouterReport, SentPrefixes
 from splitserve.protocol.request import Party
 
-SCHEMA_VERSION = 15
+SCHEMA_VERSION = 16
 
 Body: TypeAlias = (
     Register
@@ -74,6 +75,10 @@ Body: TypeAlias = (
     | OfferAck
     | Release
     | Withdrawn
+    | RouterReport
+    | SentPrefixes
+    | AskRouter
+    | RouterAnswer
 )
 
 
