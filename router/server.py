@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import errno
 import gc
 import logging
 import os
@@ -17,6 +16,7 @@ import uvloop
 from starlette.types import ASGIApp
 
 from splitserve.common.errors import ConfigError
+from splitserve.common.listening import listen
 from splitserve.common.security import is_loopback
 from splitserve.protocol.config import RouterConfig
 from splitserve.router.admin.metrics import RouterMetrics
@@ -65,7 +65,7 @@ def run_router(config: RouterConfig, progress: Progress) -> None:
     _allow_many_files()
     # Threads for each text of a batch cost more than they save, and their cores belong to the workers.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    with listening_socket(config.host, config.port) as listener:
+    with listening_socket(config.host, config.port, config.listener_fd) as listener:
         tokenizer = ModelTokenizer(Path(config.model), config.chat_template)
         defaults = read_sampling_defaults(config.generation_config, Path(config.model))
         response_format = _response_format(config, tokenizer)
@@ -230,23 +230,10 @@ class _HttpServer(uvicorn.Server):
             self._on_started()
 
 
-@contextlib.contextmanager
-def listening_socket(host: str, port: int) -> Iterator[socket.socket]:
-    """Yield a socket that listens on the address. Raises :class:`ConfigError`.
-
-    It listens from the beginning: until one of them does, two sockets with SO_REUSEADDR may be bound to one port.
-    """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind((host, port))
-            listener.listen()
-        except OSError as error:
-            is_wrong_host = isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL
-            remedy = "give an address of this machine as --host" if is_wrong_host else "choose another --port"
-            raise ConfigError(f"can't listen on {host} port {port}: {error.strerror or error}; {remedy}") from error
-        yield listener
+def listening_socket(host: str, port: int, shared_fd: int = -1) -> socket.socket:
+    """Return a socket that listens on the address, or the one that the router shares with others (``shared_fd``).
+    Raises :class:`ConfigError`."""
+    return listen(host, port) if shared_fd < 0 else socket.socket(fileno=shared_fd)
 
 
 def _url(listener: socket.socket) -> str:
