@@ -22,7 +22,7 @@ from splitserve.protocol.messages.routers import (
     WorkerUse,
 )
 from splitserve.protocol.request import Party
-from splitserve.router.links.membership import Membership
+from splitserve.router.links.membership import MAX_WORKERS, Membership
 from splitserve.router.links.worker_record import Elsewhere
 from splitserve.router.placement.prefix_view import PrefixView
 from splitserve.router.requests.admission import Admission
@@ -92,6 +92,7 @@ class Peers:
         self._num_placed_tokens = 0  # since the last report
         self._sent: dict[Party, list[bytes]] = {}  # since the last report
         self._num_sent = 0
+        self._early: dict[Party, list[bytes]] = {}  # sent to workers that haven't registered here yet
         if config.peers:
             prefixes.on_sent = self._note_sent
 
@@ -142,12 +143,21 @@ class Peers:
         known = self._known.get(sender.engine_id)
         if known is None or known.party != sender or message.num_resets != self.num_resets:
             return False
-        record = self._membership.get(message.worker)
+        if self._membership.get(message.worker) is None:
+            kept = self._early.setdefault(message.worker, []) + message.hashes
+            self._early[message.worker] = kept[-MAX_SENT_TO_NEWCOMER:]
+            if len(self._early) > MAX_WORKERS:
+                del self._early[next(iter(self._early))]
+        else:
+            self._note_hashes(message.worker, message.hashes)
+        return True
+
+    def _note_hashes(self, worker: Party, hashes: list[bytes]) -> None:
+        record = self._membership.get(worker)
         if record is not None and record.state is not WorkerState.LOST and record.info.prefix_caching:
             layout = record.info.layout
             where = (root_hash(layout), layout.block_size)
-            self._prefixes.note_hashes(message.worker, *where, message.hashes, record.num_kept_blocks)
-        return True
+            self._prefixes.note_hashes(worker, *where, hashes, record.num_kept_blocks)
 
     def lose(self, party: Party, now: float) -> None:
         """Forget a router that is gone, with all that it had in flight. Reports that were on their way don't count."""
@@ -158,7 +168,9 @@ class Peers:
             self._add_up()
 
     def on_worker_ready(self, worker: Party) -> None:
-        """Let a worker's new record have what the others have in flight there."""
+        """Let a worker's new record have what the others have in flight there, and have sent it."""
+        if (hashes := self._early.pop(worker, None)) is not None:
+            self._note_hashes(worker, hashes)
         record = self._membership.get(worker)
         if record is not None and self._sums:
             record.elsewhere = self._sums.get(worker)
@@ -254,6 +266,7 @@ class Peers:
     def forget_sent(self) -> None:
         """Forget what was sent and not reported: the caches are reset."""
         self._sent, self._num_sent = {}, 0
+        self._early.clear()
 
     def set_timer(self, now: float) -> None:
         self.is_reporting = True
