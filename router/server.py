@@ -141,9 +141,7 @@ async def _serve(
             dispatcher.close()
             server.should_exit = True
 
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, stop)
+        _on_end(stop)
         await dispatcher.exchange.catch_up()
         settle_collector()
         await server.serve(sockets=[listener])
@@ -154,6 +152,12 @@ async def _serve(
         preparation.close()
         renderer.close()
         checker.close()
+
+
+def _on_end(stop: Callable[[], None]) -> None:
+    """Call ``stop`` when the process is asked to end."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop)
 
 
 def _names(config: RouterConfig) -> tuple[str, ...]:

@@ -92,20 +92,17 @@ class RouterMetrics:
             registry=registry,
         )
         self._add_histograms(registry)
-        self.router_report_gap_seconds = _histogram(
-            registry, "router_report_gap", "Time between reports of another router process on the port", _GAP_BUCKETS
-        )
         self.prompt_tokens = _counter(registry, "prompt_tokens", "Prompt tokens of placed requests")
         self.output_tokens = _counter(registry, "output_tokens", "Output tokens received and delivered in order")
+        self._add_failures(registry)
+
+    def _add_failures(self, registry: CollectorRegistry) -> None:
         self.objectives = Counter(
             "splitserve_objectives",
             "Requests by objective of the cluster spec and whether they met it; a failed one did not",
             ("objective", "met"),
             registry=registry,
         )
-        self._add_failures(registry)
-
-    def _add_failures(self, registry: CollectorRegistry) -> None:
         self.ladder_steps = Counter(
             "splitserve_ladder_steps",
             "Attempts that failed, by what came next (handover, local, gave_up) and why",
@@ -125,6 +122,9 @@ class RouterMetrics:
         )
 
     def _add_histograms(self, registry: CollectorRegistry) -> None:
+        self.router_report_gap_seconds = _histogram(
+            registry, "router_report_gap", "Time between reports of another router process on the port", _GAP_BUCKETS
+        )
         self.ttft_seconds = _histogram(registry, "ttft", "Arrival of an HTTP request to its first token", _TTFT_BUCKETS)
         self.itl_seconds = _histogram(registry, "itl", "Time between deliveries of tokens of a request", _ITL_BUCKETS)
         self.predicted_ttft_seconds = _histogram(

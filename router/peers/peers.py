@@ -68,7 +68,7 @@ class Peers:
         outbox: Outbox,
     ) -> None:
         self.is_alone = not config.peers
-        self.has_placed_nothing = True
+        self.is_new = True  # it has heard of no other router before the present report
         self.is_reporting = False  # the timer is set
         self.is_urgent = False  # a report is due now
         self.pause = PauseStamp()
@@ -85,6 +85,8 @@ class Peers:
         self._usage = usage
         self._outbox = outbox
         self._known: dict[str, _Peer] = {}
+        self._has_heard = False
+        self._newcomers: list[Party] = []  # routers that are to be told what was sent, after the next report
         self._lost: dict[str, tuple[Party, float]] = {}  # the last one of a name, and when
         self._sums: dict[Party, Elsewhere] = {}  # of the last reports, by worker
         self._num_reports = 0
@@ -125,6 +127,8 @@ class Peers:
         lost, lost_at = self._lost.get(sender.engine_id, (None, 0.0))
         if lost == sender and now - lost_at < LATE_SECONDS:
             return False
+        self.is_new &= not self._has_heard
+        self._has_heard = True
         known = self._known.get(sender.engine_id)
         if known is None or known.party != sender:
             known = self._known[sender.engine_id] = _Peer(sender, report, now)
@@ -186,10 +190,8 @@ class Peers:
         for use in report.tenants:
             self._usage.raise_level(self.tenants.named(use.name), use.level, now)
         self._known[newcomer.engine_id].num_tokens = {use.name: use.num_tokens for use in report.tenants}
+        self._newcomers.append(newcomer)
         self.is_urgent = True
-        for record in self._membership.records():
-            party = record.info.party
-            self._tell_sent(party, self._prefixes.sent_to(party, MAX_SENT_TO_NEWCOMER), newcomer)
 
     def _count_tokens(self, peer: _Peer, now: float) -> None:
         """Count the tokens that tenants have used at another router since its last report."""
@@ -229,7 +231,6 @@ class Peers:
         """Count a prompt that was placed: the others learn of large ones at once."""
         if self.is_alone:
             return
-        self.has_placed_nothing = False
         self._num_placed_tokens += num_tokens
         if self._num_placed_tokens >= LARGE_PROMPT_TOKENS and now - self._reported_at >= SOON_SECONDS:
             self.is_urgent = True
@@ -261,6 +262,11 @@ class Peers:
         self._outbox.put(TellRouters(report))
         for worker, hashes in self._sent.items():
             self._tell_sent(worker, hashes)
+        for newcomer in self._newcomers:
+            for record in self._membership.records():
+                party = record.info.party
+                self._tell_sent(party, self._prefixes.sent_to(party, MAX_SENT_TO_NEWCOMER), newcomer)
+        self._newcomers.clear()
         self._sent, self._num_sent = {}, 0
 
     def forget_sent(self) -> None:

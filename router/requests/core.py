@@ -138,7 +138,10 @@ class RouterCore:
             tenants=NO_TENANTS,
             is_open=not (config.classes or config.tenants_file or config.ttft_objective_ms),
         )
-        self._handlers: dict[type, Callable[[Any, float], None]] = {
+        self._handlers = self._make_handlers()
+
+    def _make_handlers(self) -> dict[type, Callable[[Any, float], None]]:
+        return {
             AskLimits: self._on_ask_limits,
             Submit: self._on_submit,
             Cancel: self._on_cancel,

@@ -123,9 +123,8 @@ class Agreement:
             else:
                 self._on_resume(now)
         if report.num_resets > peers.num_resets:
-            is_new = not peers.num_resets and peers.has_placed_nothing  # it begins with what the others have done
             peers.num_resets = report.num_resets
-            if is_new:
+            if peers.is_new:  # it begins with what the others have done
                 peers.num_resets_done = report.num_resets
             else:
                 self._reset()
