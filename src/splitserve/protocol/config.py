@@ -249,8 +249,7 @@ class RouterConfig(Confidential, frozen=True, kw_only=True):
         Meta(
             ge=1,
             le=MAX_ROUTERS,
-            description="Router processes on the port, each on a core of its own; not on Ray. One takes about 240 "
-            "requests per second.",
+            description="Router processes on the port. One uses one core; more help where that is busy. Not on Ray.",
         ),
         Setting(flags=("--router-workers",), metavar="N", group=ENDPOINT, location="router.workers"),
     ] = 1
