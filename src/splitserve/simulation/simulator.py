@@ -130,7 +130,7 @@ class Simulator:
         worker = SimWorker(self, name, role, num_blocks, self.random.getrandbits(32))
         self.workers[str(worker.party)] = self._living[name] = worker
         self.note(f"{worker.party} starts")
-        self.routers.each(lambda router: router.on_started(worker))
+        self.routers.on_started(worker)
 
     def kill(self, worker: SimWorker, restart_after: float) -> None:
         """Kill a worker as by SIGKILL: connections close, reads end, and a new incarnation takes its name later."""

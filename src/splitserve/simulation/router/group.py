@@ -72,6 +72,15 @@ class SimRouters:
         for router in self.living:
             act(router)
 
+    def on_started(self, worker: "SimWorker") -> None:
+        """Register a new worker with each router."""
+        self.each(lambda router: router.on_started(worker))
+        worker.core.on_routers(self._known_to_workers, worker.clock)
+
+    @property
+    def _known_to_workers(self) -> set[Party]:
+        return {router.party for router in self._last.values()}
+
     def on_message(self, to: Party, sender: Party, body: Body) -> None:
         """Deliver a worker's message to a router, if that lives."""
         router = self._last[to.engine_id]
@@ -135,7 +144,7 @@ class SimRouters:
             return
         for worker in self._sim.living_workers:
             router.on_started(worker)
-            worker.core.on_routers({each.party for each in self._last.values()}, worker.clock)
+            worker.core.on_routers(self._known_to_workers, worker.clock)
             worker.settle()
 
     # ---- the end ----
