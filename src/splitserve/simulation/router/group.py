@@ -140,9 +140,11 @@ class SimRouters:
 
     def _meet_workers(self, router: SimRouter) -> None:
         """Let all workers register with a router that has started."""
-        if not router.alive:
-            return
         for worker in self._sim.living_workers:
+            self._meet(router, worker)
+
+    def _meet(self, router: SimRouter, worker: "SimWorker") -> None:
+        if router.alive and worker.can_run(lambda: self._meet(router, worker)):
             router.on_started(worker)
             worker.core.on_routers(self._known_to_workers, worker.clock)
             worker.settle()
