@@ -41,6 +41,7 @@ class PeerTable:
         self._state = state
         self._connector = connector
         self._peers: dict[Party, Peer] = {}
+        self._awaited: dict[Party, Peer] = {}  # those whose welcome is out, and some of which have come since
 
     @property
     def num_ready(self) -> int:
@@ -85,7 +86,8 @@ class PeerTable:
         if not self._has_room():
             return
         give_up_at = now + self._state.protocol.dead_after_seconds
-        self._peers[ref.party] = Peer(ref, PeerState.GREETED, hello_due_at=now, give_up_at=give_up_at)
+        peer = Peer(ref, PeerState.GREETED, hello_due_at=now, give_up_at=give_up_at)
+        self._peers[ref.party] = self._awaited[ref.party] = peer
         self._state.outbox.put(Dial(ref))
         self.poll(now)
 
@@ -137,20 +139,25 @@ class PeerTable:
     def forget(self, party: Party) -> None:
         self.fail(party, "replaced by a new incarnation")
         del self._peers[party]
+        self._awaited.pop(party, None)
         self._state.outbox.put(HangUp(party))
 
     def poll(self, now: float) -> None:
         """Greet again where no answer came, for a while."""
-        for peer in self._peers.values():
-            if peer.state is PeerState.GREETED and now >= peer.give_up_at:
-                self.fail(peer.ref.party, "it doesn't answer")
-            elif peer.state is PeerState.GREETED and now >= peer.hello_due_at:
+        for party, peer in list(self._awaited.items()):
+            if peer.state is not PeerState.GREETED:
+                del self._awaited[party]
+            elif now >= peer.give_up_at:
+                self.fail(party, "it doesn't answer")
+            elif now >= peer.hello_due_at:
                 peer.hello_due_at = now + self._state.protocol.offer_resend_seconds
-                self._state.outbox.send(peer.ref.party, PeerHello(layout=self._state.layout))
+                self._state.outbox.send(party, PeerHello(layout=self._state.layout))
 
     def next_deadline(self) -> float:
         due = (
-            min(peer.hello_due_at, peer.give_up_at) for peer in self._peers.values() if peer.state is PeerState.GREETED
+            min(peer.hello_due_at, peer.give_up_at)
+            for peer in self._awaited.values()
+            if peer.state is PeerState.GREETED
         )
         return min(due, default=float("inf"))
 

@@ -185,6 +185,11 @@ class SinkSide:
         return len(self._incoming) - len(self._waiting)
 
     @property
+    def has_queue(self) -> bool:
+        """Return whether requests wait for room."""
+        return bool(self._waiting)
+
+    @property
     def waiting(self) -> list[Sequence]:
         """Return the requests whose KV isn't here yet."""
         return [incoming.sequence for incoming in self._incoming.values()]

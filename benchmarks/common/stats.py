@@ -3,16 +3,17 @@
 Times are in seconds from the load's start; figures are in milliseconds where their name says so.
 """
 
-import itertools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import MutableSequence, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from splitserve.common.errors import ConfigError
 
+Seconds: TypeAlias = NDArray[np.float64]
 PERCENTILES = (50, 90, 99)
 BUNCHED_SECONDS = 1e-4  # chunks that arrive closer than this were read from the socket together
 
@@ -24,8 +25,10 @@ class RequestRecord:
     due_seconds: float
     sent_seconds: float = 0.0
     end_seconds: float = 0.0
-    chunk_seconds: list[float] = field(default_factory=list)  # arrivals of the chunks that carried output
-    chunk_tokens: list[int] = field(default_factory=list)  # number of tokens in each, if the endpoint reports it
+    chunk_seconds: MutableSequence[float] = field(default_factory=list)  # arrivals of the chunks that carried output
+    chunk_tokens: MutableSequence[int] = field(
+        default_factory=list
+    )  # number of tokens in each, if the endpoint reports it
     input_tokens: int = 0
     output_ids: list[int] = field(default_factory=list, repr=False)  # if the endpoint reports them
     output_tokens: int = 0  # the endpoint's own count, if it reports one
@@ -45,7 +48,12 @@ class RequestRecord:
     @property
     def itl_seconds(self) -> list[float]:
         """Gaps between chunks."""
-        return [late - early for early, late in itertools.pairwise(self.chunk_seconds)]
+        return [float(gap) for gap in self.gaps]
+
+    @property
+    def gaps(self) -> Seconds:
+        """The same as an array."""
+        return np.diff(np.asarray(self.chunk_seconds, dtype=np.float64))
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,9 +89,9 @@ def parse_objective(bounds: Sequence[str]) -> Objective:
     return Objective(**values)
 
 
-def percentiles_ms(seconds: Sequence[float]) -> dict[str, float]:
+def percentiles_ms(seconds: "Sequence[float] | Seconds") -> dict[str, float]:
     """Compute mean, percentiles and maximum in milliseconds; empty for no values."""
-    if not seconds:
+    if not len(seconds):
         return {}
     values = np.asarray(seconds) * 1e3
     figures = {"mean": float(np.mean(values))}
@@ -91,10 +99,10 @@ def percentiles_ms(seconds: Sequence[float]) -> dict[str, float]:
     return figures | {"max": float(np.max(values))}
 
 
-def mean_of_longest_tenth_ms(seconds: Sequence[float]) -> float:
+def mean_of_longest_tenth_ms(seconds: "Sequence[float] | Seconds") -> float:
     """Compute the mean of the longest tenth of gaps: a mean over all gaps hides stalls."""
-    longest = sorted(seconds)[-max(1, len(seconds) // 10) :]
-    return 1e3 * sum(longest) / len(longest) if longest else 0.0
+    longest = np.sort(np.asarray(seconds, dtype=np.float64))[-max(1, len(seconds) // 10) :]
+    return 1e3 * float(longest.mean()) if len(longest) else 0.0
 
 
 def summarise(records: Sequence[RequestRecord], objective: Objective | None) -> dict[str, Any]:
@@ -104,7 +112,8 @@ def summarise(records: Sequence[RequestRecord], objective: Objective | None) -> 
     """
     done = [record for record in records if not record.error]
     duration = max((record.end_seconds for record in records), default=0.0)
-    gaps = [gap for record in done for gap in record.itl_seconds]
+    by_record = [record.gaps for record in done]
+    gaps = _joined(by_record)
     per_second = 1.0 / duration if duration else 0.0
     figures: dict[str, Any] = {
         "requests": len(records),
@@ -120,10 +129,10 @@ def summarise(records: Sequence[RequestRecord], objective: Objective | None) -> 
         "ttft_ms": percentiles_ms([record.ttft_seconds for record in done]),
         "tpot_ms": percentiles_ms([record.tpot_seconds for record in done if record.output_tokens > 1]),
         "itl_ms": percentiles_ms(gaps),
-        "second_token_ms": percentiles_ms([record.itl_seconds[0] for record in done if len(record.chunk_seconds) > 1]),
-        "later_itl_ms": percentiles_ms([gap for record in done for gap in record.itl_seconds[1:]]),
+        "second_token_ms": percentiles_ms([float(each[0]) for each in by_record if len(each)]),
+        "later_itl_ms": percentiles_ms(_joined([each[1:] for each in by_record])),
         "itl_longest_tenth_mean_ms": mean_of_longest_tenth_ms(gaps),
-        "bunched_gaps_share": sum(gap < BUNCHED_SECONDS for gap in gaps) / max(1, len(gaps)),
+        "bunched_gaps_share": int(np.count_nonzero(gaps < BUNCHED_SECONDS)) / max(1, len(gaps)),
         "e2e_ms": percentiles_ms([record.end_seconds - record.sent_seconds for record in done]),
         "tokens_per_chunk": _tokens_per_chunk(done),
         "dispatch_lag_ms": percentiles_ms([record.sent_seconds - record.due_seconds for record in records]),
@@ -142,5 +151,9 @@ def _tokens_per_chunk(records: Sequence[RequestRecord]) -> dict[str, float]:
     if not num_chunks:
         return {}
     figures = {"mean": sum(record.output_tokens for record in records) / num_chunks}
-    counts = [count for record in records for count in record.chunk_tokens]
+    counts = [max(record.chunk_tokens) for record in records if record.chunk_tokens]
     return figures | ({"max": float(max(counts))} if counts else {})
+
+
+def _joined(gaps: Sequence[Seconds]) -> Seconds:
+    return np.concatenate(gaps) if gaps else np.empty(0)

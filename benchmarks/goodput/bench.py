@@ -25,8 +25,9 @@ from splitserve.benchmarks.common.report import machine, results_directory, tabl
 from splitserve.benchmarks.engine.engine_options import add_engine_options, engine_config, model_of
 from splitserve.benchmarks.goodput import charts
 from splitserve.benchmarks.goodput.arms import FORMS, Arm, check_equal_devices, default_arms, parse_arm
+from splitserve.benchmarks.goodput.clusters import Clusters
 from splitserve.benchmarks.goodput.comparison import Comparison, timed
-from splitserve.benchmarks.goodput.probe import ProbeResult, Setup, run_probe
+from splitserve.benchmarks.goodput.probe import Prober, ProbeResult, Setup
 from splitserve.benchmarks.goodput.report import notes, render
 from splitserve.benchmarks.goodput.result import Conditions, Folder, csv_of, rows_of, summary_of, verdict_of
 from splitserve.benchmarks.goodput.search import Search
@@ -114,7 +115,8 @@ def _compare(task: _Task, ends_at: float) -> bool:
     print(f"{source.name}: {conditions.objectives.words}; results in {folder.path}", flush=True)
     ended = True
     try:
-        _run(comparison, setup, folder, ends_at)
+        with Clusters(side_by_side=options.side_by_side) as clusters:
+            _run(comparison, Prober(setup, clusters), folder, ends_at)
     except KeyboardInterrupt:
         print("interrupted: the report has what was measured", file=sys.stderr)
         ended = False
@@ -123,11 +125,11 @@ def _compare(task: _Task, ends_at: float) -> bool:
     return ended and not any(search.next_rate() is not None for search in searches.values())
 
 
-def _run(comparison: Comparison, setup: Setup, folder: Folder, ends_at: float) -> None:
-    prober, mean_seconds = timed(lambda name, arm, rate, seed: run_probe(setup, name, arm, rate, seed))
-    for result in comparison.run(prober):
+def _run(comparison: Comparison, prober: Prober, folder: Folder, ends_at: float) -> None:
+    run_probe, mean_seconds = timed(prober.run)
+    for result in comparison.run(run_probe):
         folder.keep(len(comparison.probes), result)
-        pressure = result.outcome.pressure(setup.objectives)
+        pressure = result.outcome.pressure(prober.setup.objectives)
         left = comparison.seconds_left(mean_seconds())
         print(
             f"{result.arm:24} {result.rate:8.3g}/s  {'holds' if pressure <= 1 else 'fails'}, at {100 * pressure:4.0f}% "
@@ -181,6 +183,7 @@ def _conditions(options: argparse.Namespace, arms: Mapping[str, Arm | None], sou
             "device": options.device,
             "threads": options.threads,
             "kv_memory": options.kv_memory,
+            "side_by_side": options.side_by_side,
             "max_num_seqs": options.max_num_seqs,
         },
     )
@@ -242,6 +245,11 @@ def parser() -> argparse.ArgumentParser:
     add("--max-seconds", type=finite, metavar="SECONDS", help="time after which no further probe begins; 0: none")
     add("--max-tokens", type=positive, default=4096, metavar="N", help="longest conversation taken from a trace")
     add("--kill-every", type=finite, default=0.0, metavar="SECONDS", help="kill a random worker so often; 0: never")
+    add(
+        "--side-by-side",
+        action="store_true",
+        help="start each arm once, and keep all of them up on the same devices; give --kv-memory",
+    )
     add("--temperature", type=finite, default=0.0, help="0 is greedy")
     add("--top-p", type=positive_seconds, default=1.0)
     add("--seed", type=int, default=0)

@@ -14,6 +14,7 @@ import msgspec
 
 from splitserve.benchmarks.common.stats import summarise
 from splitserve.benchmarks.goodput.arms import Arm
+from splitserve.benchmarks.goodput.clusters import Clusters
 from splitserve.benchmarks.goodput.objectives import Objectives, Outcome
 from splitserve.benchmarks.serving.conversations import Prompts, TurnRecord, completion_body, run_in_processes
 from splitserve.benchmarks.serving.load import Endpoint
@@ -22,7 +23,7 @@ from splitserve.orchestration.cluster.launcher import LocalCluster
 from splitserve.orchestration.doctor.http import Endpoint as AdminEndpoint
 from splitserve.orchestration.spec.cluster_spec import ObjectivesSpec, RouterSpec
 from splitserve.orchestration.spec.shorthand import simple_spec
-from splitserve.protocol.cluster_report import RequestTraces
+from splitserve.protocol.cluster_report import RequestTrace, RequestTraces
 from splitserve.protocol.config import EngineConfig
 from splitserve.workloads.conversation import Conversation, Workload
 from splitserve.workloads.named import Source
@@ -86,29 +87,36 @@ class ProbeResult(msgspec.Struct, kw_only=True):
         return abs(self.offered_rate - self.rate) <= OFFERED_SHARE * self.rate + 1e-9
 
 
-def run_probe(setup: Setup, arm_name: str, arm: Arm | None, rate: float, seed: int) -> ProbeResult:
-    """Offer the workload at ``rate`` to the arm; ``arm`` None: to the endpoint of that name.
+@dataclass(frozen=True, slots=True)
+class Prober:
+    """Runs the probes of a comparison."""
 
-    Raises :class:`SplitserveError` if the cluster doesn't start or its first requests fail.
-    """
-    with contextlib.ExitStack() as stack:
-        cluster = None
-        if arm is None:
-            url, model = setup.urls[arm_name], setup.model_name
-        else:
-            cluster = stack.enter_context(LocalCluster(_spec(setup, arm), log_level="warning"))
-            url, model = cluster.url, cluster.spec.served_model_name
-        endpoint = Endpoint(url, setup.api_key)
-        prompts = Prompts(_vocabulary(setup), seed, _body(setup, model))
-        _warm_up(endpoint, setup, prompts)
-        workload = setup.source.at(rate, setup.num_requests, seed)
-        kills = stack.enter_context(_kills(cluster, setup.kill_seconds, seed))
-        records = run_in_processes(endpoint, workload, prompts, setup.num_client_processes, f"g{seed}-")
-        result = result_of(arm_name, rate, seed, workload, records)
-        result.num_kills = len(kills)
-        traces = _traces(url, setup.api_key, f"g{seed}-")
-        result.stages, result.slowest = _stages(traces), _slowest(traces)
-        return result
+    setup: Setup
+    clusters: Clusters
+
+    def run(self, arm_name: str, arm: Arm | None, rate: float, seed: int) -> ProbeResult:
+        """Offer the workload at ``rate`` to the arm; ``arm`` None: to the endpoint of that name.
+
+        Raises :class:`SplitserveError` if the cluster doesn't start or its first requests fail.
+        """
+        with contextlib.ExitStack() as stack:
+            cluster = None
+            if arm is None:
+                url, model = self.setup.urls[arm_name], self.setup.model_name
+            else:
+                cluster = stack.enter_context(self.clusters.running(arm, _spec(self.setup, arm)))
+                url, model = cluster.url, cluster.spec.served_model_name
+            endpoint = Endpoint(url, self.setup.api_key)
+            prompts = Prompts(_vocabulary(self.setup), seed, _body(self.setup, model))
+            _warm_up(endpoint, self.setup, prompts)
+            workload = self.setup.source.at(rate, self.setup.num_requests, seed)
+            kills = stack.enter_context(_kills(cluster, self.setup.kill_seconds, seed))
+            records = run_in_processes(endpoint, workload, prompts, self.setup.num_client_processes, f"g{seed}-")
+            result = result_of(arm_name, rate, seed, workload, records)
+            result.num_kills = len(kills)
+            traces = traces_of(url, self.setup.api_key, f"g{seed}-")
+            result.stages, result.slowest = _stages(traces), _slowest(traces)
+            return result
 
 
 def result_of(arm_name: str, rate: float, seed: int, workload: Workload, turns: Sequence[TurnRecord]) -> ProbeResult:
@@ -203,7 +211,7 @@ def _kills(cluster: LocalCluster | None, every_seconds: float, seed: int) -> Ite
         thread.join()
 
 
-def _traces(url: str, api_key: str, id_prefix: str) -> list[Any]:
+def traces_of(url: str, api_key: str, id_prefix: str) -> list[RequestTrace]:
     """Return the timelines of the last requests; none from an endpoint that isn't Splitserve's."""
     time.sleep(0.2)  # workers' last reports
     try:

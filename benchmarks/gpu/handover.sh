@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# KV hand-over between two or more GPUs: benchmarks/gpu/handover.sh [smoke|transfer|served|chaos|isolation]...; the first three take less than 9 minutes.
+# KV hand-over between two or more GPUs: benchmarks/gpu/handover.sh [smoke|transfer|served|families|chaos|isolation]...; the first three take less than 9 minutes.
 # smoke: does memory travel, by what, how fast; transfer: threads, splits, block sizes, pairs of ranks; served: latency
-# through a cluster; chaos: workers that die on GPUs; isolation: ITL beside prompts, against mixed workers.
+# through a cluster; families: experts, windows and latent caches, and a mixed worker's tokens beside theirs; chaos: workers
+# that die on GPUs, bfloat16 with CUDA graphs, 5 minutes; isolation: ITL beside prompts, against mixed workers, sampled, 8 minutes.
 set -o pipefail
 OUT=${OUT:-benchmarks/results}; mkdir -p "$OUT"
 C="${SPLITSERVE:-splitserve}"
@@ -49,17 +50,23 @@ if has served; then
   timeout 200 $C bench handover --served --device cuda --prompt-tokens 1024 4096 8192 --chunk-tokens 2048 --kv-memory 16384MiB --repeats 60 --save --result-dir $OUT 2>&1 | tail -30
 fi
 
+if has families; then
+  for shape in ${FAMILIES:-deepseek-v2-lite gpt-oss-20b qwen3-30b-a3b}; do
+    mark "families: $shape as 1P1D, and its tokens against a mixed worker's"
+    timeout 240 $C bench handover --served --against-mixed --device cuda --shape $shape --attention-backend triton --prompt-tokens 1024 4096 --chunk-tokens 2048 --kv-memory 6GiB --repeats 8 --save --result-dir $OUT 2>&1 | tail -6
+  done
+fi
+
 if has chaos; then
   mark "chaos: kills, freezes and drains of 2P2D on these GPUs"
-  timeout 280 $C bench chaos --device cuda --cases 24 --duration 60 --warm-up 10 --pause-seconds 4 --no-check-times --save 2>&1 | tail -50
+  timeout 460 $C bench chaos --device cuda --dtype bfloat16 --cuda-graphs --cases 24 --duration ${CHAOS_SECONDS:-300} --warm-up 10 --pause-seconds 4 --no-check-times --save --result-dir $OUT 2>&1 | tail -50
 fi
 
 if has isolation; then
-  I="$C bench isolation --shape llama-3.1-8b --device cuda --dtype bfloat16 --save --result-dir $OUT"
+  I=($C bench isolation --shape llama-3.1-8b --device cuda --dtype bfloat16 --load-format dummy --kv-memory 20GiB --temperature 0.8 --top-p 0.95)
+  I+=(--arrangements 1P1D conditional mixed '2 mixed' --side-by-side --rounds ${ROUNDS:-5} --seconds 12 --stream-rate 0 --save --result-dir "$OUT" ${ISOLATION_OPTIONS:-})
   mark "isolation: 16 requests/s of 1024 in, 128 out"
-  timeout 170 $I --seconds 12 --stream-rate 0 --prompt-rate 16 --prompt-input-len 1024 --prompt-output-len 128 2>&1 | sed -n '/^ *workers/,$p'
+  timeout 300 "${I[@]}" --prompt-rate 16 --prompt-input-len 1024 --prompt-output-len 128 2>&1 | tee "$OUT/isolation-16.log" | sed -n '/^ *workers/,$p'
   mark "isolation: 3 requests/s of 8192 in, 64 out"
-  timeout 170 $I --seconds 12 --stream-rate 0 --prompt-rate 3 --prompt-input-len 8192 --prompt-output-len 64 2>&1 | sed -n '/^ *workers/,$p'
-  mark "isolation: streams beside prompts of 8192"
-  timeout 170 $I --seconds 12 --stream-rate 4 --stream-output-len 256 --prompt-rate 2 --prompt-input-len 8192 2>&1 | sed -n '/^ *workers/,$p'
+  timeout 300 "${I[@]}" --prompt-rate 3 --prompt-input-len 8192 --prompt-output-len 64 2>&1 | tee "$OUT/isolation-3.log" | sed -n '/^ *workers/,$p'
 fi

@@ -29,10 +29,11 @@ from splitserve.common.cores import awake_cpus, usable_cpus
 from splitserve.common.errors import ConfigError
 from splitserve.kvconnector.layout.shape import num_blocks_for
 from splitserve.kvconnector.transfer.read_settings import MIB, ReadSettings
-from splitserve.models.demo.checkpoint import SHAPES
+from splitserve.models.demo.published import NAMES, named_config
 from splitserve.orchestration.cli.command_parser import CommandParser
 from splitserve.orchestration.cli.option_types import bytes_option, positive_bytes
 from splitserve.orchestration.hosts.affinity import bind_process
+from splitserve.protocol.engine_config import ATTENTION_BACKENDS
 from splitserve.protocol.handover.reads import ReadPath
 from splitserve.protocol.memory_records import LayoutRecord, MemoryKind
 from splitserve.worker.machine.awake_cores import kept_awake
@@ -56,7 +57,7 @@ class Arm:
 
 
 def layout_of(shape: str, dtype: str, block_size: int, num_ranks: int = 1) -> LayoutRecord:
-    sizes = SHAPES[shape]
+    sizes = named_config(shape)
     heads = sizes.num_layers, sizes.num_kv_heads, sizes.head_dim
     return LayoutRecord(shape, "random", dtype, block_size, *heads, tensor_parallel_size=num_ranks)
 
@@ -222,13 +223,35 @@ def row_of(result: dict[str, Any]) -> list[object]:
     ]
 
 
+def add_served_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--served", action="store_true", help="whole hand-overs in a 1P1D cluster instead; see also the next ones")
+    add(
+        "--ray",
+        default="",
+        metavar="ADDRESS",
+        help="measure in a cluster on Ray, too: HOST:PORT, auto, or local: start it here",
+    )
+    add("--against-mixed", action="store_true", help="count answers with the same tokens as a mixed worker's")
+    add("--attention-backend", choices=ATTENTION_BACKENDS, default="auto")
+    add("--model", default="", help="directory of its config; empty: one of --shape. Weights are random")
+    add("--chunk-tokens", type=positive, default=2048, metavar="N", help="chunk size of prompts in chunks")
+    add(
+        "--kv-memory",
+        type=positive_bytes,
+        default="4GiB",
+        metavar="SIZE",
+        help="KV memory of each worker of that cluster",
+    )
+
+
 def parser() -> argparse.ArgumentParser:
     parser = CommandParser(prog="splitserve bench handover", description=__doc__.partition("\n\n")[0])
     add = parser.add_argument
     add("--device", choices=["auto", "cpu", "cuda"], default="auto")
     add(
         "--shape",
-        choices=sorted(SHAPES),
+        choices=sorted(NAMES),
         help="model whose KV is moved; default on a GPU: llama-3.1-8b, else qwen3-0.6b",
     )
     add("--dtype", choices=["float32", "bfloat16"], help="default: on a GPU bfloat16, else float32")
@@ -260,22 +283,7 @@ def parser() -> argparse.ArgumentParser:
     add("--poll-us", type=finite, default=0.0, help="time between polls of reads in flight; 0: as in production")
     add("--serve-poll-us", type=finite, default=0.0, help="time between polls of the source; 0: as in production")
     add("--naive", action="store_true", help="also read the prompt in shuffled pieces of 32 KiB")
-    add("--served", action="store_true", help="whole hand-overs in a 1P1D cluster instead; see also the next ones")
-    add(
-        "--ray",
-        default="",
-        metavar="ADDRESS",
-        help="measure in a cluster on Ray, too: HOST:PORT, auto, or local: start it here",
-    )
-    add("--model", default="", help="directory of its config; empty: one of --shape. Weights are random")
-    add("--chunk-tokens", type=positive, default=2048, metavar="N", help="chunk size of prompts in chunks")
-    add(
-        "--kv-memory",
-        type=positive_bytes,
-        default="4GiB",
-        metavar="SIZE",
-        help="KV memory of each worker of that cluster",
-    )
+    add_served_options(parser)
     add_switches(parser)
     add("--repeats", type=positive, default=15)
     add("--seed", type=not_negative, default=0)

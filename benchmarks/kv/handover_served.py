@@ -10,8 +10,9 @@ computed. Reported are
     GB/s       bytes over the time from the first read posted to the last one verified; only if they all move at once,
                after one chunk
 
-With ``--ray`` the same again in a cluster on Ray, and the differences: Ray starts and watches the workers, their data
-doesn't pass through it.
+With ``--against-mixed`` a mixed worker answers the same prompts beside it, and the answers that have the same tokens
+are counted. With ``--ray`` the same again in a cluster on Ray, and the differences: Ray starts and watches the workers,
+their data doesn't pass through it.
 """
 
 import argparse
@@ -37,7 +38,7 @@ from splitserve.benchmarks.engine.engine_options import switches
 from splitserve.benchmarks.serving.load import Endpoint, run_load
 from splitserve.common.errors import SplitserveError
 from splitserve.models.config import load_model_config
-from splitserve.models.demo.checkpoint import write_demo_config
+from splitserve.models.demo.published import write_named_config
 from splitserve.orchestration.cluster.launcher import LocalCluster
 from splitserve.orchestration.spec.cluster_spec import ClusterSpec
 from splitserve.orchestration.spec.shorthand import simple_spec
@@ -45,6 +46,8 @@ from splitserve.protocol.config import EngineConfig
 
 NUM_WARMUPS = 3
 OUTPUT_TOKENS = 4
+COMPARED_TOKENS = 32
+"""Tokens of an answer that is compared with a mixed worker's."""
 MODES = ("one chunk", "chunks")
 COMMAND_SECONDS = 180.0
 
@@ -66,15 +69,19 @@ def engine_of(options: argparse.Namespace, model: str, device: str, block_size: 
         tail_chunk_tokens=max_tokens if is_one_chunk else EngineConfig(model="").tail_chunk_tokens,
         max_model_len=max(options.prompt_tokens) + 64,
         enable_prefix_caching=False,
+        attention_backend=options.attention_backend,
         **switches(options),
     )
 
 
-async def request(url: str, model: str, prompt: Sequence[int]) -> dict[str, Any]:
-    """Send one greedy request; returns the router's report of its route, ``splitserve`` in its answer."""
+async def request(
+    url: str, model: str, prompt: Sequence[int], num_tokens: int = OUTPUT_TOKENS
+) -> tuple[dict[str, Any], list[int]]:
+    """Send one greedy request; returns the router's report of its route, ``splitserve`` in its answer, and the answer's
+    tokens."""
     body = {
-        "model": model, "prompt": list(prompt), "max_tokens": OUTPUT_TOKENS, "temperature": 0, "ignore_eos": True,
-        "return_route": True,
+        "model": model, "prompt": list(prompt), "max_tokens": num_tokens, "temperature": 0, "ignore_eos": True,
+        "return_route": True, "return_token_ids": True,
     }  # fmt: skip
     timeout = aiohttp.ClientTimeout(total=300)
     async with (
@@ -84,10 +91,24 @@ async def request(url: str, model: str, prompt: Sequence[int]) -> dict[str, Any]
         decoded = await answer.json()
     if answer.status != 200:
         raise SplitserveError(f"a request failed: {decoded}")
-    route: dict[str, Any] = decoded["splitserve"]
+    return decoded["splitserve"], decoded["choices"][0]["token_ids"]
+
+
+async def handed_over(url: str, model: str, prompt: Sequence[int]) -> dict[str, Any]:
+    """Send one greedy request; returns its route. Raises :class:`SplitserveError` if it wasn't handed over."""
+    route, _ = await request(url, model, prompt)
     if route["mode"] != "disaggregated" or route["handover"] is None or not route["handover"]["blocks"]:
         raise SplitserveError(f"a request wasn't handed over: {route}")
     return route
+
+
+def num_equal(url: str, mixed_url: str, model: str, prompts: Sequence[Sequence[int]]) -> int:
+    """Count the prompts that both clusters answer with the same tokens."""
+    pairs = [
+        [asyncio.run(request(each, model, prompt, COMPARED_TOKENS))[1] for each in (url, mixed_url)]
+        for prompt in prompts
+    ]
+    return sum(split == mixed for split, mixed in pairs)
 
 
 def first_token_seconds(url: str, model: str, prompt: Sequence[int]) -> float:
@@ -141,12 +162,18 @@ def run_command(state: str, *arguments: str) -> str:
     return done.stdout
 
 
-def measure(url: str, model: str, num_tokens: int, mode: str, options: argparse.Namespace) -> dict[str, Any]:
+def measure(urls: Sequence[str], model: str, num_tokens: int, mode: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Measure one prompt length at the first of ``urls``; answers of the second one, a mixed worker's, are compared."""
+    url = urls[0]
     chosen = random.Random(f"{options.seed} {num_tokens}")
     prompts = [[chosen.randrange(10, 1000) for _ in range(num_tokens)] for _ in range(options.repeats + NUM_WARMUPS)]
-    routes = [asyncio.run(request(url, model, prompt)) for prompt in prompts][NUM_WARMUPS:]
+    routes = [asyncio.run(handed_over(url, model, prompt)) for prompt in prompts][NUM_WARMUPS:]
     prefill = statistics.median(first_token_seconds(url, model, prompt) for prompt in prompts[:5])
-    return {"prompt_tokens": num_tokens, "mode": mode, **figures_of(routes, prefill)}
+    result = {"prompt_tokens": num_tokens, "mode": mode, **figures_of(routes, prefill)}
+    for mixed_url in urls[1:]:
+        compared = prompts[NUM_WARMUPS:]
+        result |= {"compared": len(compared), "equal": num_equal(url, mixed_url, model, compared)}
+    return result
 
 
 def figures_of(routes: Sequence[dict[str, Any]], prefill: float) -> dict[str, Any]:
@@ -174,7 +201,7 @@ def run(options: argparse.Namespace, device: str) -> Iterator[dict[str, Any]]:
         model = options.model
         if not model:
             directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="splitserve-bench-"))
-            model = str(write_demo_config(Path(directory) / options.shape, shape=options.shape))
+            model = str(write_named_config(Path(directory) / options.shape, options.shape))
         longest = load_model_config(model).max_position_embeddings
         modes = list(zip(MODES, (max(options.prompt_tokens), options.chunk_tokens), strict=True))
         for block_size, ranks, (mode, max_tokens) in itertools.product(options.block_size, options.tp, modes):
@@ -182,9 +209,12 @@ def run(options: argparse.Namespace, device: str) -> Iterator[dict[str, Any]]:
             spec = simple_spec(engine, port=0, num_prefill=1, num_decode=1, prefill_tp=ranks[0], decode_tp=ranks[1])
             common = {"block_size": block_size, "prefill_tp": ranks[0], "decode_tp": ranks[1]}
             for ray in ["", options.ray] if options.ray else [""]:
-                with running(spec, ray) as url:
+                with ExitStack() as clusters:
+                    urls = [clusters.enter_context(running(spec, ray))]
+                    if options.against_mixed:
+                        urls.append(clusters.enter_context(running(simple_spec(engine, port=0, num_mixed=1), "")))
                     for num_tokens in options.prompt_tokens:
-                        result = measure(url, spec.served_model_name, num_tokens, mode, options)
+                        result = measure(urls, spec.served_model_name, num_tokens, mode, options)
                         yield {"place": "Ray" if ray else "local", **common, **result}
 
 
@@ -205,7 +235,7 @@ def summary(results: Sequence[dict[str, Any]]) -> str:
 
 HEADERS = [
     *("prompt", "block", "tp", "mode", "place", "MB", "reads", "GB/s"),
-    *("handover p50 ms", "p99", "exposed p50 ms", "p99", "prefill ms", "share"),
+    *("handover p50 ms", "p99", "exposed p50 ms", "p99", "prefill ms", "share", "same tokens"),
 ]
 
 
@@ -222,4 +252,5 @@ def row_of(result: dict[str, Any]) -> list[object]:
         *(f"{result[name]:.2f}" for name in ("handover_p50_ms", "handover_p99_ms", "exposed_p50_ms", "exposed_p99_ms")),
         f"{result['prefill_ms']:.1f}",
         f"{result['exposed_share']:.1%}",
+        f"{result['equal']} of {result['compared']}" if "equal" in result else "",
     ]

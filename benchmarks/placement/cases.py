@@ -22,7 +22,7 @@ from splitserve.simulation.replay.results import ReplayResult, pooled_hits
 from splitserve.simulation.replay.workload import (
     ReplayRequest,
     at_prompt_rate,
-    read_mooncake,
+    read_requests,
     spread,
     tick_of,
 )
@@ -37,7 +37,7 @@ TTFT_OBJECTIVE_MS, TPOT_OBJECTIVE_MS = 1000.0, 15.0
 
 def trace(directory: Path, name: str, load: float, count: int) -> list[ReplayRequest]:
     """Return the first ``count`` requests of a trace (0: all), at ``load`` times the uncached speed."""
-    requests = read_mooncake(directory / f"{name}_trace.jsonl")
+    requests = read_requests(directory / f"{name}_trace.jsonl")
     requests = spread(requests, tick_of(requests))[: count or None]
     return at_prompt_rate(requests, load * NUM_PREFILL * PREFILL_RATE)
 

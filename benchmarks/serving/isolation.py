@@ -2,11 +2,12 @@
 
 Two kinds of requests arrive at fixed rates: *streams* with a short prompt and a long answer, and *prompts* with a long
 prompt and a short answer. Each arrangement of workers gets the same requests at the same times over HTTP, one
-arrangement after the other: 1P1D, one mixed worker, two mixed workers. Reported are the gaps between tokens of streams,
-the time to first token of prompts, and whether the arrangement kept up: figures of one that fell behind aren't
-comparable.
+arrangement after the other: 1P1D, one mixed worker, two mixed workers, or 1P1D that hands over only where that is
+predicted to pay (conditional). Reported are the gaps between tokens of streams, the time to first token of prompts, the
+mean time of each stage, and whether the arrangement kept up: figures of one that fell behind aren't comparable.
 
-With ``--stream-rate 0`` only prompts arrive, and gaps are those of their own answers.
+With ``--stream-rate 0`` only prompts arrive, and gaps are those of their own answers. Rounds differ in their seed, and
+in the arrangement that comes first.
 """
 
 import argparse
@@ -23,6 +24,7 @@ from splitserve.benchmarks.common.report import add_result_options, keep_result,
 from splitserve.benchmarks.common.stats import RequestRecord, summarise
 from splitserve.benchmarks.engine.engine_options import add_engine_options, engine_config
 from splitserve.benchmarks.serving.load import Endpoint, run_load
+from splitserve.benchmarks.serving.stage_times import mean_stages_ms, read_stage_sums
 from splitserve.benchmarks.serving.workload import arrival_seconds, token_prompts
 from splitserve.common.errors import ConfigError, SplitserveError
 from splitserve.models.config import load_model_config
@@ -36,10 +38,14 @@ ARRANGEMENTS: dict[str, dict[str, Any]] = {
     "1P1D": {"num_prefill": 1, "num_decode": 1},
     "mixed": {"num_mixed": 1},
     "2 mixed": {"num_mixed": 2},
+    "conditional": {"num_prefill": 1, "num_decode": 1, "policy": "cost"},
 }
+DEFAULT_ARRANGEMENTS = ("1P1D", "mixed", "2 mixed")
 KEPT_UP_SECONDS = 2.0
 """Longest delay of the last requests, compared with no load, in an arrangement that keeps up."""
+SEEDS_OF_A_ROUND = 100
 _KINDS = ("streams", "prompts")
+_ROLES = ("num_prefill", "num_decode", "num_mixed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +57,8 @@ class Load:
     kinds: Sequence[str]  # the kind of each request
 
 
-def make_load(options: argparse.Namespace, model: str, vocab_size: int) -> Load:
+def make_load(options: argparse.Namespace, model: str, vocab_size: int, seed: int) -> Load:
+    drawn = {"temperature": options.temperature} | ({"top_p": options.top_p} if options.temperature else {})
     entries: list[tuple[float, str, dict[str, Any]]] = []
     for kind, rate, num_input, num_output in (
         ("streams", options.stream_rate, options.stream_input_len, options.stream_output_len),
@@ -60,12 +67,12 @@ def make_load(options: argparse.Namespace, model: str, vocab_size: int) -> Load:
         number = int(rate * options.seconds)
         if not number:
             continue
-        seed = options.seed + len(entries)
-        prompts = token_prompts(number, num_input, 0, range(10, min(vocab_size, 1000)), seed)
-        for due, prompt in zip(arrival_seconds(number, rate, "poisson", seed), prompts, strict=True):
+        kind_seed = seed + len(entries)
+        prompts = token_prompts(number, num_input, 0, range(10, min(vocab_size, 1000)), kind_seed)
+        for due, prompt in zip(arrival_seconds(number, rate, "poisson", kind_seed), prompts, strict=True):
             body = {
-                "model": model, "prompt": prompt, "max_tokens": num_output, "temperature": 0, "stream": True,
-                "ignore_eos": True, "return_token_ids": True, "stream_options": {"include_usage": True},
+                "model": model, "prompt": prompt, "max_tokens": num_output, "stream": True, "ignore_eos": True,
+                "return_token_ids": True, "stream_options": {"include_usage": True}, **drawn,
             }  # fmt: skip
             entries.append((due, kind, body))
     if not entries:
@@ -85,15 +92,23 @@ def spec_of(options: argparse.Namespace, model: str, arrangement: str) -> Any:
     return simple_spec(engine, port=0, **ARRANGEMENTS[arrangement])
 
 
-def measure(options: argparse.Namespace, model: str, arrangement: str, vocab_size: int) -> dict[str, Any]:
-    with LocalCluster(spec_of(options, model, arrangement), log_level="warning") as cluster:
-        load = make_load(options, cluster.spec.served_model_name, vocab_size)
-        endpoint = Endpoint(cluster.url)
-        alone = [asyncio.run(run_load(endpoint, [body], [0.0]))[0] for body in _one_of_each(load)]
-        if failed := [record.error for record in alone if record.error]:
-            raise SplitserveError(f"{arrangement}: a first request failed: {failed[0]}")
-        records = asyncio.run(run_load(endpoint, load.bodies, load.due_seconds))
-    return result_of(arrangement, load, records, max(record.end_seconds for record in alone))
+def start_cluster(options: argparse.Namespace, model: str, arrangement: str) -> LocalCluster:
+    return LocalCluster(spec_of(options, model, arrangement), log_level="warning")
+
+
+def measure(
+    options: argparse.Namespace, cluster: LocalCluster, arrangement: str, vocab_size: int, seed: int
+) -> dict[str, Any]:
+    load = make_load(options, cluster.spec.served_model_name, vocab_size, seed)
+    endpoint = Endpoint(cluster.url)
+    alone = [asyncio.run(run_load(endpoint, [body], [0.0]))[0] for body in _one_of_each(load)]
+    if failed := [record.error for record in alone if record.error]:
+        raise SplitserveError(f"{arrangement}: a first request failed: {failed[0]}")
+    before = read_stage_sums(cluster.url)
+    records = asyncio.run(run_load(endpoint, load.bodies, load.due_seconds))
+    stages = mean_stages_ms(before, read_stage_sums(cluster.url))
+    result = result_of(arrangement, load, records, max(record.end_seconds for record in alone))
+    return result | {"seed": seed, "mean_stages_ms": stages}
 
 
 def _one_of_each(load: Load) -> list[dict[str, Any]]:
@@ -107,7 +122,7 @@ def result_of(arrangement: str, load: Load, records: Sequence[RequestRecord], al
     of_kind = {kind: [r for r, k in zip(records, load.kinds, strict=True) if k == kind] for kind in _KINDS}
     return {
         "arrangement": arrangement,
-        "gpus_or_workers": sum(ARRANGEMENTS[arrangement].values()),
+        "gpus_or_workers": sum(ARRANGEMENTS[arrangement].get(role, 0) for role in _ROLES),
         "kept_up": behind < KEPT_UP_SECONDS + alone,
         "seconds_behind": behind,
         "all": summarise(records, None),
@@ -123,8 +138,16 @@ def run(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
             model = str(write_demo_config(Path(directory) / options.shape, shape=options.shape))
             options.load_format = "dummy"
         vocab_size = load_model_config(model).vocab_size
-        for arrangement in options.arrangements:
-            yield measure(options, model, arrangement, vocab_size)
+        names = list(options.arrangements)
+        together = {
+            name: stack.enter_context(start_cluster(options, model, name)) for name in names if options.side_by_side
+        }
+        for number in range(options.rounds):
+            first = number % len(names)
+            for name in names[first:] + names[:first]:
+                with ExitStack() as alone:
+                    cluster = together.get(name) or alone.enter_context(start_cluster(options, model, name))
+                    yield measure(options, cluster, name, vocab_size, options.seed + SEEDS_OF_A_ROUND * number)
 
 
 HEADERS = ["", "workers", "kept up", "ITL p50 ms", "p99", "max", "2nd token p50", "p99", "later ITL p99"]
@@ -152,7 +175,15 @@ def parser() -> argparse.ArgumentParser:
     parser = CommandParser(prog="splitserve bench isolation", description=__doc__.partition("\n\n")[0])
     add_engine_options(parser, shape="tiny", dtype="auto", kv_memory="0")
     add = parser.add_argument
-    add("--arrangements", nargs="+", choices=list(ARRANGEMENTS), default=list(ARRANGEMENTS))
+    add("--arrangements", nargs="+", choices=list(ARRANGEMENTS), default=list(DEFAULT_ARRANGEMENTS))
+    add("--rounds", type=positive, default=1, metavar="N", help="times that each arrangement gets the load")
+    add(
+        "--side-by-side",
+        action="store_true",
+        help="start all arrangements at once, on the same devices: rounds need no start; give --kv-memory",
+    )
+    add("--temperature", type=finite, default=0.0, help="0 is greedy")
+    add("--top-p", type=positive_seconds, default=1.0)
     add("--max-batched-tokens", type=not_negative, default=0, metavar="N")
     add("--max-num-seqs", type=positive, default=EngineConfig(model="").max_num_seqs, metavar="N")
     add("--seconds", type=positive_seconds, default=20.0, help="time in which requests arrive")

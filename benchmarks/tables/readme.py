@@ -8,7 +8,12 @@ from splitserve.benchmarks.tables.runs import Run, cited
 from splitserve.benchmarks.tables.sections import GREEDY, SHAPE, isolation_load, readings
 
 Found = Sequence[tuple[Run, dict[str, Any]]]
-ARRANGEMENTS = {"1P1D": "1P1D, 2 GPUs", "mixed": "1 mixed, 1 GPU", "2 mixed": "2 mixed, 2 GPUs"}
+ARRANGEMENTS = {
+    "1P1D": "1P1D, 2 GPUs",
+    "mixed": "1 mixed, 1 GPU",
+    "2 mixed": "2 mixed, 2 GPUs",
+    "conditional": "1P1D conditional, 2 GPUs",
+}
 LOADED = (
     ("TTFT p50", "ttft_ms", "p50"), ("TTFT p99", "ttft_ms", "p99"), ("second token p50", "second_token_ms", "p50"),
     ("second token p99", "second_token_ms", "p99"), ("ITL p50", "itl_ms", "p50"), ("ITL p99", "itl_ms", "p99"),
@@ -26,18 +31,35 @@ def loaded_rows(runs: Sequence[Run], *, with_runs: bool = True) -> list[list[str
     loads: dict[str, dict[str, list[tuple[Run, dict[str, Any]]]]] = {}
     for run in of_bench(runs, "isolation"):
         for result in run.content["results"]:
-            found = loads.setdefault(isolation_load(run), {name: [] for name in ARRANGEMENTS})
+            found = loads.setdefault(isolation_load(run), {name: [] for name in arrangements_of(runs)})
             found[result["arrangement"]].append((run, result["all"]))
     rows = []
     for load, arrangements in loads.items():
         for title, name, which in LOADED:
             columns = [[figures[name][which] for _, figures in found] for found in arrangements.values()]
-            least = min(max(values) for values in columns)
-            cells = [f"**{extent(values)}**" if max(values) == least else extent(values) for values in columns]
+            least = min(max(values) for values in columns if values)
+            cells = [_cell(values, least) for values in columns]
             rows.append([load, title, *cells])
         if with_runs:
             rows.append([load, "runs", *(cited(run for run, _ in found) for found in arrangements.values())])
     return rows
+
+
+def arrangements_of(runs: Sequence[Run]) -> list[str]:
+    """Return the arrangements that any of the runs measured, in the order of the columns."""
+    measured = {result["arrangement"] for run in of_bench(runs, "isolation") for result in run.content["results"]}
+    return [name for name in ARRANGEMENTS if name in measured]
+
+
+def newest_loaded(runs: Sequence[Run]) -> list[Run]:
+    """Return the runs under load that the README shows: the sampled ones, which are of one commit."""
+    return [run for run in of_bench(runs, "isolation") if run.is_sampled]
+
+
+def _cell(values: Sequence[float], least: float) -> str:
+    if not values:
+        return "-"
+    return f"**{extent(values)}**" if max(values) == least else extent(values)
 
 
 def figure(what: str, conditions: str, found: Found, *texts: str) -> list[str]:
@@ -101,7 +123,7 @@ def handover_rows(runs: Sequence[Run]) -> Iterable[list[str]]:
         conditions = f"2 GPUs, one reader, idle{', cores kept awake' if cores else ''}"
         yield figure("KV of 4096 tokens (537 MB) read", conditions, found, *texts)
     found = [(run, each) for run in of_bench(runs, "handover") if run.is_served for each in run.content["results"]
-             if (each["prompt_tokens"], each["mode"]) == (4096, "one chunk")]  # fmt: skip
+             if (run.shape, each["prompt_tokens"], each["mode"]) == (SHAPE, 4096, "one chunk")]  # fmt: skip
     texts = [f"p50 {values(found, 'handover_p50_ms')} ms", f"p99 {values(found, 'handover_p99_ms')} ms"]
     conditions = f"1P1D, 2 GPUs, idle; {BOTH}, with Ray and without"
     yield figure("first token to decode ready, 4096 tokens in one chunk", conditions, found, *texts)
@@ -170,14 +192,21 @@ def conditions(runs: Sequence[Run]) -> str:
     gpus = " and ".join(sorted({run.gpus.partition(" x ")[2] for run in runs}))
     unmarked = sum(not run.commit for run in runs)
     return (
-        f"All on {gpus}, torch {torch}, bfloat16, random weights in Llama-3.1-8B's shape, greedy; options that are off "
-        "by default are named. Best to worst of all kept runs; a single number is a single run. "
+        f"All on {gpus}, torch {torch}, bfloat16, random weights in Llama-3.1-8B's shape, greedy unless said; "
+        "options that are off by default are named. Best to worst of all kept runs; a single number is a single run. "
         f"{unmarked} of {len(runs)} result files name no commit, and are marked so."
     )
 
 
 RUN_NAMES = "Runs are called by month, day and time, as in the names of their files in `benchmarks/results/`."
 LOADED_CONDITIONS = (
-    "Under load, in milliseconds: requests arrive at random for 12 s, prefix caching is off, 1P1D ran "
-    f"{BOTH} and with a last chunk of 512 or 1024, mixed workers by default. The lowest worst figure of a row is bold."
+    "Under load, in milliseconds: requests arrive at random for 12 s, prefix caching is off. The greedy 1P1D ran "
+    f"{BOTH} and with a last chunk of 512 or 1024; everything else by default. In the sampled runs (top-p 0.95, five "
+    "rounds by turns) all arrangements are up on the same GPUs, the others idle. The lowest worst figure of a row is "
+    "bold."
+)
+README_LOADED_CONDITIONS = (
+    "Under load, in milliseconds: requests arrive at random for 12 s, prefix caching is off, top-p 0.95; five rounds "
+    "by turns, the other arrangements idle on the same GPUs. 1P1D hands every request over, 1P1D conditional those "
+    "for which that is predicted to pay. The lowest worst figure of a row is bold."
 )

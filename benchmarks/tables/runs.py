@@ -56,6 +56,15 @@ class Run:
         return "--served" in self.content["command"]
 
     @property
+    def shape(self) -> str:
+        """Shape of the model, of benches that run Llama-3.1-8B's without an option."""
+        return self.option("--shape") or "llama-3.1-8b"
+
+    @property
+    def is_sampled(self) -> bool:
+        return self.option("--temperature") not in ("", "0")
+
+    @property
     def keeps_cores_awake(self) -> bool:
         return "--keep-cores-awake" in self.content["command"]
 

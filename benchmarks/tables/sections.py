@@ -79,7 +79,8 @@ def serving(runs: Sequence[Run]) -> Section:
 
 def isolation_load(run: Run) -> str:
     lengths = f"{run.option('--prompt-input-len')} in, {run.option('--prompt-output-len')} out"
-    return f"{run.option('--prompt-rate')} requests/s, {lengths}"
+    drawn = f", sampled at {run.option('--temperature')}" if run.is_sampled else ""
+    return f"{run.option('--prompt-rate')} requests/s, {lengths}{drawn}"
 
 
 def isolation(runs: Sequence[Run]) -> Section:
@@ -97,19 +98,21 @@ def isolation(runs: Sequence[Run]) -> Section:
                 )
                 for which in names
             ]  # fmt: skip
-            chunk = str(run.last_chunk) if result["arrangement"] == "1P1D" else "-"
+            chunk = str(run.last_chunk) if result["arrangement"] in ("1P1D", "conditional") else "-"
             gpus = str(result["gpus_or_workers"])
             head = [isolation_load(run), result["arrangement"], gpus, run_link(run), awake(run), chunk]
             rows.append([*head, *figures, commit(run)])
-    rows.sort(key=lambda row: (row[0], ["1P1D", "mixed", "2 mixed"].index(row[1]), row[3]))
+    rows.sort(key=lambda row: (row[0], ["1P1D", "conditional", "mixed", "2 mixed"].index(row[1]), row[3]))
     headers = ["load", "arrangement", "GPUs", "run", "cores", "last chunk", "TTFT p50 ms", "p99", "2nd token p50 ms"]
     headers += ["p99", "later ITL p99 ms", "ITL p50 ms", "p99", "max", "commit"]
     text = (
         "`bench isolation`: requests arrive for 12 s at random times (Poisson), whether or not earlier ones are "
-        "done; all kept up; greedy, through HTTP, prefix caching off. ITL are all gaps of all requests; the 2nd "
-        "token is the first of them, where 1P1D hands over; later ITL are the others. 1P1D and two mixed workers "
-        "have two GPUs, one mixed worker has one. At 3 requests/s second tokens are 1.6% of all gaps (36 of "
-        "2,268), so p99 of ITL is one of them."
+        "done; all kept up; greedy unless the load names a temperature, through HTTP, prefix caching off. ITL are all "
+        "gaps of all requests; the 2nd token is the first of them, where 1P1D hands over; later ITL are the others. "
+        "1P1D and two mixed workers have two GPUs, one mixed worker has one; conditional is 1P1D that hands over only "
+        "where that is predicted to pay. A run of several rounds has a row for each; its other arrangements were up, "
+        "idle, on the same GPUs. At 3 requests/s second tokens are "
+        "1.6% of all gaps (36 of 2,268), so p99 of ITL is one of them."
     )
     return Section("1P1D against mixed workers, loaded", text, headers, rows)
 
@@ -193,17 +196,29 @@ def served(runs: Sequence[Run]) -> Section:
         for result in run.content["results"] if run.is_served else []:
             names = ("handover_p50_ms", "handover_p99_ms", "exposed_p50_ms", "exposed_p99_ms", "prefill_ms")
             rows.append(
-                [result["mode"], str(result["prompt_tokens"]), result["place"], run_link(run), awake(run),
+                [result["mode"], str(result["prompt_tokens"]), run.shape, result["place"], run_link(run), awake(run),
                  str(run.last_chunk) if result["mode"] == "chunks" else "-", *(number(result[name]) for name in names),
-                 percent(result["exposed_share"]), commit(run)]
+                 percent(result["exposed_share"]),
+                 f"{result['equal']} of {result['compared']}" if "equal" in result else "-", commit(run)]
             )  # fmt: skip
-    rows.sort(key=lambda row: (row[0] == "chunks", int(row[1]), row[3], row[2]))
-    headers = ["mode", "prompt", "place", "run", "cores", "last chunk", "first token to decode ready p50 ms", "p99"]
+    rows.sort(key=lambda row: (row[0] == "chunks", int(row[1]), row[2] != "llama-3.1-8b", row[4], row[3]))
+    headers = [
+        "mode",
+        "prompt",
+        "model",
+        "place",
+        "run",
+        "cores",
+        "last chunk",
+        "first token to decode ready p50 ms",
+        "p99",
+    ]
     text = (
         "`bench handover --served`: a running 1P1D cluster on two GPUs, one request at a time (idle), chunks of 2048, "
-        "30 requests each, greedy; in runs up to 1123T052825 the time of the prefill comes from requests without a "
-        "temperature, which are sampled. Exposed is what decode waited for blocks after it knew of the last ones; its "
-        "share is of the prefill."
+        "30 requests each (8 where tokens are compared), greedy; in runs up to 1123T052825 the time of the prefill "
+        "comes from requests without a temperature, which are sampled. Exposed is what decode waited for blocks after "
+        "it knew of the last ones; its share is of the prefill. Same tokens: 32 tokens of an answer against those of a "
+        "mixed worker."
     )
-    headers += ["exposed p50 ms", "p99", "prefill ms", "exposed share", "commit"]
+    headers += ["exposed p50 ms", "p99", "prefill ms", "exposed share", "same tokens", "commit"]
     return Section("Whole hand-overs", text, headers, rows)

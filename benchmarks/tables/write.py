@@ -79,15 +79,16 @@ def results_page(runs: Sequence[Run]) -> str:
 
 
 def loaded_table(runs: Sequence[Run], *, with_runs: bool) -> str:
-    headers = ["load", "", *results_readme.ARRANGEMENTS.values()]
+    columns = [results_readme.ARRANGEMENTS[name] for name in results_readme.arrangements_of(runs)]
+    headers = ["load", "", *columns]
     return markdown(headers, results_readme.loaded_rows(runs, with_runs=with_runs))
 
 
 def readme_block(runs: Sequence[Run]) -> str:
     """Return the README's two tables and their conditions, without the names of runs."""
-    loaded = loaded_table(runs, with_runs=False)
+    loaded = loaded_table(results_readme.newest_loaded(runs), with_runs=False)
     rest = markdown(results_readme.HEADERS[:-1], results_readme.readme_rows(runs))
-    return "\n\n".join([results_readme.conditions(runs), results_readme.LOADED_CONDITIONS, loaded, rest])
+    return "\n\n".join([results_readme.conditions(runs), results_readme.README_LOADED_CONDITIONS, loaded, rest])
 
 
 def users_block(runs: Sequence[Run]) -> str:

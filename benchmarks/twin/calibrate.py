@@ -14,6 +14,7 @@ from splitserve.benchmarks.twin.calibration import MODEL_HEADERS, model_row, of_
 from splitserve.common.errors import ConfigError
 from splitserve.orchestration.cli.command_parser import CommandParser
 from splitserve.orchestration.spec.expansion import read_operators_key
+from splitserve.orchestration.spec.sizes import format_bytes
 
 
 def main(argv: Sequence[str]) -> int:
@@ -27,6 +28,9 @@ def main(argv: Sequence[str]) -> int:
     rows = [model_row(str(role), model, found.errors.get(role)) for role, model in found.steps.items()]
     print(table(rows, MODEL_HEADERS))
     print(f"link: {found.link.bytes_per_second / 1e9:.2f} GB/s")
+    if found.host_kv_bytes:
+        size, rate = format_bytes(found.host_kv_bytes), found.copies.bytes_per_second / 1e9
+        print(f"host tier: {size} of each worker, loaded at {rate:.2f} GB/s")
     try:
         Path(options.output).write_bytes(msgspec.json.format(msgspec.json.encode(found)) + b"\n")
     except OSError as error:

@@ -7,6 +7,7 @@ from pathlib import Path
 import msgspec
 
 from splitserve.common.errors import ConfigError
+from splitserve.kvconnector.tiers.host import HOST
 from splitserve.models.config import ModelConfig
 from splitserve.models.roofline import CPU_THREAD, DEVICE_RATES, MAX_BANDWIDTH_THREADS, DeviceRates, estimate_steps
 from splitserve.orchestration.doctor.cluster import read_report
@@ -14,7 +15,7 @@ from splitserve.orchestration.doctor.http import Endpoint
 from splitserve.protocol.cluster_report import ClusterReport, WorkerReport
 from splitserve.protocol.placement.step_model import StepModel
 from splitserve.protocol.request import Role
-from splitserve.simulation.twin.models import Calibration, LinkModel
+from splitserve.simulation.twin.models import Calibration, CopyModel, LinkModel
 
 CPU = "cpu"
 GPU_LINK_BYTES_PER_SECOND = 250e9  # between two GPUs of one host, as hand-overs measure it
@@ -42,6 +43,11 @@ def of_cluster(report: ClusterReport, url: str) -> Calibration:
         steps=steps,
         errors=errors,
         link=_link(report.workers),
+        copies=_copies(report.workers),
+        host_kv_bytes=max(
+            (each.info.setup.host_kv_bytes * each.info.layout.tensor_parallel_size for each in report.workers),
+            default=0,
+        ),
         source=f"fitted by the workers of {url}",
         is_measured=True,
     )
@@ -94,6 +100,13 @@ def model_row(role: str, model: StepModel, error: float | None) -> list[object]:
 
 
 MODEL_HEADERS = ("role", "steps", "step, ms", "+ us/decode", "us/context token", "us/prompt token", "us/pair", "error")
+
+
+def _copies(workers: Sequence[WorkerReport]) -> CopyModel:
+    """Return the model of copies to and from host tiers: bytes over seconds, of all that were loaded."""
+    loads = [tier for worker in workers for tier in worker.load.tiers if tier.name == HOST and tier.load_seconds > 0]
+    num_bytes, seconds = sum(tier.loaded_bytes for tier in loads), sum(tier.load_seconds for tier in loads)
+    return CopyModel(copy_seconds=0.0, bytes_per_second=num_bytes / seconds) if num_bytes else CopyModel()
 
 
 def _link(workers: Sequence[WorkerReport]) -> LinkModel:

@@ -28,7 +28,7 @@ def records_of(result: TwinResult) -> list[TurnRecord]:
                 sent_seconds=turn.arrived_at,
                 end_seconds=turn.ended_at,
                 chunk_seconds=turn.token_times,
-                chunk_tokens=[1] * len(turn.token_times),
+                chunk_tokens=bytearray(b"\x01") * len(turn.token_times),
                 input_tokens=turn.num_prompt_tokens,
                 output_tokens=len(turn.token_times),
                 cached_tokens=turn.num_cached_tokens,

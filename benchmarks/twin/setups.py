@@ -37,6 +37,8 @@ def setups_of_arm(
     dtype = "float32" if gpu == CPU else "bfloat16"
     layout = layout_of(engine, config, dtype, engine.tensor_parallel_size)
     plan = _memory(engine, config, layout.cache, gpu)
+    host_bytes = engine.host_kv_memory_bytes or calibration.host_kv_bytes
+    host_slots = host_bytes // (layout.block_bytes * layout.tensor_parallel_size) if layout.cache.is_simple else 0
     numbers = {Role.PREFILL: arm.num_prefill, Role.DECODE: arm.num_decode, Role.MIXED: arm.num_mixed}
     return [
         WorkerSetup(
@@ -48,6 +50,7 @@ def setups_of_arm(
             max_model_len=plan.max_model_len,
             vocab_size=config.vocab_size,
             model=calibration.step_model(role),
+            host_slots=host_slots,
         )
         for role, count in numbers.items()
         for number in range(count)
@@ -69,6 +72,7 @@ def setups_of_cluster(report: ClusterReport, calibration: Calibration) -> list[W
             block_size=info.layout.block_size,
             max_num_seqs=info.max_num_seqs,
             max_num_batched_tokens=info.max_num_batched_tokens,
+            max_num_prefill_tokens_beside_decode=info.max_num_prefill_tokens,
             enable_prefix_caching=info.prefix_caching,
         ).on("cuda" if "cuda" in info.setup.device.lower() or "nvidia" in info.setup.device.lower() else CPU)
         setups.append(
@@ -80,6 +84,7 @@ def setups_of_cluster(report: ClusterReport, calibration: Calibration) -> list[W
                 num_blocks=(info.num_blocks,),
                 max_model_len=info.max_model_len,
                 vocab_size=info.vocab_size,
+                host_slots=info.setup.host_kv_bytes // info.layout.block_bytes,
                 model=worker.step_model if worker.step_model.num_steps else calibration.step_model(info.role),
             )
         )

@@ -6,6 +6,10 @@ ranking, not for numbers. The report is that of `splitserve bench serve`, over s
 """
 
 import argparse
+import resource
+import sys
+import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +25,7 @@ from splitserve.benchmarks.twin.setups import described, setups_of_arm, setups_o
 from splitserve.models.config import ModelConfig, load_model_config
 from splitserve.models.roofline import DEVICE_RATES
 from splitserve.orchestration.cli.command_parser import CommandParser
+from splitserve.orchestration.cli.option_types import bytes_option
 from splitserve.orchestration.spec.expansion import read_operators_key
 from splitserve.protocol.config import EngineConfig
 from splitserve.protocol.placement.policies import DEFAULT_POLICY, PLACEMENT_POLICIES
@@ -28,8 +33,9 @@ from splitserve.simulation.twin.cluster import TwinCluster, TwinSpec
 from splitserve.simulation.twin.models import Calibration
 from splitserve.simulation.twin.worker import WorkerSetup
 from splitserve.workloads.named import FORMS as WORKLOADS
-from splitserve.workloads.named import parse_workload
+from splitserve.workloads.named import Source, parse_workload
 
+MAX_NAMED_WORKERS = 12
 FIGURES = (
     ("TTFT mean, ms", ("ttft_ms", "mean")),
     ("TTFT p50, ms", ("ttft_ms", "p50")),
@@ -49,8 +55,9 @@ FIGURES = (
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """The cluster to simulate, and where its models come from."""
+    """A cluster to simulate, and where its models come from."""
 
+    name: str
     workers: Sequence[WorkerSetup]
     calibration: Calibration
     policy: str
@@ -60,41 +67,134 @@ def main(argv: Sequence[str]) -> int:
     """Simulate what ``argv`` describes. Raises :class:`SplitserveError`."""
     options = parser().parse_args(list(argv))
     source = parse_workload(options.workload, options.max_tokens)
-    cluster = cluster_of(options)
-    objective = Objective(ttft_ms=options.ttft_ms or float("inf"), itl_ms=options.itl_ms or float("inf"))
-    print(f"steps: {cluster.calibration.source}")
-    print(f"workers: {described(cluster.workers)}; policy {cluster.policy}")
-    runs = []
-    spec = TwinSpec(cluster.workers, cluster.calibration, cluster.policy, options.ttft_ms, options.itl_ms)
-    for number in range(options.runs):
-        seed = options.seed + number
-        result = TwinCluster(spec, seed).run(source.at(options.rate, options.num_requests, seed), seed)
-        figures = summarise([turn.record for turn in records_of(result)], objective)
-        runs.append({"seed": seed, "figures": figures, "busy": result.busy_shares, "paths": dict(result.counts)})
-    print(table(rows_of(runs), ("", "median", "lowest", "highest")))
-    busy = {name: max(run["busy"][name] for run in runs) for name in runs[0]["busy"]}
-    print("busy share, most: " + ", ".join(f"{name} {100 * share:.0f}%" for name, share in busy.items()))
-    if not cluster.calibration.is_measured:
+    clusters = clusters_of(options)
+    simulated = [_simulate(options, source, cluster) for cluster in clusters]
+    runs = [run for each in simulated for run in each]
+    if len(clusters) > 1:
+        print(
+            table(comparison_of(clusters, simulated), ("", "goodput, requests/s", "within, %", "TTFT p50", "p99, ms"))
+        )
+    if not clusters[0].calibration.is_measured:
         print("note: uncalibrated; compare arrangements by these figures, but don't rely on the figures themselves")
     failed = sum(run["figures"]["requests"] - run["figures"]["completed"] for run in runs)
     if failed:
         print(f"note: {failed} requests failed: {runs[0]['figures']['failed']}")
-    keep_result("simulate", argv, {"calibration": cluster.calibration.source, "runs": runs}, options)
+    strays = sum((Counter(run["paths"]) for run in runs), Counter[str]())
+    if elsewhere := [f"{count} {path}" for path, count in strays.items() if is_elsewhere(path)]:
+        print(f"note: requests that did not run as they were placed: {', '.join(elsewhere)}")
+    kept = [
+        {"cluster": each.name, "workers": described(each.workers), "policy": each.policy, "runs": found}
+        for each, found in zip(clusters, simulated, strict=True)
+    ]
+    data = {"calibration": clusters[0].calibration.source, "workload": source.name, "peak_bytes": peak_bytes()}
+    keep_result("simulate", argv, {**data, **(kept[0] if len(kept) == 1 else {"clusters": kept})}, options)
     return 1 if failed else 0
 
 
-def cluster_of(options: argparse.Namespace) -> Cluster:
-    """Return the cluster that the options describe. Raises :class:`ConfigError`."""
+def _simulate(options: argparse.Namespace, source: Source, cluster: Cluster) -> list[dict[str, Any]]:
+    """Simulate the runs of one cluster, and print their figures."""
+    bounds = {name: getattr(options, name) or float("inf") for name in ("ttft_ms", "tpot_ms", "itl_ms")}
+    objective = Objective(**bounds)
+    print(f"steps: {cluster.calibration.source}")
+    print(f"workers: {described(cluster.workers)}; policy {cluster.policy}")
+    runs = []
+    spec = TwinSpec(
+        cluster.workers, cluster.calibration, cluster.policy, options.ttft_ms, options.tpot_ms or options.itl_ms
+    )
+    for number in range(options.runs):
+        seed, began = options.seed + number, time.process_time()
+        result = TwinCluster(spec, seed).run(source.at(options.rate, options.num_requests, seed), seed)
+        figures = summarise([turn.record for turn in records_of(result)], objective)
+        runs.append(
+            {
+                "seed": seed,
+                "figures": figures,
+                "busy": result.busy_shares,
+                "paths": dict(result.counts),
+                "steps": sum(result.num_steps.values()),
+                "cpu_seconds": time.process_time() - began,
+            }
+        )
+    print(table(rows_of(runs), ("", "median", "lowest", "highest")))
+    print(f"busy share of the steps' time: {busy_words(runs)}")
+    print(cost_of(runs), flush=True)
+    return runs
+
+
+def comparison_of(clusters: Sequence[Cluster], simulated: Sequence[list[dict[str, Any]]]) -> list[list[object]]:
+    """Return a line for each cluster, that of its median run by goodput."""
+    rows: list[list[object]] = []
+    for cluster, runs in zip(clusters, simulated, strict=True):
+        ordered = sorted(runs, key=lambda run: float(run["figures"]["goodput_requests_per_second"]))
+        figures = ordered[len(ordered) // 2]["figures"]
+        rows.append(
+            [
+                cluster.name,
+                figures["goodput_requests_per_second"],
+                100 * figures["slo_attainment"],
+                figures["ttft_ms"].get("p50"),
+                figures["ttft_ms"].get("p99"),
+            ]
+        )
+    return rows
+
+
+def is_elsewhere(path: str) -> bool:
+    """Return whether requests of a path, intended, actual and reason, ran elsewhere than they were placed."""
+    intended, actual, _ = path.split(" ", 2)
+    return intended != actual
+
+
+def busy_words(runs: Sequence[dict[str, Any]]) -> str:
+    """Return the busy shares of the workers: of each one if they are few, else mean and range of each role's."""
+    busy = {name: max(run["busy"][name] for run in runs) for name in runs[0]["busy"]}
+    if len(busy) <= MAX_NAMED_WORKERS:
+        return ", ".join(f"{name} {100 * share:.0f}%" for name, share in busy.items())
+    by_role: dict[str, list[float]] = {}
+    for name, share in busy.items():
+        by_role.setdefault(name.rpartition("-")[0], []).append(100 * share)
+    return ", ".join(
+        f"{role} {sum(shares) / len(shares):.0f}% ({min(shares):.0f} to {max(shares):.0f}%)"
+        for role, shares in by_role.items()
+    )
+
+
+def cost_of(runs: Sequence[dict[str, Any]]) -> str:
+    """Return the processor time of the runs, and the most memory that this process has had."""
+    seconds, steps = sum(run["cpu_seconds"] for run in runs), sum(run["steps"] for run in runs)
+    simulated = sum(run["figures"]["duration_seconds"] for run in runs)
+    return (
+        f"{simulated:.0f} s with {steps} steps took {seconds:.0f} s of processor time on one core; peak memory "
+        f"{peak_bytes() / 2**30:.1f} GiB"
+    )
+
+
+def peak_bytes() -> int:
+    """Return the largest resident memory of this process so far."""
+    kibibytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return int(kibibytes) * (1 if sys.platform == "darwin" else 1024)
+
+
+def clusters_of(options: argparse.Namespace) -> list[Cluster]:
+    """Return the clusters that the options describe. Raises :class:`ConfigError`."""
     if options.against:
         report = report_of(options.against, read_operators_key(options.api_key_file))
         calibration = of_cluster(report, options.against)
-        return Cluster(setups_of_cluster(report, calibration), calibration, options.policy or DEFAULT_POLICY)
-    arm = parse_arm(options.cluster)
+        workers = setups_of_cluster(report, calibration)
+        return [Cluster(options.against, workers, calibration, options.policy or DEFAULT_POLICY)]
+    arms = [parse_arm(text) for text in options.cluster]
     with model_of(options) as model:
         engine, config = engine_of(options, model), load_model_config(model)
         calibration = calibration_of(options, config)
-        workers = setups_of_arm(arm, engine, config, calibration, options.gpu)
-    return Cluster(workers, calibration, options.policy or arm.policy)
+        return [
+            Cluster(
+                arm.name,
+                setups_of_arm(arm, engine, config, calibration, options.gpu),
+                calibration,
+                options.policy or arm.policy,
+            )
+            for arm in arms
+        ]
 
 
 def engine_of(options: argparse.Namespace, model: str) -> EngineConfig:
@@ -105,6 +205,7 @@ def engine_of(options: argparse.Namespace, model: str) -> EngineConfig:
         max_num_seqs=options.max_num_seqs,
         tensor_parallel_size=options.tensor_parallel_size,
         max_model_len=options.max_model_len,
+        host_kv_memory_bytes=options.host_kv_memory,
     )
 
 
@@ -140,6 +241,8 @@ def add_cluster_options(parser: argparse.ArgumentParser) -> None:
     add("--calibration", default="", metavar="FILE", help="models that `splitserve calibrate` has saved")
     add("--tensor-parallel-size", type=positive, default=1, metavar="N")
     add("--max-num-seqs", type=positive, default=EngineConfig(model="").max_num_seqs, metavar="N")
+    add("--host-kv-memory", type=bytes_option, default="0", metavar="SIZE", help="host tier of each worker; 0: as in "
+        "the calibration, else none")  # fmt: skip
     add("--max-model-len", type=int, default=0, metavar="TOKENS", help="0: the model's own, cut to KV memory")
     add("--ttft-ms", type=finite, default=0.0, metavar="MS", help="objective for TTFT; 0: none")
     add("--itl-ms", type=finite, default=0.0, metavar="MS", help="objective for the gaps between tokens; 0: none")
@@ -154,7 +257,7 @@ def parser() -> argparse.ArgumentParser:
     """Return the command's parser."""
     parser = CommandParser(prog="splitserve simulate", description=__doc__.partition("\n\n")[2])
     add = parser.add_argument
-    add("--cluster", default="1P1D", metavar="ARM", help=FORMS)
+    add("--cluster", nargs="+", default=["1P1D"], metavar="ARM", help=f"one or several to compare: {FORMS}")
     add("--against", default="", metavar="URL", help="simulate this running cluster, by its own step times")
     add("--api-key-file", default="", metavar="FILE", help="file with the endpoint's API key")
     add(
@@ -165,6 +268,7 @@ def parser() -> argparse.ArgumentParser:
     )
     add("--workload", default="1024/128", metavar="WORKLOAD", help=WORKLOADS)
     add("--rate", type=positive_seconds, default=1.0, metavar="R", help="requests per second")
+    add("--tpot-ms", type=finite, default=0.0, metavar="MS", help="objective for the mean gap of a request; 0: none")
     add("--runs", type=positive, default=5, metavar="N", help="runs with other arrivals, for the range of each figure")
     add_cluster_options(parser)
     add_result_options(parser)

@@ -81,16 +81,24 @@ def host_tier(memory: KVMemory, num_bytes: int, gates: LoadGates | None = None) 
         store = host_store(memory, host, gates)
     except (OSError, MemoryError, RuntimeError) as error:
         raise ConfigError(f"cannot allocate --host-kv-memory of {num_bytes} bytes: {error}") from error
-    most = max(1, min(MAX_BLOCKS_PER_COPY, MAX_COPY_BYTES // memory.block_bytes))
-    most_loaded = max(1, MAX_GPU_LOAD_BYTES // memory.block_bytes) if memory.device.type == "cuda" else None
+    on_gpu = memory.device.type == "cuda"
     description = f"{num_slots} blocks, {host.describe()}" + (" on each rank" if num_ranks > 1 else "")
     description += ", loaded by layers" if gates is not None else ""
     if num_ranks > 1:
-        return HostTier(Tier(HOST, TierIndex(num_slots), most, most_loaded), store, description, None, host)
-    tier = Tier(HOST, TierIndex(num_slots, generations), most, most_loaded)
+        return HostTier(make_tier(num_slots, memory.block_bytes, on_gpu=on_gpu), store, description, None, host)
+    tier = make_tier(num_slots, memory.block_bytes, on_gpu=on_gpu, generations=generations)
     slots = MemoryRegion(MemoryKind.DRAM, 0, host.address, num_slots, memory.block_bytes)
     served = HostTierMemory(slots, int(generations.ctypes.data))
     return HostTier(tier, store, description, served, host)
+
+
+def make_tier(
+    num_slots: int, block_bytes: int, *, on_gpu: bool, generations: "npt.NDArray[np.uint64] | None" = None
+) -> Tier:
+    """Return the tier's index, with bounds of its copies; ``generations``: None if peers can't read it."""
+    most = max(1, min(MAX_BLOCKS_PER_COPY, MAX_COPY_BYTES // block_bytes))
+    most_loaded = max(1, MAX_GPU_LOAD_BYTES // block_bytes) if on_gpu else None
+    return Tier(HOST, TierIndex(num_slots, generations), most, most_loaded)
 
 
 def host_store(memory: KVMemory, host: HostMemory, gates: LoadGates | None = None) -> TierStore:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from splitserve.models.config import ModelConfig, load_model_config
-from splitserve.models.demo.checkpoint import SHAPES, shape_config
+from splitserve.models.demo.checkpoint import SHAPES, shape_config, write_demo_config
 
 _QWEN3_30B_A3B = {
     "architectures": ["Qwen3MoeForCausalLM"],
@@ -130,6 +130,16 @@ def named_config(name: str) -> ModelConfig:
     if name in SHAPES:
         return shape_config(name)
     return config_of({**PUBLISHED[name], "dtype": "bfloat16"})
+
+
+def write_named_config(directory: str | Path, name: str) -> Path:
+    """Write a checkpoint of one of :data:`NAMES` without weights, enough for ``--load-format dummy``. Returns its
+    directory. Its tokenizer is a demo checkpoint's."""
+    if name in SHAPES:
+        return write_demo_config(directory, shape=name)
+    target = write_demo_config(directory, shape="llama-3.1-8b")
+    (target / "config.json").write_text(json.dumps({**PUBLISHED[name], "dtype": "bfloat16"}))
+    return target
 
 
 def config_of(fields: Mapping[str, Any]) -> ModelConfig:

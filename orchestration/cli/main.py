@@ -36,6 +36,7 @@ BENCHES = {
     "serve": ("splitserve.benchmarks.serving.serve", "load on any OpenAI completions endpoint"),
     "handover": ("splitserve.benchmarks.kv.handover", "KV hand-over against a plain memory copy"),
     "goodput": ("splitserve.benchmarks.goodput.bench", "does disaggregation pay here? goodput at equal devices"),
+    "twin": ("splitserve.benchmarks.twin.bench", "real runs against their twins: errors, intervals, what is off"),
     "compare": ("splitserve.benchmarks.goodput.compare", "two runs of bench goodput: ratios, intervals, regressions"),
     "latency": ("splitserve.benchmarks.serving.latency", "TTFT and second token of 1P1D against a mixed worker"),
     "client": ("splitserve.benchmarks.serving.client_limits", "what the load generator can offer on this machine"),

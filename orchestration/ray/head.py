@@ -20,6 +20,7 @@ from pathlib import Path
 import psutil
 
 from splitserve.common.errors import SplitserveError
+from splitserve.common.security import drawn_secret
 from splitserve.orchestration.hosts.addresses import LOOPBACK
 from splitserve.orchestration.ray.names import ADDRESS_VARIABLE, HEAD_SECRET, HEAD_VARIABLE
 from splitserve.orchestration.spec.expansion import random_secret
@@ -64,10 +65,10 @@ def start_head(num_cpus: int, say: Callable[[str], None], note: Callable[[RayHea
     :class:`RayHeadError`.
     """
     folder = tempfile.mkdtemp(prefix=_TEMP_PREFIX)  # short: the paths of Ray's sockets are limited
-    for name in ("token", HEAD_SECRET):
+    for name, content in (("token", random_secret()), (HEAD_SECRET, drawn_secret())):
         path = Path(folder) / name
         path.touch(mode=0o600)
-        path.write_text(random_secret())
+        path.write_text(content)
     authenticate(folder)
     port = _free_port()
     command = [

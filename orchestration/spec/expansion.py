@@ -9,6 +9,7 @@ from types import MappingProxyType
 import msgspec
 
 from splitserve.common.errors import ConfigError
+from splitserve.common.security import drawn_secret
 from splitserve.orchestration.spec.cluster_spec import (
     ADMIN_KEY_VARIABLE,
     API_KEY_VARIABLE,
@@ -34,7 +35,7 @@ class Secrets(Confidential, frozen=True, kw_only=True):
 
     def with_some_secret(self) -> "Secrets":
         """Return these with a random shared secret if none is configured, for processes that share one launcher."""
-        return self if self.secret else msgspec.structs.replace(self, secret=random_secret())
+        return self if self.secret else msgspec.structs.replace(self, secret=drawn_secret())
 
 
 def random_secret() -> str:

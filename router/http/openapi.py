@@ -209,31 +209,43 @@ def _answer(kind: str, names: Sequence[str], choice: Json) -> Json:
 
 
 def _requests(names: Sequence[str]) -> Json:
-    """Return the schemas of both bodies and of their parts."""
-    models: tuple[type[ModelBody], ...] = (
-        CompletionRequest,
-        ChatCompletionRequest,
-        GenerateRequest,
-        TokenizeRequest,
-        DetokenizeRequest,
-        ResponsesRequest,
-        MessagesRequest,
-        CountRequest,
-    )
+    """Return the schemas of all bodies and of their parts."""
+    model: Json = {"enum": [*names, None], "description": MEANINGS["model"]}
+    schemas = dict(_SCHEMAS)
+    for body in _BODIES:
+        schema = schemas[body.__name__]
+        schemas[body.__name__] = schema | {"properties": schema["properties"] | {"model": model}}
+    return schemas
+
+
+def _schemas_of_bodies() -> Json:
+    """Return the schemas of all bodies and of their parts, before the model's names are known."""
     schemas: Json = {}
-    for model in models:
-        schema = model.model_json_schema(ref_template=_REFERENCE)
+    for body in _BODIES:
+        schema = body.model_json_schema(ref_template=_REFERENCE)
         schemas |= schema.pop("$defs", {})
-        schema["properties"]["model"] = {"enum": [*names, None]}
         for field, value in schema["properties"].items():
             declared = [form["description"] for form in value.get("anyOf", ()) if "description" in form]
             value.setdefault("description", MEANINGS.get(field) or "".join(declared))
-        for field, neutral in model.neutral.items():
+        for field, neutral in body.neutral.items():
             schema["properties"].setdefault(
                 field, {"enum": [None, *neutral], "description": "Not supported yet: neutral values only"}
             )
-        schemas[model.__name__] = schema
+        schemas[body.__name__] = schema
     return schemas
+
+
+_BODIES: tuple[type[ModelBody], ...] = (
+    CompletionRequest,
+    ChatCompletionRequest,
+    GenerateRequest,
+    TokenizeRequest,
+    DetokenizeRequest,
+    ResponsesRequest,
+    MessagesRequest,
+    CountRequest,
+)
+_SCHEMAS = _schemas_of_bodies()  # once, when this module is imported: routers that are forked have them
 
 
 def _object(fields: Json, **optional: Json) -> Json:

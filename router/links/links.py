@@ -59,6 +59,12 @@ class LoopSocket:
         self._drain_soon()
         return True
 
+    def catch_up(self) -> None:
+        """Let the socket take note of connections that are up. Within a millisecond of an attempt to send, the next one
+        would not look for them, and would fail."""
+        self.socket.getsockopt(zmq.EVENTS)
+        self._drain_soon()  # that has consumed the descriptor's edge
+
     def close(self) -> None:
         if not self.socket.closed:
             self._loop.remove_reader(self._descriptor)
@@ -223,6 +229,7 @@ class WorkerLink:
     def _on_event(self, frames: list[bytes]) -> None:
         event = int.from_bytes(frames[0][:2], "little")
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            self._socket.catch_up()
             self._on_up(self)
         elif event & _DOWN_EVENTS:
             self._on_down(self)

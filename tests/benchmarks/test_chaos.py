@@ -16,6 +16,7 @@ from splitserve.benchmarks.chaos.checks import HELD_GAUGES, Leftovers, Metrics, 
 from splitserve.benchmarks.chaos.faults import Fault, FaultKind
 from splitserve.benchmarks.chaos.load import Answer, FailedAttempt, make_cases, with_stop_string
 from splitserve.benchmarks.chaos.recovery import recovery, stall_seconds
+from waiting import PATIENCE_SECONDS
 
 SHORT_TIMES = {"lease": 1.5, "dead-after": 1, "heartbeat": 0.25, "read-deadline": 1}
 SHARED_MEMORY = Path("/dev/shm")
@@ -50,7 +51,7 @@ def test_sigterm_in_a_storm_leaves_no_frozen_worker() -> None:
             workers = psutil.Process(bench.pid).children(recursive=True)
         bench.terminate()
         status = bench.wait(60)
-    gone, left = psutil.wait_procs(workers, timeout=10)
+    gone, left = psutil.wait_procs(workers, timeout=PATIENCE_SECONDS)
     for worker in left:
         worker.kill()
     assert gone and not left

@@ -12,7 +12,7 @@ from splitserve.benchmarks.chaos import ties as chaos_ties
 from splitserve.benchmarks.chaos.chaos import check_answers
 from splitserve.benchmarks.chaos.load import Answer, Case, Expected, make_cases
 from splitserve.benchmarks.chaos.outcome import Outcome
-from splitserve.benchmarks.chaos.ties import NEAR_TIE_SHARE, Referee
+from splitserve.benchmarks.chaos.ties import NEAR_TIE_SHARES, Referee
 from splitserve.orchestration.cluster.launcher import LocalCluster
 from splitserve.orchestration.spec.shorthand import simple_spec
 from splitserve.protocol.config import EngineConfig
@@ -93,7 +93,7 @@ def test_a_gap_decides(
         middle = (low + high) / 2
         low, high = (low, middle) if draws(middle) == other else (middle, high)
     assert draws(low) == drawn and draws(high) == other
-    logits[index, other] += low - share * 2 * NEAR_TIE_SHARE * float(logits[index].std())
+    logits[index, other] += low - share * 2 * NEAR_TIE_SHARES["float32"] * float(logits[index].std())
     monkeypatch.setattr(Referee, "_logits", lambda *_: logits)
     changed_answer = changed(answer, index, other)
     assert (referee.problem(case.body, changed_answer) == "") is passes
@@ -132,4 +132,4 @@ def test_rounding_of_float32_lies_within_the_bound(cases: list[Case], referee: R
         logits = rough(torch.tensor([body["prompt"]])).logits[0, -1:].double()
     exact = referee._logits(body, [])
     error = float((logits - exact).abs().max() / exact.std())
-    assert 0 < error < NEAR_TIE_SHARE / 3
+    assert 0 < error < NEAR_TIE_SHARES["float32"] / 3

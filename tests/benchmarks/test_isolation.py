@@ -7,18 +7,24 @@ import pytest
 
 from splitserve.benchmarks.common.stats import RequestRecord
 from splitserve.benchmarks.serving.isolation import Load, main, result_of
+from splitserve.benchmarks.serving.stage_times import mean_stages_ms, stage_sums
 
 
 @pytest.mark.slow
 def test_three_arrangements(tmp_path: Path) -> None:
     argv = ["--device", "cpu", "--dtype", "float32", "--kv-memory", "64MiB", "--seconds", "2", "--stream-rate", "3"]
     argv += ["--stream-output-len", "16", "--prompt-rate", "2", "--prompt-input-len", "200", "--max-num-seqs", "16"]
+    argv += ["--rounds", "2", "--side-by-side", "--temperature", "0.8", "--top-p", "0.95"]
     assert main([*argv, "--save", "--result-dir", str(tmp_path)]) == 0
     (file,) = tmp_path.glob("isolation-*.json")
-    results = {each["arrangement"]: each for each in json.loads(file.read_text())["results"]}
-    assert list(results) == ["1P1D", "mixed", "2 mixed"]
-    assert [each["gpus_or_workers"] for each in results.values()] == [2, 1, 2]
-    for each in results.values():
+    results = json.loads(file.read_text())["results"]
+    rounds = ["1P1D", "mixed", "2 mixed", "mixed", "2 mixed", "1P1D"]
+    assert [each["arrangement"] for each in results] == rounds
+    assert [each["gpus_or_workers"] for each in results] == [2, 1, 2, 1, 2, 2]
+    assert len({each["seed"] for each in results}) == 2
+    for each in results:
+        assert ("handover/wire" in each["mean_stages_ms"]) == (each["arrangement"] == "1P1D")
+        assert each["mean_stages_ms"]["prefill"] > 0
         assert (each["streams"]["completed"], each["prompts"]["completed"]) == (6, 4)
         assert each["streams"]["output_tokens"] == 6 * 16
         assert each["prompts"]["input_tokens"] == 4 * 200
@@ -37,3 +43,23 @@ def test_who_falls_behind_is_told() -> None:
     assert result_of("mixed", load, ended(1.0, 11.0), alone=1.0)["kept_up"]
     late = result_of("mixed", load, ended(14.0, 16.0), alone=1.0)
     assert not late["kept_up"] and late["seconds_behind"] == 5.0
+
+
+def test_mean_stages_are_those_between_two_readings() -> None:
+    """Worked out by hand: 4 requests waited 2 s before, 2 more waited 0.1 s; two transports are one stage."""
+
+    def metrics(queue: float, count: int, wire: float) -> str:
+        return (
+            f'splitserve_stage_seconds_bucket{{le="1",stage="queue"}} {count}\n'
+            f'splitserve_stage_seconds_sum{{stage="queue"}} {queue}\n'
+            f'splitserve_stage_seconds_count{{stage="queue"}} {count}\n'
+            f'splitserve_handover_stage_seconds_sum{{stage="wire",transport="cma"}} {wire}\n'
+            'splitserve_handover_stage_seconds_count{stage="wire",transport="cma"} 1\n'
+            'splitserve_handover_stage_seconds_sum{stage="wire",transport="tcp"} 0.5\n'
+            'splitserve_handover_stage_seconds_count{stage="wire",transport="tcp"} 1\n'
+        )
+
+    before, after = stage_sums(metrics(2.0, 4, 0.25)), stage_sums(metrics(2.1, 6, 0.25))
+    assert before == {"queue": (2.0, 4), "handover/wire": (0.75, 2)}
+    assert mean_stages_ms(before, after) == pytest.approx({"queue": 50.0})
+    assert mean_stages_ms({}, before) == pytest.approx({"queue": 500.0, "handover/wire": 375.0})

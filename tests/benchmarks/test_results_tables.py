@@ -107,7 +107,7 @@ def test_a_changed_file_is_noticed(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     assert results_table.main(["--check"]) == 0
     kept = read_runs()
     for each in kept:
-        if each.label == "1122T175122":
+        if each.label == "1124T185046":
             each.content["results"][0]["all"]["itl_ms"]["max"] = 5.75
     monkeypatch.setattr(results_table, "read_runs", lambda: kept)
     assert results_table.main(["--check"]) == 1

@@ -1,5 +1,6 @@
 """Access: side channels under a shared secret, the endpoint under an API key, and the words of rejections."""
 
+import hashlib
 import json
 import re
 import subprocess
@@ -7,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -14,7 +16,7 @@ import zmq
 
 from router_harness import RouterProcess, Workers, write_model_dir
 from splitserve.common.errors import ConfigError
-from splitserve.common.security import check_exposure, is_loopback
+from splitserve.common.security import _key_pairs, check_exposure, drawn_secret, is_loopback
 from splitserve.engine.io.sockets import WorkerSockets
 from splitserve.orchestration.cluster.launcher import LocalCluster
 from splitserve.orchestration.hosts.process import child_environment
@@ -54,6 +56,23 @@ def test_other_addresses_need_a_secret(host: str) -> None:
 def test_wildcards_are_no_addresses_to_tell_others(host: str) -> None:
     with pytest.raises(ConfigError, match="address at which others reach"):
         check_exposure(host, SECRET)
+
+
+def test_a_drawn_secret_is_its_keys_and_any_other_one_is_stretched(monkeypatch: pytest.MonkeyPatch) -> None:
+    stretched: list[bytes] = []
+    scrypt = hashlib.scrypt
+
+    def noted(secret: bytes, **options: Any) -> bytes:
+        stretched.append(secret)
+        return scrypt(secret, **options)
+
+    monkeypatch.setattr(hashlib, "scrypt", noted)
+    drawn = drawn_secret(), drawn_secret()
+    others = (SECRET, drawn[0][:-2], drawn[0] + "00", drawn[0].replace("drawn-keys:", ""), "drawn-keys:" + 128 * "x")
+    keys = {key for secret in (*drawn, *others) for pair in _key_pairs(secret) for key in pair}
+    assert len(keys) == 4 * len((*drawn, *others)), "all differ"
+    assert stretched == [secret.encode() for secret in others]
+    check_exposure("10.0.0.1", drawn[0])
 
 
 def test_short_secrets_are_refused() -> None:

@@ -57,13 +57,19 @@ def assert_output(model: Path, prompt: list[int], output: list[int], logprobs: d
         assert abs(max(top.values()) - best) < TOLERANCE and len(top) <= num_top + 1
 
 
-async def stream(url: str, request: dict[str, Any]) -> list[dict[str, Any]]:
+async def stream(url: str, request: dict[str, Any], begun: asyncio.Semaphore | None = None) -> list[dict[str, Any]]:
+    """Return all chunks. ``begun`` is released at the first one."""
+    chunks: list[dict[str, Any]] = []
     async with (
         aiohttp.ClientSession() as session,
         session.post(f"{url}/v1/completions", json=request | {"stream": True}) as response,
     ):
-        lines = [line async for line in response.content if line.startswith(b"data: {")]
-    return [json.loads(line.removeprefix(b"data: ")) for line in lines]
+        async for line in response.content:
+            if line.startswith(b"data: {"):
+                if begun is not None and not chunks:
+                    begun.release()
+                chunks.append(json.loads(line.removeprefix(b"data: ")))
+    return chunks
 
 
 def test_outputs(running: tuple[LocalCluster, Path]) -> None:
@@ -170,9 +176,11 @@ def test_workers_that_die_cost_no_log_probability_and_change_none(tiny_qwen3: Pa
     with cluster(tiny_qwen3, "2P2D") as started:
 
         async def run() -> list[list[dict[str, Any]]]:
-            streams = [asyncio.create_task(stream(started.url, request)) for request in bodies]
-            for worker in ("prefill-0", "decode-0"):
-                await asyncio.sleep(0.25)
+            begun = asyncio.Semaphore(0)
+            streams = [asyncio.create_task(stream(started.url, request, begun)) for request in bodies]
+            for worker, num_more in (("prefill-0", 1), ("decode-0", len(bodies) // 2)):
+                for _ in range(num_more):
+                    await begun.acquire()
                 os.kill(started.pids[worker], signal.SIGKILL)
             return await asyncio.gather(*streams)
 

@@ -306,13 +306,13 @@ class TestLateLaunch:
     def test_the_loop_is_woken_when_it_is_time(self, driver: Driver, pace: SetPace) -> None:
         pace.wait = 0.02
         driver.launch(5)
-        assert driver.woken.acquire(timeout=10)
+        assert driver.woken.acquire(timeout=PATIENCE_SECONDS)
         assert driver.executor.result() is None  # it runs on
         driver.launch(6)
         driver.release(1)
         pace.wait = 0.03  # counted from the end of the first one
         assert driver.result().outcome == StepOutput.of([5])
-        assert driver.woken.acquire(timeout=10)
+        assert driver.woken.acquire(timeout=PATIENCE_SECONDS)
         driver.launch(7)
         driver.release(2)
         driver.release(3)

@@ -15,7 +15,7 @@ from splitserve.protocol.messages.requests import Abort, LocalRequest, RequestFa
 from splitserve.protocol.request import RequestKey, Role, SamplingParams
 from splitserve.protocol.step import StepPlan
 from splitserve.simulation.model import PROTOCOL, ROUTER
-from waiting import PATIENCE_SECONDS
+from waiting import PATIENCE_SECONDS, wait_until
 
 PROMPT = list(range(10))  # two full blocks and a half
 OTHER = RequestKey("other", 0)
@@ -266,6 +266,7 @@ def test_a_launch_waits_until_copies_are_queued_and_for_no_load_that_is_over() -
         launching.join(0.02)
         assert launching.is_alive()
         gates.queued(7, group, event)  # type: ignore[arg-type]
+    wait_until(lambda: seen)
     gates.close(7)
     launching.join(PATIENCE_SECONDS)
     assert seen[0] == "first" and seen[1:] in (["second", None, None], [None, None, None])

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from splitserve.engine.steps.step_fit import MIN_FITTED_STEPS, StepFit, work_of
+from splitserve.engine.steps.step_fit import MIN_FITTED_STEPS, MINUTE_SECONDS, StepFit, work_of
 from splitserve.protocol.placement.step_model import StepModel, StepWork, pairs
 from splitserve.protocol.step import SampleSpec, ScheduledChunk, StepPlan
 
@@ -37,7 +37,7 @@ def test_until_enough_steps_were_seen_the_estimate_counts() -> None:
     chosen, fit = random.Random(1), StepFit(ESTIMATE)
     for _ in range(MIN_FITTED_STEPS - 1):
         each = random_plan(chosen)
-        fit.note(each, TRUE.seconds(work_of(each)))
+        fit.note(each, TRUE.seconds(work_of(each)), 0.0)
     assert fit.model == ESTIMATE
 
 
@@ -46,7 +46,7 @@ def fitted(seed: int, noise: float, stalls: float = 0.0) -> StepFit:
     for _ in range(2000):
         each = random_plan(chosen)
         seconds = TRUE.seconds(work_of(each)) * chosen.gauss(1.0, noise)
-        fit.note(each, seconds * (50.0 if chosen.random() < stalls else 1.0))
+        fit.note(each, seconds * (50.0 if chosen.random() < stalls else 1.0), 0.0)
     return fit
 
 
@@ -74,7 +74,7 @@ def test_decoding_alone_leaves_the_knowledge_of_prompts() -> None:
     chosen, fit = random.Random(5), StepFit(ESTIMATE)
     for number in range(20_000):
         each = random_plan(chosen) if number < 1000 else plan([chosen.randrange(1, 4000) for _ in range(8)], [])
-        fit.note(each, TRUE.seconds(work_of(each)))
+        fit.note(each, TRUE.seconds(work_of(each)), 0.0)
     prompt = work_of(plan([], [(0, 512)]))
     assert fit.model.seconds(prompt) == pytest.approx(TRUE.seconds(prompt), rel=0.1)
 
@@ -82,7 +82,7 @@ def test_decoding_alone_leaves_the_knowledge_of_prompts() -> None:
 def test_no_coefficient_is_negative_and_what_was_not_seen_stays_an_estimate() -> None:
     chosen, fit = random.Random(6), StepFit(ESTIMATE)
     for _ in range(1000):
-        fit.note(plan([100] * chosen.randrange(1, 9), []), 5e-3 * chosen.gauss(1.0, 0.2))
+        fit.note(plan([100] * chosen.randrange(1, 9), []), 5e-3 * chosen.gauss(1.0, 0.2), 0.0)
     assert min(fit.model.coefficients) >= 0.0
     assert fit.model.per_token == pytest.approx(ESTIMATE.per_token, rel=0.05)
 
@@ -92,3 +92,27 @@ def test_a_wild_model_is_held_near_its_reference() -> None:
     held = liar.clamped(TRUE, 4.0)
     assert held.base == TRUE.base / 4 and held.per_decode == TRUE.per_decode * 4
     assert held.coefficients[2:] == TRUE.coefficients[2:] and held.num_steps == 9
+
+
+def test_the_next_minute_is_predicted_by_the_model_before_it() -> None:
+    """Steps that take a quarter longer from some minute on are 20% off in it, and right again in a later one."""
+    chosen, fit = random.Random(4), StepFit(ESTIMATE)
+    now, errors = 100.0, []
+    for minute in range(12):
+        for _ in range(600):
+            each = random_plan(chosen)
+            now += MINUTE_SECONDS / 600
+            fit.note(each, TRUE.seconds(work_of(each)) * (1.25 if minute >= 5 else 1.0), now)
+        errors.append(fit.minute_error)
+    assert errors[0] == 0.0, "no fit was there at its begin"
+    assert max(errors[2:5]) < 0.02
+    assert max(errors[5:7]) == pytest.approx(0.2, abs=0.02)
+    assert errors[-1] < 0.1
+
+
+def test_a_pause_is_not_a_minute() -> None:
+    chosen, fit = random.Random(5), StepFit(ESTIMATE)
+    for number in range(1000):
+        each = random_plan(chosen)
+        fit.note(each, TRUE.seconds(work_of(each)), 1000.0 * number)
+    assert fit.minute_error == 0.0

@@ -24,7 +24,7 @@ from splitserve.kvconnector.lmcache.block_bytes import CudaBlockBytes
 from splitserve.kvconnector.lmcache.tier import lmcache_tier
 from splitserve.kvconnector.tiers.copies import PartialCopyError, ToldError
 from splitserve.orchestration.lmcache.server import free_port
-from waiting import wait_until
+from waiting import PATIENCE_SECONDS, wait_until
 
 BLOCKS_PER_CHUNK = CHUNK_TOKENS // LAYOUT.block_size
 
@@ -249,7 +249,7 @@ def redis() -> Iterator[int]:
 
 def redis_says(port: int, command: bytes) -> bytes:
     try:
-        with socket.create_connection(("127.0.0.1", port), timeout=5) as connection:
+        with socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_SECONDS) as connection:
             connection.sendall(command + b"\r\n")
             return connection.recv(100)
     except ConnectionError:

@@ -16,6 +16,7 @@ from splitserve.kvconnector.tiers.copies import LocalTierCopier, PartialCopyErro
 from splitserve.kvconnector.tiers.host import host_tier
 from splitserve.protocol.config import EngineConfig
 from splitserve.protocol.memory_records import LayoutRecord
+from waiting import PATIENCE_SECONDS
 
 LAYOUT = LayoutRecord("m", "w", "float32", 16, 2, 2, 8)
 HASHES = [bytes([n]) * 16 for n in range(40)]
@@ -113,7 +114,7 @@ def test_a_copy_that_fails_is_a_result_and_one_warning(caplog: pytest.LogCapture
     for copy_id in range(4):
         copies.start(CopyCommand(copy_id, "bad", copy_id % 2 == 1, [1, 2], [3, 4], HASHES[:2]))
     for _ in range(4):
-        assert woken.acquire(timeout=5)
+        assert woken.acquire(timeout=PATIENCE_SECONDS)
     results = sorted(copies.results(), key=lambda result: result.copy_id)
     assert [result.num_good for result in results] == [1, 0, 1, 0]
     assert all(result.error for result in results)

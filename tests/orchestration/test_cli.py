@@ -23,7 +23,7 @@ from splitserve.protocol.config import EngineConfig
 from splitserve.protocol.request import Role
 
 BENCHMARK_PAGES = Path(__file__).parents[2] / "docs" / "benchmarks"
-USER_BENCHES = {"serve", "goodput", "compare", "isolation", "handover"}
+USER_BENCHES = {"serve", "goodput", "twin", "compare", "isolation", "handover"}
 
 
 def spec_of(*arguments: str) -> ClusterSpec:

@@ -5,6 +5,7 @@ import dataclasses
 import importlib.metadata
 import os
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,7 @@ from splitserve.protocol.request import Party, Role
 from splitserve.protocol.transports import expected_transport, is_by
 from splitserve.router.links.links import FailedHandshakes
 from splitserve.router.links.rejected_attempts import REFUSED_SECONDS, STRANGER_SECONDS, RejectedAttempts
+from waiting import PATIENCE_SECONDS
 
 LAYOUT = LayoutRecord("model", "v1", "float32", 16, 2, 2, 8)
 SETUP = WorkerSetup(machine="node-1", version="1", device="cpu", cpus=[0], num_threads=1, num_cores=1, kv_bytes=1 << 20)
@@ -380,7 +382,8 @@ def test_failed_handshakes_are_heard_of(ours: str, theirs: str) -> None:
         addresses: list[str] = []
         failures = FailedHandshakes(bound, addresses.append)
         dialled.connect(bound.getsockopt_string(zmq.LAST_ENDPOINT))
-        for _ in range(20):
+        deadline = time.monotonic() + (PATIENCE_SECONDS if ours != theirs else 1.0)
+        while not addresses and time.monotonic() < deadline:
             await asyncio.sleep(0.05)
         failures.close()
         for socket in (bound, dialled):

@@ -100,7 +100,7 @@ def test_a_cluster_without_a_secret_draws_one(
             for pid in cluster.pids.values():
                 process = psutil.Process(pid)
                 assert secret not in "".join([*process.cmdline(), *process.environ().values()])
-    assert len(set(drawn)) == 2 and all(re.fullmatch("[0-9a-f]{64}", secret) for secret in drawn)
+    assert len(set(drawn)) == 2 and all(re.fullmatch("drawn-keys:[0-9a-f]{128}", secret) for secret in drawn)
     events.clear()
     monkeypatch.setenv("SPLITSERVE_SECRET", "one that is configured")
     with make_cluster(num_mixed=1):

@@ -21,7 +21,7 @@ from splitserve.orchestration.spec.document import parse_spec, to_yaml
 from splitserve.orchestration.spec.expansion import Secrets, worker_config
 from splitserve.orchestration.spec.shorthand import simple_spec
 from splitserve.protocol.config import EngineConfig, LMCacheConfig
-from waiting import wait_until
+from waiting import PATIENCE_SECONDS, wait_until
 
 POOLS = """
 model: {path: m}
@@ -165,7 +165,7 @@ def test_the_command_starts_a_server_again_and_leaves_nothing() -> None:
         path = SEGMENTS / segment
         wait_until(lambda: path.stat().st_blocks * 512 >= 16 << 20, "its memory isn't allocated")
         process.send_signal(signal.SIGTERM)
-        assert process.wait(20) == 0
+        assert process.wait(PATIENCE_SECONDS) == 0
     assert not segments_of([process.pid])
 
 

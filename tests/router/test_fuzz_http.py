@@ -252,7 +252,7 @@ def test_no_bytes_harm_the_server(router: RouterProcess) -> None:
     rng = random.Random(SEED)
     held: list[socket.socket] = []
     for index in range(max(NUM_REQUESTS // 6, len(RAW) * 2)):
-        connection = socket.create_connection(router.address, timeout=10)
+        connection = socket.create_connection(router.address, timeout=PATIENCE_SECONDS)
         data = RAW[index % len(RAW)](rng)
         cut = rng.randrange(len(data) + 1) if rng.random() < 0.3 else len(data)
         try:

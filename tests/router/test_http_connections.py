@@ -171,9 +171,9 @@ def test_a_later_request_has_the_same_time_and_idle_connections_have_more(router
     kept.request("GET", "/health")
     assert kept.getresponse().read()
     assert kept.sock is not None
+    begun = time.monotonic()
     idle = connect(router, HEALTH + b"\r\n")
     send_all(kept.sock, [HEALTH])  # and no more
-    begun = time.monotonic()
     assert error_of(everything(kept.sock))[0] == 408
     assert time.monotonic() - begun > LIMITS.header_seconds - 0.1
     assert everything(idle).count(b"HTTP/1.1") == 1

@@ -1,20 +1,24 @@
 """The links of KV are visible in hand-over reports, heartbeats and metrics."""
 
+import asyncio
+import contextlib
 import socket
 
 import pytest
+import zmq
 
 from core_driver import DECODE, KEY, PREFILL, Worker, decode_request, of, sent
+from splitserve.common.security import SocketSecurity
 from splitserve.engine.effects import StartRead
 from splitserve.kvconnector.transfer.connector import Link, PeerConnected
 from splitserve.protocol.counters import WorkerLoad
 from splitserve.protocol.handover.reads import ReadPath, ReadResult
 from splitserve.protocol.messages.handover import Offer, OfferedBlock, OfferedSpan
 from splitserve.protocol.messages.membership import PeerLink, WorkerInfo
-from splitserve.protocol.messages.requests import Introduce, PeerRef, StepTokens
+from splitserve.protocol.messages.requests import Introduce, PeerRef, ReadClock, StepTokens
 from splitserve.protocol.request import Role
 from splitserve.router.admin.metrics import RouterMetrics
-from splitserve.router.links.links import _address_of_peer
+from splitserve.router.links.links import WorkerLink, _address_of_peer
 from splitserve.router.links.membership import Membership
 from splitserve.simulation.model import LAYOUT, ROUTER
 from splitserve.simulation.worker.connector import SimConnector
@@ -75,3 +79,29 @@ def test_a_descriptor_that_another_socket_has_got_has_no_address() -> None:
         with one, other:
             assert _address_of_peer(one.fileno()) == ""
     assert _address_of_peer(descriptor) == ""
+
+
+def test_a_link_takes_messages_once_it_is_up_however_soon_after_others() -> None:
+    """A message before it is up is refused, and ZMQ looks for new connections once a millisecond when it sends."""
+
+    async def send_when_up(context: "zmq.Context[zmq.Socket[bytes]]", endpoint: str) -> bool:
+        taken = asyncio.get_running_loop().create_future()
+        link = WorkerLink(
+            context,
+            WorkerInfo(DECODE, Role.DECODE, endpoint, 1, LAYOUT, 32, 4, 64, 50),
+            ROUTER,
+            SocketSecurity(context, ""),
+            on_frames=lambda *_: None,
+            on_up=lambda link: taken.set_result(link.send(ReadClock(1.0))),
+            on_down=lambda _: None,
+            patience_seconds=60.0,
+        )
+        with contextlib.closing(link):
+            link.send(ReadClock(0.0))
+            link._monitor.socket.poll()
+            return await taken
+
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as worker:
+        worker.bind("tcp://127.0.0.1:*")
+        endpoint = worker.getsockopt_string(zmq.LAST_ENDPOINT)
+        assert all(asyncio.run(send_when_up(context, endpoint)) for _ in range(100))

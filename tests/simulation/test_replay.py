@@ -29,8 +29,7 @@ from splitserve.simulation.replay.workload import (
     ReplayRequest,
     at_prompt_rate,
     prompt_rate,
-    read_azure,
-    read_mooncake,
+    read_requests,
     spread,
 )
 
@@ -121,23 +120,17 @@ def test_the_same_workload_gives_the_same_figures() -> None:
     assert first == second
 
 
-def test_traces_are_read_and_mistakes_named(tmp_path: Path) -> None:
+def test_a_trace_has_the_blocks_of_its_prompts(tmp_path: Path) -> None:
     lines = [{"timestamp": 1500 * n, "input_length": 1200, "output_length": 5, "hash_ids": [0, n, n]} for n in (1, 2)]
     (tmp_path / "t.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    first, second = read_mooncake(tmp_path / "t.jsonl")
-    assert (first.arrives_at, second.arrives_at) == (1.5, 3.0)
-    assert first.blocks == [b"0", b"1"] and first.num_full_blocks(1200) == 2
-    (tmp_path / "bad.jsonl").write_text('{"timestamp": 1}\n')
-    with pytest.raises(ConfigError, match=r"line 1 of .*bad\.jsonl"):
-        read_mooncake(tmp_path / "bad.jsonl")
-    (tmp_path / "a.csv").write_text(
-        "TIMESTAMP,ContextTokens,GeneratedTokens\n"
-        "2023-11-16 18:17:03.9799600,4808,10\n2023-11-16 18:17:05.9799600,7,8\n"
-    )
-    assert [(r.arrives_at, r.num_prompt_tokens) for r in read_azure(tmp_path / "a.csv")] == [(0.0, 4808), (2.0, 7)]
-    (tmp_path / "b.csv").write_text("TIMESTAMP,ContextTokens,GeneratedTokens\nnow,1,2\n")
-    with pytest.raises(ConfigError, match=r"line 2 of .*b\.csv"):
-        read_azure(tmp_path / "b.csv")
+    first, second = read_requests(tmp_path / "t.jsonl")
+    assert (first.arrives_at, second.arrives_at) == (0.0, 1.5)
+    assert first.num_full_blocks(1200) == 2 and len(first.blocks) == 2
+    assert first.blocks[0] == second.blocks[0] and first.blocks[1] != second.blocks[1]
+    turns = "\n".join(json.dumps({"session_id": "a", "input_length": 9, "output_length": 1}) for _ in range(2))
+    (tmp_path / "talk.jsonl").write_text(turns)
+    with pytest.raises(ConfigError, match="only single requests are replayed"):
+        read_requests(tmp_path / "talk.jsonl")
 
 
 def test_speed_and_ticks_of_a_workload_can_be_set() -> None:

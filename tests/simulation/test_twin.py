@@ -1,5 +1,8 @@
 """The twin: production cores under virtual time, with times worked out by hand."""
 
+from dataclasses import replace
+
+import msgspec
 import pytest
 
 from splitserve.protocol.config import EngineConfig
@@ -7,7 +10,7 @@ from splitserve.protocol.memory_records import LayoutRecord
 from splitserve.protocol.placement.step_model import StepModel
 from splitserve.protocol.request import Role
 from splitserve.simulation.twin.cluster import TwinCluster, TwinResult, TwinSpec
-from splitserve.simulation.twin.models import Calibration, HostModel, LinkModel
+from splitserve.simulation.twin.models import Calibration, CopyModel, HostModel, LinkModel
 from splitserve.simulation.twin.worker import WorkerSetup
 from splitserve.workloads.conversation import Conversation, Piece, Turn, Workload
 from splitserve.workloads.synthetic import Chats, Exact, make
@@ -70,6 +73,37 @@ def test_every_request_gets_its_tokens_and_equal_seeds_give_equal_times(workers,
     assert later and all(turn.num_cached_tokens > 0 for turn in later)  # a conversation finds what it had
 
 
+def test_workers_of_two_ranks_hand_over() -> None:
+    engine = EngineConfig(model="twin", tensor_parallel_size=2, max_num_batched_tokens=1024).on("cuda")
+    layout = msgspec.structs.replace(LAYOUT, tensor_parallel_size=2)
+    workers = [replace(each, engine=engine, layout=layout) for each in PAIR]
+    assert run(workers, make(Exact(300, 10), 5.0, 20, seed=1)).counts == {"disaggregated disaggregated ok": 20}
+
+
+def test_a_host_tier_brings_back_what_the_device_lost() -> None:
+    """Two conversations whose prompts don't fit the device together: the second turn of the first finds its KV in host
+    memory, after a load whose time is that of its bytes."""
+    long = Piece("long", 1600)
+    talks = (
+        Conversation("a", 0.0, (Turn((long,), 4), Turn((Piece("more", 40),), 4, think_seconds=2.0))),
+        Conversation("b", 1.0, (Turn((Piece("other", 1600),), 4),)),
+    )
+    small = setup("mixed-0", Role.MIXED, 40)
+    copies = CopyModel(copy_seconds=0.0, bytes_per_second=65_536 / 0.001)  # a millisecond a block
+    results = []
+    for slots in (0, 100):
+        calibration = Calibration(steps={Role.MIXED: STEPS}, link=LINK, host=HOST, copies=copies)
+        spec = TwinSpec([replace(small, host_slots=slots)], calibration)
+        results.append(TwinCluster(spec).run(Workload("two", talks)).turns[-1])
+    without, found = results
+    assert without.num_cached_tokens < 1600 and found.num_cached_tokens == 1600
+    ttft = found.token_times[0] - found.arrived_at
+    messages = 0.001 + 0.0002 + 0.0002 + 0.0001
+    num_loaded = (1600 - without.num_cached_tokens) // 64  # the rest is on the device
+    assert ttft == pytest.approx(messages + 0.001 * num_loaded + 0.004 + 44 * 0.0001, abs=0.003)
+    assert ttft < without.token_times[0] - without.arrived_at
+
+
 def test_a_little_memory_makes_requests_wait_or_start_anew() -> None:
     """Production's preemption and grants act in the twin: all tokens come, and later than with room."""
     workload = make(Exact(500, 60), 200.0, 40, seed=1)
@@ -84,7 +118,10 @@ def test_an_impossible_request_is_refused_in_words() -> None:
     assert turn.error and not turn.token_times
 
 
-@pytest.mark.parametrize("workers", [PAIR, MIXED, (setup("p", Role.PREFILL, 40), setup("d", Role.DECODE, 40))])
+TIERED = tuple(replace(setup(f"m{number}", Role.MIXED, 60), host_slots=200) for number in range(2))
+
+
+@pytest.mark.parametrize("workers", [PAIR, MIXED, TIERED, (setup("p", Role.PREFILL, 40), setup("d", Role.DECODE, 40))])
 @pytest.mark.parametrize("policy", ["least-loaded", "cost"])
 def test_leaping_over_unchanged_batches_changes_no_time(workers, policy: str) -> None:
     workload = make(Chats(num_first_tokens=200, num_output_tokens=40, think_seconds=0.2), 60.0, 80, seed=5)

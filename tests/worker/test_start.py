@@ -1,6 +1,7 @@
 """A worker's start: the steps of the warm-up, attention kernels loaded in a thread, the clock of its phases."""
 
 import logging
+import os
 import re
 import time
 from pathlib import Path
@@ -14,6 +15,7 @@ from splitserve.models.config import load_model_config
 from splitserve.models.runner.runner import ModelRunner
 from splitserve.models.weights.loader import load_model
 from splitserve.protocol.step import UNKNOWN_TOKEN, ScheduledChunk, StepPlan
+from splitserve.worker.entry import set_up_ucx
 from splitserve.worker.start.clock import StartClock
 from splitserve.worker.start.warm_up import (
     AttentionPreload,
@@ -155,3 +157,23 @@ def test_the_clock_tells_each_phase_once(caplog: pytest.LogCaptureFixture) -> No
     assert float(took[1][1].removesuffix(" s")) >= 0.12
     assert re.fullmatch(r"\d+\.\d s: imports \d+\.\d, weights \d+\.\d", str(clock))
     assert clock.total_seconds >= 0.12
+
+
+@pytest.mark.parametrize(
+    ("host", "device", "expected"),
+    [
+        ("127.0.0.1", "cpu", {"UCX_NET_DEVICES": "lo", "UCX_MEM_EVENTS": "n"}),
+        ("::1", "cuda:1", {"UCX_NET_DEVICES": "lo"}),
+        ("10.0.0.7", "cpu", {}),
+    ],
+)
+def test_ucx_stays_on_this_machine_with_a_loopback_address(
+    host: str, device: str, expected: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = {"UCX_TLS": "tcp"}
+    monkeypatch.setattr(os, "environ", given)
+    set_up_ucx(host, torch.device(device))
+    assert given == {"UCX_TLS": "tcp"} | expected
+    given["UCX_MEM_EVENTS"] = "y"
+    set_up_ucx(host, torch.device(device))
+    assert given["UCX_MEM_EVENTS"] == "y", "an operator's own"

@@ -109,12 +109,31 @@ def test_a_trace_is_sped_up_to_a_rate(tmp_path: Path) -> None:
     file.write_text("\n".join(lines))
     workload = at_rate(read_trace(file), rate=5.0, num_requests=6)
     assert [c.start_seconds for c in workload.conversations] == pytest.approx([0.0, 0.24, 0.48, 0.72, 0.96, 1.2])
-    assert at_rate(read_trace(file), 5.0, 6, max_tokens=3).num_requests == 2
+    again = at_rate(read_trace(file), 5.0, 6, max_tokens=3)  # two requests fit: they come three times
+    assert [c.turns[0].num_new_tokens for c in again.conversations] == [1, 2] * 3
+    assert len({piece.name for turn in again.turns() for piece in turn.pieces}) == 6, "each time with other tokens"
+    starts = [c.start_seconds for c in again.conversations]
+    assert starts == pytest.approx([0.24 * number for number in range(6)])
     with pytest.raises(ConfigError, match="fits 1 tokens"):
         at_rate(read_trace(file), 5.0, 6, max_tokens=1)
 
 
-@pytest.mark.parametrize("text", ["12", "0/5", "5/0", "5/5+6", "chat", "trace:", "trace:/no/such/file.jsonl", "9/9/9"])
+def test_rates_go_up_and_down_once() -> None:
+    """From 1 to 24 and back: the mean is kept, and the tenths of the load have the rates of a cosine."""
+    workload = parse_workload("80/10~1-24").at(12.5, 12_500, seed=3)
+    starts = [conversation.start_seconds for conversation in workload.conversations]
+    assert len(starts) == 12_500 and starts == sorted(starts)
+    assert starts[-1] == pytest.approx(1000.0, rel=0.03)
+    for number in range(10):
+        share = sum(100 * number <= start < 100 * (number + 1) for start in starts) / 100
+        begin, end = number * 0.2 * math.pi, (number + 1) * 0.2 * math.pi
+        expected = 12.5 - 11.5 * (math.sin(end) - math.sin(begin)) / (0.2 * math.pi)
+        assert share == pytest.approx(expected, rel=0.1, abs=0.5)
+
+
+@pytest.mark.parametrize(
+    "text", ["5/5~3-3", "5/5~0-2", "12", "0/5", "5/0", "5/5+6", "chat", "trace:", "trace:/no/such/file.jsonl", "9/9/9"]
+)
 def test_unknown_workloads_are_refused(text: str) -> None:
     with pytest.raises(ConfigError):
         parse_workload(text)

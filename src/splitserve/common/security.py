@@ -1,6 +1,7 @@
 """Protection of the side channels: CURVE keys derived from one shared secret, and the rule for when one is needed.
 
 Every process derives the same two key pairs from the secret: one for sockets that bind, one for sockets that connect.
+A secret that was drawn rather than chosen is these keys: there is nothing to guess.
 CURVE then encrypts each connection and proves to either side that its peer has the secret; an authenticator rejects
 connecting keys other than the derived one. Without a secret, sockets bind to loopback only.
 """
@@ -8,6 +9,7 @@ connecting keys other than the derived one. Without a secret, sockets bind to lo
 import hashlib
 import hmac
 import ipaddress
+import secrets
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +19,14 @@ if TYPE_CHECKING:  # the command line needs the rules alone, and fast
     import zmq
 
 MIN_SECRET_CHARACTERS = 16
+_DRAWN = "drawn-keys:"
+_KEY_BYTES = 64  # of both secret keys
 _SCRYPT_COST = 2**14  # slow on purpose: recorded handshakes can't be tried against many secrets
+
+
+def drawn_secret() -> str:
+    """Return a random shared secret. It isn't stretched, which would cost each process 50 ms of CPU time."""
+    return _DRAWN + secrets.token_hex(_KEY_BYTES)
 
 
 def is_loopback(host: str) -> bool:
@@ -95,13 +104,23 @@ def _is_unspecified(host: str) -> bool:
 def _key_pairs(secret: str) -> tuple[tuple[bytes, bytes], tuple[bytes, bytes]]:
     """Return (public key, secret key), Z85-encoded, of sockets that bind, and of sockets that connect.
 
-    The secret keys are a stretched hash of the shared secret: X25519 takes any 32 bytes.
+    The secret keys are a stretched hash of the shared secret, unless it is :func:`drawn_secret`'s: X25519 takes any
+    32 bytes.
     """
     import zmq
     from zmq.utils import z85
 
-    stretched = hashlib.scrypt(
-        secret.encode(), salt=b"splitserve side channels", n=_SCRYPT_COST, r=8, p=1, maxmem=2**26, dklen=64
+    keys = _drawn_keys(secret) or hashlib.scrypt(
+        secret.encode(), salt=b"splitserve side channels", n=_SCRYPT_COST, r=8, p=1, maxmem=2**26, dklen=_KEY_BYTES
     )
-    bound, connecting = z85.encode(stretched[:32]), z85.encode(stretched[32:])
+    bound, connecting = z85.encode(keys[: _KEY_BYTES // 2]), z85.encode(keys[_KEY_BYTES // 2 :])
     return (zmq.curve_public(bound), bound), (zmq.curve_public(connecting), connecting)
+
+
+def _drawn_keys(secret: str) -> bytes:
+    """Return the keys that the secret is; b"" for any other secret."""
+    try:
+        keys = bytes.fromhex(secret.removeprefix(_DRAWN)) if secret.startswith(_DRAWN) else b""
+    except ValueError:
+        return b""
+    return keys if len(keys) == _KEY_BYTES else b""

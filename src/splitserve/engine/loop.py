@@ -229,7 +229,7 @@ class WorkerLoop:
             if isinstance(result.outcome, StepFailure):
                 self._on_step_failure(result.outcome, now)
             else:
-                self._step_fit.note(result.plan, result.seconds)
+                self._step_fit.note(result.plan, result.seconds, now)
                 self._core.commit_step(result.outcome, now)
 
     def _on_step_failure(self, failure: StepFailure, now: float) -> None:

@@ -33,6 +33,7 @@ from splitserve.kvconnector.ranks.transfers import RankedConnector
 from splitserve.kvconnector.tiers.copies import LocalTierCopier, TierCopier
 from splitserve.kvconnector.transfer.connector import KVConnector
 from splitserve.kvconnector.transfer.read_settings import ReadSettings
+from splitserve.models.parallel.ranks import Collectives
 from splitserve.models.runner.runner import ModelRunner
 from splitserve.protocol.config import EngineConfig, WorkerConfig
 from splitserve.protocol.engine_config import SettingsError, machine_problems
@@ -52,27 +53,27 @@ from splitserve.worker.start.served_model import Progress, ServedModel, device_o
 
 logger = logging.getLogger(__name__)
 
+Loader = Callable[[EngineConfig, torch.device, Collectives, Progress, StartClock | None], ServedModel]
 END_SECONDS = 3.0
 """The time in which a worker that has lost a rank must end."""
 MIN_AWAKE_CPUS = 4
 """The fewest hardware threads kept awake: for the loop, the threads that launch and wait, and those that read."""
 
 
-def run_worker(config: WorkerConfig, progress: Progress) -> None:
+def run_worker(config: WorkerConfig, progress: Progress, load: Loader = load_served_model) -> None:
     """Serve until SIGTERM, which drains (a second one ends it at once), or SIGINT, which ends it at once.
 
     ``progress`` is called at the stages "weights", "kv_memory" and "ready", and at "dismissed" when an operator asks it
     to leave. Raises :class:`CheckpointError` or
     :class:`ConfigError`, before the worker registers, for a model or settings that can't be served;
-    :class:`HandshakeError` if the router refuses it; :class:`RankError` when one of its ranks is lost.
+    :class:`HandshakeError` if the router refuses it; :class:`RankError` when one of its ranks is lost. ``load``: loads
+    the model, and makes its runner.
     """
     clock = StartClock()
     check_exposure(config.host, config.secret)
-    if is_loopback(config.host):
-        # UCX listens on every network interface without authentication: restrict it to this machine, too.
-        os.environ.setdefault("UCX_NET_DEVICES", "lo")
     size = config.engine.tensor_parallel_size
     device = device_of(config.engine.device, 0, size)
+    set_up_ucx(config.host, device)
     problems = list(machine_problems(config.engine, os.cpu_count() or 1))
     if problems:
         raise SettingsError(problems)
@@ -97,12 +98,24 @@ def run_worker(config: WorkerConfig, progress: Progress) -> None:
         kept_awake(config.engine.keep_cores_awake, usable_cpus()) as cores,
         start_team(me, config.role, config.engine, device, on_rank_failure, affinity=config.affinity) as team,
     ):
-        served = load_served_model(config.engine, device, team.group, progress, clock)
+        served = load(config.engine, device, team.group, progress, clock)
         team.wait_until_ready()
         pace = LaunchPace() if config.engine.late_launch else None
         make_executor = functools.partial(_make_executor, served.runner, team.ranks, pace)
         watch = on_rank_failure.watch
         _serve(config, me, served, make_executor, progress, team=team, clock=clock, watch=watch, cores=cores)
+
+
+def set_up_ucx(host: str, device: torch.device) -> None:
+    """Set the environment variables of UCX that follow from a worker's address and device, unless they are set."""
+    if not is_loopback(host):
+        return
+    # UCX listens on every network interface without authentication: restrict it to this machine, too.
+    os.environ.setdefault("UCX_NET_DEVICES", "lo")
+    if device.type == "cpu":
+        # UCX would watch for memory that is unmapped while a network card or a GPU knows it: there is none of either.
+        # To patch itself into the C library takes it 0.4 s, in which it keeps a core busy.
+        os.environ.setdefault("UCX_MEM_EVENTS", "n")
 
 
 class _EndWithRank:

@@ -8,8 +8,11 @@ from splitserve.workloads.conversation import Workload
 from splitserve.workloads.synthetic import SYNTHETIC, Exact, Maker, make
 from splitserve.workloads.traces import at_rate, read_trace
 
-FORMS = "INPUT/OUTPUT or INPUT/OUTPUT+SHARED in tokens, chats, agents, or trace:FILE"
-_EXACT = re.compile(r"(\d{1,8})/(\d{1,8})(?:\+(\d{1,8}))?")
+FORMS = (
+    "INPUT/OUTPUT or INPUT/OUTPUT+SHARED in tokens, with ~LOW-HIGH for rates that go up and down once, in that "
+    "proportion; chats, agents, or trace:FILE"
+)
+_EXACT = re.compile(r"(\d{1,8})/(\d{1,8})(?:\+(\d{1,8}))?(?:~(\d{1,6})-(\d{1,6}))?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +44,13 @@ def parse_workload(text: str, max_tokens: int = 0) -> Source:
     match = _EXACT.fullmatch(text)
     if match is None:
         raise ConfigError(f"workload {text!r}: must be {FORMS}")
-    num_input, num_output, num_shared = (int(number or 0) for number in match.groups())
+    num_input, num_output, num_shared, low, high = (int(number or 0) for number in match.groups())
     if not (num_input and num_output) or num_shared > num_input:
         raise ConfigError(
             f"workload {text!r}: input and output must be at least 1 token, and the shared prefix not longer than the "
             "input"
         )
-    exact = Exact(num_input, num_output, num_shared)
+    if match[4] is not None and not 0 < low < high:
+        raise ConfigError(f"workload {text!r}: LOW must be above 0 and below HIGH")
+    exact = Exact(num_input, num_output, num_shared, (low, high) if match[4] is not None else None)
     return Source(exact.name, exact)

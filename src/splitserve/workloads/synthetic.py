@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from random import Random
 
+import numpy as np
+
 from splitserve.common.errors import ConfigError
 from splitserve.workloads.conversation import Conversation, Piece, Turn, Workload
 
@@ -20,6 +22,20 @@ def arrivals(rate: float, num_arrivals: int, seed: int) -> list[float]:
     return list(itertools.accumulate((random.expovariate(rate) for _ in range(num_arrivals - 1)), initial=0.0))
 
 
+def wave_arrivals(low: float, high: float, rate: float, num_arrivals: int, seed: int) -> list[float]:
+    """Return the times of a Poisson process whose rate goes from its lowest to its highest value and back, like a
+    cosine, once over the load. Lowest and highest are as ``low`` to ``high``, the mean is ``rate`` per second.
+
+    Raises :class:`ConfigError` for a rate that is no rate.
+    """
+    even = arrivals(1.0, num_arrivals + 1, seed)  # in a time in which one request arrives per second
+    depth = (high - low) / (high + low)
+    period = (num_arrivals + 1) / rate
+    steps = np.linspace(0.0, 1.5 * period, 30_001)
+    expected = rate * (steps - depth * period / (2 * math.pi) * np.sin(2 * math.pi * steps / period))
+    return [float(time) for time in np.interp(even[1:], expected, steps)]
+
+
 @dataclass(frozen=True, slots=True)
 class Exact:
     """Single requests of exact lengths; the first ``num_shared_tokens`` of all prompts are the same."""
@@ -27,11 +43,13 @@ class Exact:
     num_input_tokens: int
     num_output_tokens: int
     num_shared_tokens: int = 0
+    wave: tuple[float, float] | None = None  # rates between which arrivals go up and down; None: they don't
 
     @property
     def name(self) -> str:
         shared = f", {self.num_shared_tokens} shared" if self.num_shared_tokens else ""
-        return f"{self.num_input_tokens}/{self.num_output_tokens}{shared}"
+        wave = f", rates from {self.wave[0]:g} to {self.wave[1]:g}" if self.wave else ""
+        return f"{self.num_input_tokens}/{self.num_output_tokens}{shared}{wave}"
 
     @property
     def turns_per_conversation(self) -> float:
@@ -93,7 +111,11 @@ def make(maker: Maker, rate: float, num_requests: int, seed: int) -> Workload:
     The same arguments give the same workload. Raises :class:`ConfigError` for a rate that is no rate.
     """
     num_conversations = max(1, round(num_requests / maker.turns_per_conversation))
-    starts = arrivals(rate / maker.turns_per_conversation, num_conversations, seed)
+    wave = maker.wave if isinstance(maker, Exact) else None
+    if wave is not None:
+        starts = wave_arrivals(*wave, rate, num_conversations, seed)
+    else:
+        starts = arrivals(rate / maker.turns_per_conversation, num_conversations, seed)
     random = Random(f"{maker.name} {seed}")
     made = tuple(maker.conversation(number, start, random) for number, start in enumerate(starts))
     return Workload(maker.name, made)

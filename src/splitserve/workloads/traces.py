@@ -7,7 +7,8 @@ one conversation, ``delay`` milliseconds apart. Azure's CSV has TIMESTAMP, Conte
 
 import csv
 import datetime
-from collections.abc import Iterable, Iterator
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -64,24 +65,45 @@ def read_trace(path: str | Path) -> Workload:
 def at_rate(workload: Workload, rate: float, num_requests: int, max_tokens: int = 0) -> Workload:
     """Return the first ``num_requests`` requests of a trace, sped up or slowed down to ``rate`` per second on average.
 
-    Conversations that outgrow ``max_tokens`` (0: no limit) are left out. Raises :class:`ConfigError` if none is left.
+    A trace that has fewer is repeated with other tokens. Conversations that outgrow ``max_tokens`` (0: no limit) are
+    left out. Raises :class:`ConfigError` if none is left.
     """
+    fitting = [c for c in workload.conversations if not max_tokens or _num_tokens(c) <= max_tokens]
+    if not fitting:
+        raise ConfigError(f"no conversation of {workload.name} fits {max_tokens} tokens: allow more of them")
     chosen: list[Conversation] = []
     found = 0
-    for conversation in workload.conversations:
-        size = sum(turn.num_new_tokens + turn.num_output_tokens for turn in conversation.turns)
-        if max_tokens and size > max_tokens:
-            continue
-        chosen.append(conversation)
-        found += len(conversation.turns)
+    for conversation in _repeated(fitting):
         if found >= num_requests:
             break
-    if not chosen:
-        raise ConfigError(f"no conversation of {workload.name} fits {max_tokens} tokens: allow more of them")
+        chosen.append(conversation)
+        found += len(conversation.turns)
     begin, seconds = chosen[0].start_seconds, chosen[-1].start_seconds - chosen[0].start_seconds
     factor = found / rate / seconds if seconds else 0.0
     moved = (Conversation(c.name, (c.start_seconds - begin) * factor, c.turns) for c in chosen)
     return Workload(workload.name, tuple(moved))
+
+
+def _num_tokens(conversation: Conversation) -> int:
+    return sum(turn.num_new_tokens + turn.num_output_tokens for turn in conversation.turns)
+
+
+def _repeated(conversations: Sequence[Conversation]) -> Iterator[Conversation]:
+    """Yield the conversations, and them again without end: each time later, under other names, and so with other
+    tokens."""
+    yield from conversations
+    first, last = conversations[0].start_seconds, conversations[-1].start_seconds
+    period = (last - first) * (1 + 1 / max(1, len(conversations) - 1))
+    for number in itertools.count(1):
+        prefix = f"round {number} "
+        for each in conversations:
+            turns = tuple(_renamed(turn, prefix) for turn in each.turns)
+            yield Conversation(prefix + each.name, each.start_seconds + number * period, turns)
+
+
+def _renamed(turn: Turn, prefix: str) -> Turn:
+    pieces = tuple(Piece(prefix + piece.name, piece.num_tokens) for piece in turn.pieces)
+    return Turn(pieces, turn.num_output_tokens, turn.think_seconds)
 
 
 def _json_lines(file: Iterable[str], path: Path) -> Iterator[TraceLine]:

@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -9,23 +10,24 @@ import pytest
 from splitserve.benchmarks.goodput.bench import main
 from splitserve.common.errors import ConfigError
 
-OPTIONS = ["--suite", "smoke", "--num-requests", "8", "--kv-memory", "64MiB"]
+OPTIONS = ["--suite", "smoke", "--num-requests", "8", "--kv-memory", "64MiB", "--side-by-side"]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder of a run with one probe of each arm."""
+    """Return the folder of a run with two probes of each arm, on one cluster of each."""
     parent = tmp_path_factory.mktemp("results")
     status = main([*OPTIONS, "--max-seconds", "0.001", "--max-probes", "1", "--result-dir", str(parent)])
     [made] = parent.iterdir()
     assert status == 130 and len(list((made / "probes").iterdir())) == 1  # its time was up after one probe
-    assert main([*OPTIONS, "--max-probes", "1", "--continue", str(made)]) == 0
+    assert main([*OPTIONS, "--max-probes", "2", "--continue", str(made)]) == 0
     return made
 
 
-def test_each_arm_was_measured_once(folder: Path) -> None:
+def test_each_arm_was_measured_twice(folder: Path) -> None:
     probes = [json.loads(file.read_text()) for file in sorted((folder / "probes").iterdir())]
-    assert [probe["arm"] for probe in probes] == ["2M:least-loaded", "1P1D:least-loaded"]
+    assert [probe["arm"] for probe in probes[:2]] == ["2M:least-loaded", "1P1D:least-loaded"]
+    assert Counter(probe["arm"] for probe in probes) == {"2M:least-loaded": 2, "1P1D:least-loaded": 2}
     for probe in probes:
         assert len(probe["ttft_ms"]) == 8 and None not in probe["ttft_ms"]
         assert all(len(gaps) == 7 for gaps in probe["gaps_ms"])

@@ -95,6 +95,7 @@ class MembershipClient:
             undeliverable_messages=self._sockets.num_undeliverable,
             malformed_messages=self._sockets.num_malformed,
             step_error=steps.relative_error,
+            minute_error=steps.minute_error,
         )
         self._send(Heartbeat(load=load, step_model=steps.model, links=core.links(), clock_seconds=time.time()))
         if self._is_draining:  # after the heartbeat, which makes a lost worker a candidate again

@@ -14,6 +14,7 @@ hour of decoding does not erase what is known of prompts."""
 REFIT_STEPS = 50
 MAX_SURPRISE = 4.0
 """A step beyond this multiple of its prediction counts as one of this multiple: a stall says nothing about the work."""
+MINUTE_SECONDS = 60.0
 _ERROR_STEPS = 300
 _ESTIMATE_WEIGHT = 1.0  # of the estimate, in steps: it decides what the steps say nothing about
 _ROUNDS = 400
@@ -34,6 +35,26 @@ class _Moments:
         self.targets = keep * self.targets + target * row
 
 
+class _Minutes:
+    """Error of the time that a minute's steps took in all, as the model of the minute's begin predicts it."""
+
+    def __init__(self, model: StepModel) -> None:
+        self.error = 0.0  # of the last whole minute, relative to the time that its steps took
+        self._model = model
+        self._ends_at = 0.0  # of the present minute
+        self._predicted = self._taken = 0.0
+
+    def note(self, work: StepWork, seconds: float, model: StepModel, now: float) -> None:
+        """Take a step into account that ended ``now``; ``model`` is the present one."""
+        if now >= self._ends_at:
+            if self._taken and self._model.num_steps and now < self._ends_at + MINUTE_SECONDS:
+                self.error = abs(self._predicted / self._taken - 1.0)
+            self._model, self._ends_at = model, now + MINUTE_SECONDS
+            self._predicted = self._taken = 0.0
+        self._predicted += self._model.seconds(work)
+        self._taken += seconds
+
+
 class StepFit:
     """Least squares of relative errors with non-negative coefficients.
 
@@ -48,12 +69,19 @@ class StepFit:
         self.relative_error = 0.0
         size = len(estimate.coefficients)
         self._moments = {False: _Moments(size), True: _Moments(size)}  # by: has prompts
+        self._minutes = _Minutes(estimate)
 
-    def note(self, plan: StepPlan, seconds: float) -> None:
-        """Take a step's time into account."""
+    @property
+    def minute_error(self) -> float:
+        """Error of the last minute's step time in all, as the model before that minute predicts it; 0: not known."""
+        return self._minutes.error
+
+    def note(self, plan: StepPlan, seconds: float, now: float) -> None:
+        """Take the time of a step that ended ``now`` into account."""
         if seconds <= 0.0:
             return
         work = work_of(plan)
+        self._minutes.note(work, seconds, self.model, now)
         seconds = self._judge(work, seconds)
         row = np.array([1.0, *work]) / seconds  # so that errors are relative: short steps count as much as long ones
         self._moments[work.prefill_tokens > 0].add(row, 1.0)

@@ -22,10 +22,10 @@ from splitserve.router.requests.active_request import ActiveRequest, RequestCont
 from splitserve.router.requests.core import RouterCore
 from splitserve.router.requests.effects import Deliver, Ended, Refuse, Send
 from splitserve.router.requests.events import Event, FromWorker, Submit
-from splitserve.simulation.replay.clock import VirtualClock
 from splitserve.simulation.replay.results import ReplayResult, RequestFigures
 from splitserve.simulation.replay.worker import Job, PacedWorker, WorkerSpec
 from splitserve.simulation.replay.workload import BLOCK_TOKENS, ReplayRequest
+from splitserve.simulation.virtual_clock import VirtualClock
 
 MESSAGE_SECONDS = 0.0003
 """Time of a message between processes."""

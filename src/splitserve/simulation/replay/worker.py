@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from splitserve.protocol.placement.step_model import StepModel, StepWork, pairs
 from splitserve.protocol.request import Party, Role
 from splitserve.simulation.replay.cache import ReplayCache
-from splitserve.simulation.replay.clock import VirtualClock
 from splitserve.simulation.replay.workload import BLOCK_TOKENS, ReplayRequest
+from splitserve.simulation.virtual_clock import VirtualClock
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,17 +1,14 @@
 """Workloads to replay: requests with their arrivals, lengths, and the identity of their prompts' blocks."""
 
-import csv
-import datetime
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
-import msgspec
-
 from splitserve.common.errors import ConfigError
+from splitserve.workloads.traces import HASHED_TOKENS, read_trace
 
-BLOCK_TOKENS = 512
+BLOCK_TOKENS = HASHED_TOKENS
 """Tokens of a block in Mooncake's traces; replayed workers have blocks of this size."""
 
 
@@ -31,54 +28,15 @@ class ReplayRequest:
         return min(num_tokens // BLOCK_TOKENS, len(self.blocks))
 
 
-class _TraceLine(msgspec.Struct):
-    """A line of a trace in Mooncake's form. Each of its ids names a block together with all before it."""
-
-    timestamp: float  # milliseconds
-    input_length: int
-    output_length: int
-    hash_ids: list[int] = []
-
-
-def read_mooncake(path: Path) -> list[ReplayRequest]:
-    """Read a trace of JSON lines with ``timestamp``, ``input_length``, ``output_length`` and ``hash_ids``.
-
-    Raises :class:`ConfigError` that names the line.
-    """
-    decoder = msgspec.json.Decoder(_TraceLine)
-    return [_of_line(line) for line in _decoded(path, decoder)]
-
-
-def _decoded(path: Path, decoder: "msgspec.json.Decoder[_TraceLine]") -> Iterator[_TraceLine]:
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            try:
-                yield decoder.decode(line)
-            except msgspec.DecodeError as error:
-                raise ConfigError(f"line {number} of {path} is not a request of a Mooncake trace: {error}") from error
-
-
-def _of_line(line: _TraceLine) -> ReplayRequest:
-    names = [b"%d" % hash_id for hash_id in line.hash_ids[: line.input_length // BLOCK_TOKENS]]
-    return ReplayRequest(line.timestamp / 1e3, max(1, line.input_length), max(1, line.output_length), names)
-
-
-def read_azure(path: Path) -> list[ReplayRequest]:
-    """Read a CSV with TIMESTAMP, ContextTokens and GeneratedTokens; its prompts share nothing.
-
-    Raises :class:`ConfigError` that names the line.
-    """
-    requests: list[ReplayRequest] = []
-    begin = None
-    with path.open(newline="", encoding="utf-8") as file:
-        for number, row in enumerate(csv.DictReader(file), start=2):
-            try:
-                time = datetime.datetime.fromisoformat(row["TIMESTAMP"][:26])
-                prompt, output = int(row["ContextTokens"]), int(row["GeneratedTokens"])
-            except (KeyError, ValueError, TypeError) as error:
-                raise ConfigError(f"line {number} of {path} is not a request of an Azure trace: {error!r}") from error
-            begin = begin or time
-            requests.append(ReplayRequest((time - begin).total_seconds(), max(1, prompt), max(1, output)))
+def read_requests(path: Path) -> list[ReplayRequest]:
+    """Read a trace of single requests, in a form that :func:`read_trace` knows. Raises :class:`ConfigError`."""
+    requests = []
+    for conversation in read_trace(path).conversations:
+        if len(conversation.turns) > 1:
+            raise ConfigError(f"{path} has conversations of several turns; only single requests are replayed")
+        [turn] = conversation.turns
+        names = [piece.name.encode() for piece in turn.pieces if piece.num_tokens == BLOCK_TOKENS]
+        requests.append(ReplayRequest(conversation.start_seconds, turn.num_new_tokens, turn.num_output_tokens, names))
     return requests
 
 

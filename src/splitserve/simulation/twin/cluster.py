@@ -12,7 +12,7 @@ import numpy as np
 
 from splitserve.protocol.config import ProtocolConfig, RouterConfig
 from splitserve.protocol.messages.envelope import Body, Envelope
-from splitserve.protocol.messages.membership import PeerLink, WorkerInfo
+from splitserve.protocol.messages.membership import WorkerInfo
 from splitserve.protocol.messages.requests import TokenDelta
 from splitserve.protocol.request import Party, SamplingParams
 from splitserve.router.links.membership import Membership
@@ -21,9 +21,10 @@ from splitserve.router.requests.active_request import ActiveRequest, RequestCont
 from splitserve.router.requests.core import RouterCore
 from splitserve.router.requests.effects import CancelTimer, Count, Deliver, Effect, Ended, Refuse, Send, SetTimer
 from splitserve.router.requests.events import Event, FromWorker, Submit, Timer, TimerFired, WorkerReady
-from splitserve.simulation.twin.clock import VirtualClock
+from splitserve.router.requests.timeline.stages import all_stages
 from splitserve.simulation.twin.models import Calibration
 from splitserve.simulation.twin.worker import TwinWorker, WorkerSetup
+from splitserve.simulation.virtual_clock import VirtualClock
 from splitserve.workloads.conversation import Conversation, Piece, Turn, Workload
 
 ROUTER = Party("router", 1)
@@ -56,7 +57,7 @@ class TurnTimes:
     arrived_at: float
     num_prompt_tokens: int
     num_output_tokens: int  # requested
-    token_times: list[float] = field(default_factory=list)  # of each output token, at the client
+    token_times: "array[float]" = field(default_factory=lambda: array("d"))  # of each output token, at the client
     num_cached_tokens: int = 0
     error: str = ""
     ended_at: float = 0.0
@@ -71,6 +72,7 @@ class TwinResult:
     num_steps: dict[str, int]  # by worker
     busy_shares: dict[str, float]  # of that time, by worker
     counts: Counter[str]  # finished requests by intended path, actual path and reason
+    stages: dict[str, float] = field(default_factory=dict)  # mean seconds of each stage, over requests that had it
 
 
 class TwinCluster:
@@ -81,7 +83,7 @@ class TwinCluster:
         self.leaps = leaps
         self.clock = VirtualClock()
         self.protocol = spec.protocol
-        self.link, self.host = spec.calibration.link, spec.calibration.host
+        self.link, self.host, self.copies = spec.calibration.link, spec.calibration.host, spec.calibration.copies
         self.membership = Membership(spec.protocol.dead_after_seconds, spec.protocol.tombstone_seconds)
         config = RouterConfig(
             model="twin",
@@ -96,9 +98,11 @@ class TwinCluster:
         self.workers: dict[Party, TwinWorker] = {}
         self._timers: dict[Timer, object] = {}
         self._talks: dict[str, _Talk] = {}  # by request
-        self._drawn: dict[str, list[float]] = {}  # by request: when its tokens reach the router
+        self._drawn: dict[str, array[float]] = {}  # by request: when its tokens reach the router
         self._num_running = 0
         self.counts: Counter[str] = Counter()
+        self._stage_seconds: Counter[str] = Counter()
+        self._stage_counts: Counter[str] = Counter()
         for setup in spec.workers:
             self._register(setup)
         self._performers: dict[type, Callable[[Any], object]] = {
@@ -132,6 +136,7 @@ class TwinCluster:
             num_steps={name: worker.num_steps for name, worker in names.items()},
             busy_shares={name: worker.busy_seconds / max(seconds, 1e-9) for name, worker in names.items()},
             counts=self.counts,
+            stages={name: self._stage_seconds[name] / count for name, count in self._stage_counts.items()},
         )
 
     @property
@@ -144,13 +149,13 @@ class TwinCluster:
         self._talks[request.request_id] = talk
         self._handle(Submit(request))
 
-    def note_drawn(self, deltas: Sequence[TokenDelta], at: float) -> None:
-        """Note when a worker sent tokens: the router may get them later, together with others."""
-        for delta in deltas:
-            times = self._drawn.setdefault(delta.key.request_id, [])
-            end = delta.position + len(delta.token_ids)
-            times.extend([0.0] * (end - len(times)))
-            times[delta.position : end] = [at + self.host.message_seconds] * len(delta.token_ids)
+    def note_drawn(self, delta: TokenDelta, times: Sequence[float]) -> None:
+        """Note when a worker sent the tokens of ``delta``: the router gets them later, together with others."""
+        known = self._drawn.setdefault(delta.key.request_id, array("d"))
+        end = delta.position + len(times)
+        known.extend([0.0] * (end - len(known)))
+        later = self.host.message_seconds
+        known[delta.position : end] = array("d", [time + later for time in times])
 
     def on_talk_ended(self) -> None:
         """Note that a conversation is over."""
@@ -177,7 +182,12 @@ class TwinCluster:
             self._talks[effect.request_id].on_tokens(len(effect.update.token_ids), times)
 
     def _end_request(self, effect: Ended) -> None:
-        request_id = effect.request.request_id
+        request = effect.request
+        request_id = request.request_id
+        if request.timeline.attempts:
+            for stages in all_stages(request.timeline, has_handover=request.state.handover is not None):
+                self._stage_seconds.update(stages)
+                self._stage_counts.update(stages.keys())
         self._drawn.pop(request_id, None)
         self._talks.pop(request_id).on_ended(effect.request)
 
@@ -220,10 +230,9 @@ class TwinCluster:
 
     def _heartbeat(self) -> None:
         """Take a heartbeat of each worker, and await the next ones."""
-        links = [PeerLink(worker.setup.name, "twin", self.link.bytes_per_second) for worker in self.workers.values()]
         for party, worker in self.workers.items():
-            model = worker.setup.model
-            self.membership.heartbeat(party, worker.load(), self.clock.now, links, step_model=model)
+            load, links, model = worker.load(), worker.core.links(), worker.setup.model
+            self.membership.heartbeat(party, load, self.clock.now, links, step_model=model)
         self.clock.after(HEARTBEAT_SECONDS, self._heartbeat)
 
 
@@ -262,6 +271,7 @@ class _Talk:
         """End with a refused turn."""
         turn = self.turns[-1]
         turn.error, turn.ended_at = reason, self._twin.load_seconds
+        self._tokens = array("i")
         self._twin.on_talk_ended()
 
     def on_ended(self, request: ActiveRequest) -> None:
@@ -272,6 +282,7 @@ class _Talk:
         if state.failure is not None:
             turn.error = state.failure.message
         if turn.error or len(self.turns) == len(self.conversation.turns):
+            self._tokens = array("i")
             self._twin.on_talk_ended()
             return
         self._tokens = self._tokens + array("i", state.delivered_ids)

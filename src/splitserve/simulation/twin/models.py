@@ -21,6 +21,17 @@ class LinkModel(msgspec.Struct, frozen=True, kw_only=True):
         return self.read_seconds + num_bytes / self.bytes_per_second
 
 
+class CopyModel(msgspec.Struct, frozen=True, kw_only=True):
+    """Model of copies between a worker's device and its host tier: those of one direction take turns."""
+
+    copy_seconds: Seconds = 1e-4  # of a copy beside its bytes
+    bytes_per_second: Annotated[float, msgspec.Meta(gt=0)] = 20e9
+
+    def seconds(self, num_bytes: int) -> float:
+        """Return the time of a copy of ``num_bytes``."""
+        return self.copy_seconds + num_bytes / self.bytes_per_second
+
+
 class HostModel(msgspec.Struct, frozen=True, kw_only=True):
     """Model of the processors' work."""
 
@@ -28,6 +39,7 @@ class HostModel(msgspec.Struct, frozen=True, kw_only=True):
     message_seconds: Seconds = 2e-4  # of a message between processes, with its handling
     deliver_seconds: Seconds = 2e-4  # from the router's core to the client
     connect_seconds: Seconds = 2e-2  # of a connection between two workers
+    step_seconds: Seconds = 0.0  # of a worker's loop between two steps, where it doesn't overlap with them
 
 
 class Calibration(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,6 +53,8 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True):
     errors: dict[Role, float] = {}
     link: LinkModel = LinkModel()
     host: HostModel = HostModel()
+    copies: CopyModel = CopyModel()
+    host_kv_bytes: Annotated[int, msgspec.Meta(ge=0)] = 0  # host tier of each worker
     source: str = ""
     is_measured: bool = False
 

@@ -1,7 +1,7 @@
 """A worker of the twin: its production core, driven as by the engine's loop, with models of device and link."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -21,16 +21,21 @@ from splitserve.engine.effects import (
     StartRead,
 )
 from splitserve.engine.steps.step_fit import work_of
-from splitserve.kvconnector.transfer.connector import PeerConnected, ServedMemory
+from splitserve.kvconnector.tiers.commands import CopyCommand, CopyResult
+from splitserve.kvconnector.tiers.host import make_tier
+from splitserve.kvconnector.tiers.tier import Tier
+from splitserve.kvconnector.transfer.connector import Link, PeerConnected, ServedMemory
 from splitserve.protocol.config import EngineConfig, WorkerConfig
 from splitserve.protocol.counters import WorkerLoad
+from splitserve.protocol.engine_config import DEVICE_DEFAULTS
 from splitserve.protocol.handover.reads import ReadCommand, ReadResult
-from splitserve.protocol.memory_records import LayoutRecord, MemoryKind, MemoryRegion, RankMemory
+from splitserve.protocol.memory_records import HostTierMemory, LayoutRecord, MemoryKind, MemoryRegion, RankMemory
 from splitserve.protocol.messages.envelope import Envelope
 from splitserve.protocol.messages.requests import StepTokens, TokenDelta
 from splitserve.protocol.placement.step_model import StepModel, StepWork
 from splitserve.protocol.request import Party, RequestKey, Role
-from splitserve.protocol.step import StepOutput, StepPlan
+from splitserve.protocol.step import Draw, StepOutput, StepPlan
+from splitserve.simulation.twin.leap import Leap
 from splitserve.worker.build import BlockMemory, ModelBounds, build_core
 
 if TYPE_CHECKING:
@@ -39,6 +44,10 @@ if TYPE_CHECKING:
 TIMER_SLACK_SECONDS = 1e-9
 OUTPUT_TOKEN = 7
 """The token that every step draws: what it is changes no time."""
+GPU_BLOCK_TOKENS = DEVICE_DEFAULTS["cuda"].block_size
+MAX_KEPT_STEPS = 256
+"""Steps whose tokens are kept for one message at most."""
+_DRAW = Draw((OUTPUT_TOKEN,))
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +62,7 @@ class WorkerSetup:
     max_model_len: int
     vocab_size: int
     model: StepModel
+    host_slots: int = 0  # of its host tier; 0: it has none
 
 
 class _Memory:
@@ -64,6 +74,11 @@ class _Memory:
         self._party = party
         self._setup = setup
 
+    @property
+    def serves_host(self) -> bool:
+        """Return whether peers may read the host tier."""
+        return self._setup.host_slots > 0 and self._setup.layout.tensor_parallel_size == 1
+
     def served(self) -> ServedMemory:
         """Return the memory that peers may read."""
         layout = self._setup.layout
@@ -71,8 +86,13 @@ class _Memory:
             MemoryRegion(MemoryKind.DRAM, 0, 0x1000, count, layout.cache.blocks(group).block_bytes)
             for group, count in enumerate(self._setup.num_blocks)
         ]
-        rank = RankMemory(str(self._party).encode(), regions)
-        return ServedMemory(self.name, [0x1000] * len(regions), [rank])
+        host = None
+        if self.serves_host:
+            slots = MemoryRegion(MemoryKind.DRAM, 0, 0x1000, self._setup.host_slots, regions[0].block_bytes)
+            host = HostTierMemory(slots, 0x1000)
+        names = [f"{self._party} {rank}".encode() for rank in range(layout.tensor_parallel_size)]
+        ranks = [RankMemory(name, regions, host=host) for name in names]
+        return ServedMemory(self.name, [0x1000] * len(regions), ranks)
 
 
 class TwinWorker:
@@ -88,15 +108,24 @@ class TwinWorker:
         config = WorkerConfig(
             engine_id=setup.name, role=setup.role, engine=setup.engine, membership="", protocol=twin.protocol
         )
-        memory = BlockMemory(setup.layout, first, first_generation=1 << 32, other_generations=others)
         connector = _Memory(self.party, setup)
+        self.slot_generations = np.zeros(setup.host_slots, dtype=np.uint64)
+        memory = BlockMemory(
+            setup.layout,
+            first,
+            first_generation=1 << 32,
+            other_generations=others,
+            tiers=self._tiers(connector),
+        )
         bounds = ModelBounds(setup.max_model_len, setup.vocab_size)
         self.core = build_core(config, self.party, memory, connector, bounds)  # type: ignore[arg-type]
         self._plan: StepPlan | None = None  # of the step that the device runs
         self._step_ends_at = 0.0  # of the step in flight
         self._epoch = 0  # of the last step that was planned by itself; wake-ups of earlier ones are void
-        self._tokens: dict[Party, list[TokenDelta]] = {}  # kept for one message, by recipient
+        self._kept: dict[RequestKey, _KeptTokens] = {}  # that the router hasn't got
+        self._due: dict[Party, list[TokenDelta]] = {}  # to be sent now, by recipient
         self._link_free_at = 0.0
+        self._copies_free_at = {True: 0.0, False: 0.0}  # loads, stores
         self._wakes_at = float("inf")
         self.num_steps = 0
         self.busy_seconds = 0.0
@@ -154,18 +183,18 @@ class TwinWorker:
         self._clock.at(time, lambda: self._end_leap(epoch))
 
     def _count(self, work: StepWork) -> float:
-        """Count a step, and return its seconds."""
+        """Count a step, and return its seconds with those of the loop before it."""
         seconds = self.setup.model.seconds(work)
         self.num_steps += 1
         self.busy_seconds += seconds
-        return seconds
+        return seconds + self._twin.host.step_seconds
 
     def _last_step_end(self, work: StepWork) -> float:
         """Return the end of the step at which the first sequence of a decode step ends, if the batch stays as it is."""
         num_more = min(sequence.end_length - chunk.start - 2 for sequence, chunk in self.core.newest_step)
         model, num = self.setup.model, work.num_decodes
         growing = work._replace(decode_context=work.decode_context + num * (num_more + 1) / 2)  # on average
-        return self._step_ends_at + num_more * model.seconds(growing)
+        return self._step_ends_at + num_more * (model.seconds(growing) + self._twin.host.step_seconds)
 
     def _end_leap(self, epoch: int) -> None:
         if epoch == self._epoch:
@@ -176,30 +205,64 @@ class TwinWorker:
         """Commit the steps that have ended by now, and plan those that have begun before, each at its own time."""
         core, now = self.core, self._clock.now
         while self._plan is not None and self._step_ends_at <= now + TIMER_SLACK_SECONDS:
-            at, drawn = self._step_ends_at, [None if c.sample is None else OUTPUT_TOKEN for c in self._plan.chunks]
-            core.commit_step(StepOutput.of(drawn), at)
+            at, drawn = self._step_ends_at, [None if c.sample is None else _DRAW for c in self._plan.chunks]
+            core.commit_step(StepOutput(drawn), at)
             self._keep_tokens(at)
-            self._plan = core.plan_step(at) if at < now - TIMER_SLACK_SECONDS else None
+            if at >= now - TIMER_SLACK_SECONDS:
+                self._plan = None
+                break
+            at = self._leap(at, now - TIMER_SLACK_SECONDS)
+            self._plan = core.plan_step(at)
             if self._plan is not None:
                 self._step_ends_at = at + self._count(work_of(self._plan))
         self._flush()
 
+    def _leap(self, begin: float, until: float) -> float:
+        """Take the steps from ``begin`` on that end before ``until`` in one go, as far as nothing can happen in them.
+        Return the end of the last one, ``begin`` if there was none."""
+        if not self._twin.leaps:
+            return begin
+        between = self._twin.host.step_seconds
+        leap = Leap(self.core, self.setup.model, begin, between)
+        ends = leap.ends_before(until)
+        if not ends:
+            return begin
+        leap.take(ends, OUTPUT_TOKEN, self._keep)
+        self.num_steps += len(ends)
+        self.busy_seconds += ends[-1] - begin - len(ends) * between
+        return ends[-1]
+
     def _keep_tokens(self, at: float) -> None:
-        """Keep the tokens of a step for one message at the end of the leap; they count as sent ``at`` their step."""
+        """Keep the tokens of a step, which count as sent ``at`` its end. The router gets those of a request with the
+        first one, the report of its hand-over or the last one: in between it decides nothing by them."""
         kept = []
         for effect in self.core.take_effects():
-            if isinstance(effect, Send) and isinstance(effect.body, StepTokens):
-                self._tokens.setdefault(effect.to, []).extend(effect.body.deltas)
-                self._twin.note_drawn(effect.body.deltas, at)
-            else:
+            if not (isinstance(effect, Send) and isinstance(effect.body, StepTokens)):
                 kept.append(effect)
+                continue
+            for delta in effect.body.deltas:
+                self._keep(delta, effect.to, [at] * len(delta.token_ids))
         self._carry_out(kept)
 
+    def _keep(self, delta: TokenDelta, to: Party, times: Sequence[float]) -> None:
+        """Keep a request's tokens, drawn at ``times``, until the router is to get them."""
+        found = self._kept.get(delta.key)
+        if found is None:
+            found = self._kept[delta.key] = _KeptTokens()
+        found.deltas.append(delta)
+        found.times.extend(times)
+        is_news = delta.position == 0 or delta.finish_reason is not None or delta.handover is not None
+        if is_news or len(found.times) >= MAX_KEPT_STEPS:
+            joined = _join(found.deltas)
+            self._due.setdefault(to, []).append(joined)
+            self._twin.note_drawn(joined, found.times)
+            del self._kept[delta.key]
+
     def _flush(self) -> None:
-        """Send the kept tokens, those of a request together."""
-        for to, deltas in self._tokens.items():
-            self._twin.send(self.party, to, StepTokens(joined(deltas)))
-        self._tokens.clear()
+        """Send what is due."""
+        for to, deltas in self._due.items():
+            self._twin.send(self.party, to, StepTokens(deltas))
+        self._due.clear()
 
     # ---- effects ----
 
@@ -215,10 +278,13 @@ class TwinWorker:
                 case StartRead(command):
                     self._read(command)
                 case Connect(peer, _):
-                    connected = partial(self._on_event, PeerConnected(peer, None))
+                    link = Link("twin", self._twin.link.bytes_per_second)
+                    connected = partial(self._on_event, PeerConnected(peer, None, link))
                     self._clock.after(self._twin.host.connect_seconds, connected)
+                case StartCopy(CopyCommand() as copy):
+                    self._copy(copy)
                 case StartCopy() | Incident():
-                    raise AssertionError(f"the twin's workers have no tiers and no incidents: {effect}")
+                    raise AssertionError(f"the twin's workers have no shared tier and no incidents: {effect}")
                 case Disconnect() | Dial() | HangUp() | Serve():
                     pass
 
@@ -227,12 +293,39 @@ class TwinWorker:
         block_bytes = self.setup.layout.cache.blocks(command.group).block_bytes
         begins_at = max(self._clock.now, self._link_free_at)
         self._link_free_at = begins_at + self._twin.link.seconds(block_bytes * len(command.remote_blocks))
-        self._clock.at(self._link_free_at, lambda: self._end_read(command))
+        seconds = self._link_free_at - self._clock.now
+        self._clock.at(self._link_free_at, lambda: self._end_read(command, seconds))
 
-    def _end_read(self, command: ReadCommand) -> None:
+    def _end_read(self, command: ReadCommand, seconds: float) -> None:
         source = self._twin.workers[command.peer]
-        generations = [int(source.generations[command.group][block]) for block in command.remote_blocks]
-        self._on_event(ReadResult(command.read_id, None, generations))
+        generations = [source.generation(command.group, block) for block in command.remote_blocks]
+        self._on_event(ReadResult(command.read_id, None, generations, seconds))
+
+    def generation(self, group: int, block: int) -> int:
+        """Return the generation of a block, or of a slot of the host tier, which are numbered after the blocks."""
+        own = self.generations[group]
+        return int(own[block] if block < len(own) else self.slot_generations[block - len(own)])
+
+    def _copy(self, copy: CopyCommand) -> None:
+        """Start a copy to or from the host tier: those of one direction take turns."""
+        num_bytes = self.setup.layout.block_bytes * len(copy.block_ids)
+        begins_at = max(self._clock.now, self._copies_free_at[copy.is_load])
+        ends_at = self._copies_free_at[copy.is_load] = begins_at + self._twin.copies.seconds(num_bytes)
+        result = CopyResult(copy.copy_id, len(copy.block_ids), None, ends_at - self._clock.now)
+        self._clock.at(ends_at, lambda: self._end_copy(result))
+
+    def _end_copy(self, result: CopyResult) -> None:
+        self._catch_up()
+        self.core.handle_copy_result(result, self._clock.now)
+        self._settle()
+
+    def _tiers(self, memory: _Memory) -> list[Tier]:
+        setup = self.setup
+        if not setup.host_slots:
+            return []
+        on_gpu = setup.engine.block_size >= GPU_BLOCK_TOKENS  # which only bounds the size of a load
+        generations = self.slot_generations if memory.serves_host else None
+        return [make_tier(setup.host_slots, setup.layout.block_bytes, on_gpu=on_gpu, generations=generations)]
 
     def _on_event(self, event: ReadResult | PeerConnected) -> None:
         self._catch_up()
@@ -240,15 +333,18 @@ class TwinWorker:
         self._settle()
 
 
-def joined(deltas: Sequence[TokenDelta]) -> list[TokenDelta]:
-    """Return one delta for each request, with the tokens of all of its deltas in their order."""
-    by_key: dict[RequestKey, list[TokenDelta]] = {}
-    for delta in deltas:
-        by_key.setdefault(delta.key, []).append(delta)
-    return [_join(parts) if len(parts) > 1 else parts[0] for parts in by_key.values()]
+@dataclass(slots=True)
+class _KeptTokens:
+    """Tokens of one request that its router hasn't got."""
+
+    deltas: list[TokenDelta] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)  # at which they were drawn
 
 
 def _join(parts: Sequence[TokenDelta]) -> TokenDelta:
+    """Return one delta with the tokens of all ``parts`` in their order."""
+    if len(parts) == 1:
+        return parts[0]
     return msgspec.structs.replace(
         parts[0],
         token_ids=[token for part in parts for token in part.token_ids],

@@ -1,0 +1,124 @@
+"""The calibration for a case, fitted on measured runs of other cases; and the twin of a measured run."""
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from splitserve.benchmarks.common.stats import summarise
+from splitserve.benchmarks.goodput.arms import parse_arm
+from splitserve.benchmarks.twin.cases import Case, Measured
+from splitserve.benchmarks.twin.loads import records_of
+from splitserve.benchmarks.twin.residuals import TPOT
+from splitserve.protocol.placement.step_model import StepModel, StepWork
+from splitserve.protocol.request import Role
+from splitserve.simulation.twin.cluster import TwinCluster, TwinResult, TwinSpec
+from splitserve.simulation.twin.models import Calibration, HostModel, LinkModel
+from splitserve.workloads.named import parse_workload
+
+Figures = dict[str, float]
+FIGURES = {
+    "TTFT mean": ("ttft_ms", "mean"),
+    "TTFT p99": ("ttft_ms", "p99"),
+    "TPOT mean": ("tpot_ms", "mean"),
+    "TPOT p99": ("tpot_ms", "p99"),
+    "requests/s": ("requests_per_second",),
+}
+
+
+def figures_of(summary: dict[str, Any]) -> Figures:
+    """Return the compared figures of a load's summary."""
+    found = {}
+    for name, path in FIGURES.items():
+        value: Any = summary
+        for key in path:
+            value = value.get(key, {})
+        if isinstance(value, int | float):
+            found[name] = float(value)
+    return found
+
+
+def others_of(case: Case, runs: Sequence[Measured]) -> list[Measured]:
+    """Return the runs that a case's calibration may be fitted on: those of other cases with the same device; none if
+    their workers have fitted no step times."""
+    alike = [run for run in runs if run.case != case and run.case.device == case.device]
+    return alike if any(worker.model.num_steps for run in alike for worker in run.workers) else []
+
+
+def fitted(runs: Sequence[Measured]) -> Calibration:
+    """Return the calibration that ``runs`` show: each role's fit with the most steps, and hosts and link from the runs
+    with the lowest load, in which nothing waits. Raises ValueError without a fitted model."""
+    steps: dict[Role, StepModel] = {}
+    errors: dict[Role, float] = {}
+    for run in runs:
+        for worker in run.workers:
+            known = steps.get(worker.role)
+            if worker.model.num_steps and (known is None or known.num_steps < worker.model.num_steps):
+                steps[worker.role] = worker.model
+                errors[worker.role] = run.step_errors.get(worker.role, 0.0)
+    if not steps:
+        raise ValueError("no run has a fitted step-time model")
+    lowest = min(run.case.load for run in runs)
+    quiet = [run for run in runs if run.case.load == lowest]
+    rates = [run.link_bytes_per_second for run in runs if run.link_bytes_per_second > 0]
+    rate = statistics.median(rates) if rates else LinkModel().bytes_per_second
+    return Calibration(
+        steps=steps,
+        errors=errors,
+        link=LinkModel(read_seconds=_read_seconds(quiet), bytes_per_second=rate),
+        host=_host(quiet, steps),
+        source=f"fitted on {len(runs)} runs of other cases",
+        is_measured=True,
+    )
+
+
+def simulated(run: Measured, calibration: Calibration, seed: int) -> TwinResult:
+    """Replay a measured run's very requests on its twin; ``seed`` is the router's."""
+    arm = parse_arm(run.case.arm)
+    workers = [replace(worker, model=calibration.step_model(worker.role)) for worker in run.workers]
+    spec = TwinSpec(workers, calibration, arm.policy)
+    workload = parse_workload(run.case.workload).at(run.rate, run.num_requests, run.seed)
+    return TwinCluster(spec, seed).run(workload, run.seed)
+
+
+def summary_of(result: TwinResult) -> dict[str, Any]:
+    """Return the figures of a simulated load, as of `splitserve bench serve`."""
+    return summarise([turn.record for turn in records_of(result)], None)
+
+
+def stages_of(stages: dict[str, float], figures: Figures) -> dict[str, float]:
+    """Return the means that residuals are computed from."""
+    return {**stages, TPOT: figures.get("TPOT mean", 0.0) / 1e3}
+
+
+def _host(quiet: Sequence[Measured], steps: dict[Role, StepModel]) -> HostModel:
+    def usual(stage: str) -> float:
+        values = [run.usual_stages[stage] for run in quiet if stage in run.usual_stages]
+        return max(0.0, statistics.median(values)) if values else 0.0
+
+    client_ttft = statistics.median([run.figures["ttft_ms"]["p50"] / 1e3 - run.router_ttft for run in quiet])
+    messages = [usual(stage) for stage in ("dispatch", "delivery", "offer") if usual(stage)]
+    return HostModel(
+        prepare_seconds=usual("prepare") + usual("receive"),
+        message_seconds=statistics.median(messages) if messages else HostModel().message_seconds,
+        deliver_seconds=max(0.0, usual("write") + client_ttft),
+        step_seconds=_loop_seconds(quiet, steps),
+    )
+
+
+def _loop_seconds(quiet: Sequence[Measured], steps: dict[Role, StepModel]) -> float:
+    """Return the loop's time between two steps: what the shortest gaps between tokens have beyond a step alone."""
+    found = []
+    for run in quiet:
+        roles = {worker.role for worker in run.workers}
+        model = steps.get(Role.DECODE if Role.DECODE in roles else Role.MIXED)
+        if model is not None and run.figures["itl_ms"]:
+            context = run.figures["input_tokens"] / max(1, run.figures["completed"])
+            alone = model.seconds(StepWork(1, context))
+            found.append(run.shortest_gap - alone)
+    return max(0.0, statistics.median(found)) if found else 0.0
+
+
+def _read_seconds(quiet: Sequence[Measured]) -> float:
+    waits = [run.usual_stages["wire"] for run in quiet if run.usual_stages.get("wire")]
+    return statistics.median(waits) if waits else LinkModel().read_seconds

@@ -1,0 +1,67 @@
+"""A `paced` device: a worker on CPU whose steps take the times of a model instead of being computed.
+
+Process, engine loop, scheduler, memory, hand-overs and messages are the real ones, so that clusters larger than a
+machine's cores can be compared with their twin. The step-time model comes in :data:`STEPS_VARIABLE`, as JSON.
+"""
+
+import os
+import time
+from dataclasses import replace
+
+import msgspec
+import torch
+
+from splitserve.common.errors import ConfigError
+from splitserve.engine.steps.step_fit import work_of
+from splitserve.kvconnector.transfer.owner_thread import wait_precisely
+from splitserve.models.parallel.ranks import Collectives
+from splitserve.models.runner.runner import ModelRunner
+from splitserve.protocol.config import EngineConfig, WorkerConfig
+from splitserve.protocol.placement.step_model import StepModel
+from splitserve.protocol.step import StepOutput, StepPlan
+from splitserve.worker.entry import run_worker
+from splitserve.worker.start.clock import StartClock
+from splitserve.worker.start.served_model import Progress, ServedModel, load_served_model
+
+ENTRY = "splitserve.benchmarks.twin.paced:run_paced_worker"
+STEPS_VARIABLE = "SPLITSERVE_PACED_STEPS"
+OUTPUT_TOKEN = 11
+
+
+class PacedRunner(ModelRunner):
+    """Runner whose steps sleep; each draws :data:`OUTPUT_TOKEN`, and writes no KV."""
+
+    def __init__(self, served: ServedModel, steps: StepModel) -> None:
+        super().__init__(served.runner.model, served.memory.kernel_views)
+        self._steps = steps
+        self._is_precise = False
+
+    def run(self, plan: StepPlan) -> StepOutput:
+        """Sleep for as long as the step takes by the model."""
+        ends_at = time.perf_counter() + self._steps.seconds(work_of(plan))
+        if not self._is_precise:  # of the thread that runs steps
+            wait_precisely()
+            self._is_precise = True
+        drawn = [None if chunk.sample is None else OUTPUT_TOKEN for chunk in plan.chunks]
+        time.sleep(max(0.0, ends_at - time.perf_counter()))
+        return StepOutput.of(drawn)
+
+
+def run_paced_worker(config: WorkerConfig, progress: Progress) -> None:
+    """Serve like :func:`run_worker`, with paced steps. Raises :class:`ConfigError` without their model."""
+    try:
+        steps = msgspec.json.decode(os.environ.get(STEPS_VARIABLE, ""), type=StepModel)
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"{STEPS_VARIABLE} must hold a step-time model as JSON: {error}") from error
+
+    def load(
+        engine: EngineConfig,
+        device: torch.device,
+        group: Collectives,
+        report: Progress,
+        clock: StartClock | None = None,
+    ) -> ServedModel:
+        served = load_served_model(engine, device, group, report, clock)
+        return replace(served, runner=PacedRunner(served, steps))
+
+    run_worker(config, progress, load)
