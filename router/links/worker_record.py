@@ -108,6 +108,14 @@ class WorkerRecord:
         """Requests in flight there, of any router."""
         return self.num_requests if self.elsewhere is None else self.num_requests + self.elsewhere.num_requests
 
+    @property
+    def begins_soon(self) -> bool:
+        """Return whether a prompt that is sent now would be next or next but one, or in the next step, as far as this
+        router knows."""
+        others = 0 if self.elsewhere is None else self.elsewhere.prefill_tokens
+        is_near = len(self.prompts) <= 1 and not others
+        return is_near or self.prefill_tokens + others < self.info.max_num_batched_tokens
+
     def view(self, now: float, prefix_match_tokens: int = 0) -> WorkerView:
         info, elsewhere = self.info, self.elsewhere
         view = WorkerView(

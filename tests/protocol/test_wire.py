@@ -25,6 +25,8 @@ from splitserve.protocol.messages.base import Message
 from splitserve.protocol.messages.envelope import SCHEMA_VERSION, Body, Envelope
 from splitserve.protocol.messages.handover import (
     Grant,
+    GrantDelayed,
+    GrantRequest,
     Offer,
     OfferAck,
     OfferedBlock,
@@ -123,7 +125,7 @@ EXAMPLES: list[Body] = [
     Draining(),
     Leave(),
     PrefillRequest(KEY, PROMPT, SAMPLING, PeerRef(DECODE, "tcp://127.0.0.1:2"), 30.0, [7]),
-    DecodeRequest(KEY, PROMPT, SAMPLING, PEER, 30.0, [7]),
+    DecodeRequest(KEY, PROMPT, SAMPLING, PEER, 30.0, [7], late_grant=True),
     LocalRequest(KEY, PROMPT, SAMPLING, 30.0),
     LocalRequest(KEY, PROMPT, SAMPLING, 30.0, [7], PEER),
     Abort(KEY),
@@ -172,6 +174,8 @@ EXAMPLES: list[Body] = [
         ],
     ),
     PeerRefused("other dtype"),
+    GrantRequest(KEY),
+    GrantDelayed(KEY),
     Grant(KEY, 100, 32, 10.0),
     PrefixGrant(KEY, 2, [b"h" * 16, b"i" * 16], 10.0),
     Offer(

@@ -126,6 +126,8 @@ class EngineCore:
                 self._with_features[sequence] = None
         self._steps.append(step)
         released = self._released_features() if self._with_features or self._drawn_once else ()
+        for part in self.parts:
+            part.after_plan(now)
         self._drawn_once = [spec.features.state_id for _, chunk in step for spec in chunk.others if spec.features]
         return StepPlan([chunk for _, chunk in step], released)
 

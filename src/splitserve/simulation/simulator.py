@@ -16,10 +16,12 @@ from splitserve.simulation.lies import Liar
 from splitserve.simulation.model import PROTOCOL, HashedModel, Model, is_router
 from splitserve.simulation.router.driver import SimRouter
 from splitserve.simulation.router.group import SimRouters
+from splitserve.simulation.waits import check_waits
 from splitserve.simulation.worker.cache_checks import check_index
 from splitserve.simulation.worker.driver import SimWorker
 from splitserve.simulation.worker.tiers import SharedServer
 
+WAITS_SECONDS = 0.1  # from one look at who waits for whom to the next
 DISASTER_SECONDS = 2.0  # disasters begin within this time
 HANDOVER_KILL_SHARE = 0.1  # probability that an offer is its sender's last, while such kills are to come
 
@@ -63,6 +65,7 @@ class Simulator:
         for name, role, num_blocks in shape.workers():
             self.start_worker(name, role, num_blocks)
         self._plan_disasters()
+        self.after(WAITS_SECONDS, self._check_waits)
 
     # ---- time and network ----
 
@@ -227,9 +230,10 @@ class Simulator:
 
     @property
     def num_handover_failures(self) -> int:
-        """Number of hand-overs that decode workers saw fail."""
+        """Number of hand-overs that decode workers saw fail, or that prefill gave up before a grant."""
         decode = (worker for worker in self.workers.values() if worker.role is Role.DECODE)
-        return sum(worker.core.state.counters.handover_failures for worker in decode)
+        num_seen = sum(worker.core.state.counters.handover_failures for worker in decode)
+        return num_seen + sum(worker.turns.num_given_up for worker in self.workers.values())
 
     def run(self, until: float) -> None:
         """Run all that happens until a time, which it is then."""
@@ -237,6 +241,10 @@ class Simulator:
             self.now, _, action = heapq.heappop(self._queue)
             action()
         self.now = until
+
+    def _check_waits(self) -> None:
+        check_waits(worker for worker in self.workers.values() if worker.alive)
+        self.after(WAITS_SECONDS, self._check_waits)
 
     def check_end(self) -> None:
         """Check that every request ended as it should, and that no block, copy, request or charge is left over."""

@@ -6,6 +6,8 @@ import msgspec
 
 from splitserve.protocol.messages.handover import (
     Grant,
+    GrantDelayed,
+    GrantRequest,
     Offer,
     OfferAck,
     PeerHello,
@@ -41,7 +43,7 @@ from splitserve.protocol.messages.requests import (
 from splitserve.protocol.messages.routers import AskRouter, RouterAnswer, RouterReport, SentPrefixes
 from splitserve.protocol.request import Party
 
-SCHEMA_VERSION = 16
+SCHEMA_VERSION = 18
 
 Body: TypeAlias = (
     Register
@@ -69,6 +71,8 @@ Body: TypeAlias = (
     | PeerHello
     | PeerWelcome
     | PeerRefused
+    | GrantRequest
+    | GrantDelayed
     | Grant
     | PrefixGrant
     | Offer

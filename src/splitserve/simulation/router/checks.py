@@ -3,6 +3,7 @@
 The core has invariants of its own, and so has each client (:mod:`splitserve.simulation.router.client`).
 """
 
+import itertools
 from collections import Counter, defaultdict
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -55,6 +56,8 @@ class RouterChecks:
         elif isinstance(body, AnyRequest):
             self._check_worker(to, body)
             self._check_request(to, body)
+            if isinstance(body, PrefillRequest):
+                self._check_turn(to, body)
             for key in (body.key, *body.siblings):
                 self._at_work[key].add(to)
 
@@ -91,6 +94,20 @@ class RouterChecks:
         assert list(body.output_ids) == client.output, f"{body.key} {after}"
         number = body.key.attempt + 1
         assert number <= MAX_ATTEMPTS_ALLOWED, f"{body.key.request_id} begins attempt {number}"
+
+    def _check_turn(self, to: Party, body: PrefillRequest) -> None:
+        """Check that room is reserved at once only for a prompt that is next, next but one, or in the next step."""
+        record, own = self._router.membership.get(to), self._client(body.key).request
+        assert record is not None and own is not None
+        keys = record.prompts.keys()
+        if own.state.key != body.key or id(own.charge) not in keys:  # the attempt is over already
+            return
+        charges = {id(request.charge): request.charge for request in self._router.core.requests if request.charge}
+        before = itertools.takewhile(lambda key: key != id(own.charge), keys)
+        ahead = [charges[key] for key in before if key in charges]
+        num_tokens = sum(charge.num_prompt_tokens for charge in ahead)
+        is_soon = len(ahead) <= 1 or num_tokens < record.info.max_num_batched_tokens
+        assert is_soon or body.late_grant, f"{body.key} is to be granted at once, although {len(ahead)} come first"
 
     # ---- messages from workers ----
 
