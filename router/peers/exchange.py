@@ -80,7 +80,9 @@ class Exchange:
         self._questions: dict[int, _Question] = {}
         self._num_questions = 0
         self._links = {
-            name: _RouterLink(fleet, endpoint, lambda: handle(MeetRouters()), lambda name=name: self._on_down(name))  # type: ignore[misc]
+            name: _RouterLink(
+                fleet, endpoint, lambda name=name: handle(MeetRouters(name)), lambda name=name: self._on_down(name)
+            )  # type: ignore[misc]
             for name, endpoint in config.peers.items()
         }
         if self._links:

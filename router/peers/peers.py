@@ -142,6 +142,11 @@ class Peers:
         self._add_up()
         return True
 
+    def greet(self, name: str) -> None:
+        """Tell a router again what was sent: it may have been heard before there was a connection to it."""
+        if name in self._known:
+            self._newcomers.append(self._known[name].party)
+
     def on_prefixes(self, sender: Party, message: SentPrefixes) -> bool:
         """Take blocks into account that another router has sent to a worker; return False if they are out of date."""
         known = self._known.get(sender.engine_id)

@@ -119,7 +119,9 @@ class ResetCaches(msgspec.Struct, frozen=True, gc=False):
 
 
 class MeetRouters(msgspec.Struct, frozen=True, gc=False):
-    """Start of the exchange with the other routers, or a new connection to one of them."""
+    """Start of the exchange with the other routers, or a new connection to the one with this name."""
+
+    router: str = ""
 
 
 class FromRouter(msgspec.Struct, frozen=True, gc=False):

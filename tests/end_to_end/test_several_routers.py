@@ -175,7 +175,7 @@ def test_the_loss_of_one_costs_its_own_streams_and_it_comes_back(cluster: LocalC
             assert events[-1] == "data: [DONE]" and not any('"error"' in event for event in events)
         wait_until(lambda: cluster.pids.get("router-1", pid) != pid, "it is not started again")
         wait_until(lambda: one.get("/ready") == {"status": "ready"})
-    time.sleep(1.0)
+    time.sleep(2.0)
     with client_of(cluster, "router-1") as client:
         answer = complete(client, cluster, [*prompt, 7])
         assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] >= 192

@@ -260,6 +260,20 @@ class TestPrefixes:
             fresh.join(each)
         assert self.held(fresh, 5 * BLOCK) == {worker: 4 * BLOCK}
 
+    def test_one_that_was_heard_before_there_was_a_connection_to_it_is_told_with_the_connection(
+        self, pair: Pair
+    ) -> None:
+        one, _ = pair
+        one.begin("a", 5 * BLOCK)
+        [worker] = one.loads()
+        fresh = Router("router-1", "router", incarnation=2)
+        fresh.handle(MeetRouters())
+        deliver(fresh, one)
+        one.told.clear()  # not sent
+        one.handle(MeetRouters("router-1"))
+        deliver(one, fresh)
+        assert self.held(fresh, 5 * BLOCK) == {worker: 4 * BLOCK}
+
     def test_messages_are_bounded_and_beginnings_of_prompts_are_kept(self) -> None:
         one = Router("router", "router-1")
         hashes = [number.to_bytes(16, "big") for number in range(peers.MAX_SENT_PER_REPORT + 100)]

@@ -85,8 +85,9 @@ class Agreement:
 
     # ---- other routers ----
 
-    def on_meet_routers(self, _event: MeetRouters, now: float) -> None:
+    def on_meet_routers(self, event: MeetRouters, now: float) -> None:
         """Begin the exchange, or tell a new connection the state of this router."""
+        self._peers.greet(event.router)
         if not self._peers.is_reporting:
             self._peers.set_timer(now)
         self._peers.is_urgent = True
