@@ -8,6 +8,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import zmq
 
@@ -80,9 +81,7 @@ class Exchange:
         self._questions: dict[int, _Question] = {}
         self._num_questions = 0
         self._links = {
-            name: _RouterLink(
-                fleet, endpoint, lambda name=name: handle(MeetRouters(name)), lambda name=name: self._on_down(name)
-            )  # type: ignore[misc]
+            name: _RouterLink(fleet, endpoint, partial(handle, MeetRouters(name)), partial(self._on_down, name))
             for name, endpoint in config.peers.items()
         }
         if self._links:
