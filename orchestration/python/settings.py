@@ -31,6 +31,8 @@ class Settings(TypedDict, total=False):
     host: str
     # port that the endpoint binds; 0 takes a free one
     port: int
+    # router processes on the port. One uses one core; more help where that is busy. Not on Ray
+    router_workers: int
     # how requests are placed; cost: the route with the smallest predicted excess over the objectives; least-loaded: the
     # workers with the largest free share; power-of-two: the less loaded of two workers drawn at random; prefix: the
     # workers with the longest cached part of the prompt; round-robin: workers in turn; session: the same workers for

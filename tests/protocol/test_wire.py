@@ -70,6 +70,15 @@ from splitserve.protocol.messages.requests import (
     StepTokens,
     TokenDelta,
 )
+from splitserve.protocol.messages.routers import (
+    AskRouter,
+    PauseStamp,
+    RouterAnswer,
+    RouterReport,
+    SentPrefixes,
+    TenantUse,
+    WorkerUse,
+)
 from splitserve.protocol.request import FinishReason, Party, RequestKey, Role, SamplingParams
 from splitserve.protocol.wire import MAX_MESSAGE_BYTES, decode, encode, plain
 
@@ -127,6 +136,21 @@ EXAMPLES: list[Body] = [
     SetFrozen(True),
     ResetPrefixCache(3),
     PrefixCacheReset(3),
+    RouterReport(
+        7,
+        2,
+        3,
+        2,
+        1,
+        [WorkerUse(PREFILL, 2, 900, 0, 1, 0.25, 0.5)],
+        [TenantUse("team-a", 2, 5000, 1200.5)],
+        PauseStamp(3, "router-1", "keep"),
+        2,
+        1,
+    ),
+    SentPrefixes(PREFILL, [b"0123456789abcdef"], 2),
+    AskRouter(4, "traces", "req-1"),
+    RouterAnswer(4, b"{}"),
     BeginDrain(),
     Profiled("p0", "", "/tmp/mixed.trace.json", 128, 0.9, 0.85, 0.01),
     StepTokens([TokenDelta(KEY, 4, [9], FinishReason.STOP, 16, REPORT), TokenDelta(KEY, 0, [1])]),

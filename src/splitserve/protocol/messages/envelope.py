@@ -40,9 +40,10 @@ from splitserve.protocol.messages.requests import (
     RequestFailed,
     StepTokens,
 )
+from splitserve.protocol.messages.routers import AskRouter, RouterAnswer, RouterReport, SentPrefixes
 from splitserve.protocol.request import Party
 
-SCHEMA_VERSION = 17
+SCHEMA_VERSION = 18
 
 Body: TypeAlias = (
     Register
@@ -78,6 +79,10 @@ Body: TypeAlias = (
     | OfferAck
     | Release
     | Withdrawn
+    | RouterReport
+    | SentPrefixes
+    | AskRouter
+    | RouterAnswer
 )
 
 

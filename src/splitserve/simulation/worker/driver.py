@@ -222,7 +222,7 @@ class SimWorker:
         """Begin to drain."""
         if self.can_run(self.drain) and not self.drain_clock.has_begun:
             self.drain_clock.begin(self.clock)
-            self.sim.router.on_draining(self.party)
+            self.sim.routers.each(lambda router: router.on_draining(self.party))
             self.core.drain()
             self.settle()
 
