@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 import msgspec
 
+from splitserve.common.bounded import ExpiringMap
 from splitserve.decode.peers import PeerTable
 from splitserve.decode.sink import SinkSide
 from splitserve.engine.parts import Handler, Part
@@ -12,7 +13,14 @@ from splitserve.engine.sequence import Sequence
 from splitserve.kvconnector.transfer.connector import PeerConnected
 from splitserve.protocol.counters import WorkerLoad
 from splitserve.protocol.handover.reads import ReadResult
-from splitserve.protocol.messages.handover import Offer, PeerRefused, PeerWelcome, Withdrawn
+from splitserve.protocol.messages.handover import (
+    GrantRequest,
+    Offer,
+    PeerRefused,
+    PeerWelcome,
+    Release,
+    Withdrawn,
+)
 from splitserve.protocol.messages.marks import MarkKind
 from splitserve.protocol.messages.membership import PeerLink
 from splitserve.protocol.messages.requests import (
@@ -23,7 +31,7 @@ from splitserve.protocol.messages.requests import (
     LocalRequest,
     TokenDelta,
 )
-from splitserve.protocol.request import Party
+from splitserve.protocol.request import Party, RequestKey
 from splitserve.protocol.step import Draw
 
 
@@ -36,6 +44,9 @@ class SinkPart(Part):
         self._state = requests.state
         self._scheduler = requests.scheduler
         self.peers = PeerTable(self._state, connector)
+        self._parked_asks: ExpiringMap[RequestKey, Party] = ExpiringMap(
+            max_size=self._state.protocol.max_parked, ttl_seconds=self._state.protocol.lease_seconds
+        )
         self.sink = SinkSide(self._state, self.peers, self._on_ready, self._on_failed, self._on_prefix_read)
 
     # ---- messages and events ----
@@ -47,16 +58,33 @@ class SinkPart(Part):
             Introduce: self.on_introduce,
             PeerWelcome: self.peers.on_welcome,
             PeerRefused: self.peers.on_refused,
+            GrantRequest: self.on_grant_request,
             Offer: self.sink.on_offer,
             Withdrawn: self.on_withdrawn,
         }
 
     def on_decode_request(self, request: DecodeRequest, sender: Party, now: float) -> None:
-        """Pull the KV of a prompt that another worker computes."""
+        """Pull the KV of a prompt that another worker computes, once there is room and that worker asks for it."""
         sequence = self._requests.accept(request, sender, now, decodes_here=True)
+        asker = self._parked_asks.pop(request.key, now)
         if sequence is not None:
-            self.sink.add(sequence, request.prefill, now)
+            is_asked = not request.late_grant or asker == request.prefill.party
+            self.sink.add(sequence, request.prefill, now, is_unasked=not is_asked)
             self.admit(now)
+            self.sink.answer(request.key)
+
+    def on_grant_request(self, request: GrantRequest, sender: Party, now: float) -> None:
+        """Grant a prompt whose turn comes soon, or answer that there is no room. A request that has ended here is
+        released: prefill needn't compute its prompt."""
+        key = request.key
+        if key in self._state.tombstones:
+            self._state.outbox.send(sender, Release(key=key, complete=False))
+        elif key not in self._state.sequences:
+            self._parked_asks.put(key, sender, now)
+        elif self.sink.pulls(self._state.sequences[key], sender):
+            self.sink.on_asked(key, sender, now)
+            self.admit(now)
+            self.sink.answer(key)
 
     def on_local_request(self, request: LocalRequest, sender: Party, now: float) -> None:
         """Compute a prompt here, from the prefix on that a peer may have of it."""
@@ -157,6 +185,7 @@ class SinkPart(Part):
 
     def poll(self, now: float) -> None:
         self.sink.poll(now)
+        self._parked_asks.expire(now)
 
     def admit(self, now: float) -> None:
         """Reserve room and grant, unless a sequence of the scheduler is to get its blocks back first."""

@@ -2,9 +2,8 @@
 
 from collections import deque
 from collections.abc import Callable
-from collections.abc import Sequence as ListLike
-from dataclasses import dataclass
 
+from splitserve.decode.incoming import Incoming, QuarantinedRead
 from splitserve.decode.peers import PeerState, PeerTable
 from splitserve.engine.effects import Incident, StartRead
 from splitserve.engine.sequence import Sequence
@@ -13,37 +12,11 @@ from splitserve.engine.state import EngineState
 from splitserve.kvconnector.blocks.pool import BlockState
 from splitserve.protocol.handover.reads import ReadResult
 from splitserve.protocol.handover.sink import Pull, PullSpan, SinkHandover, SinkState
-from splitserve.protocol.messages.handover import MAX_HASHES, Offer, Release, Withdrawn
+from splitserve.protocol.messages.handover import MAX_HASHES, GrantDelayed, Offer, Release, Withdrawn
 from splitserve.protocol.messages.marks import MarkKind
 from splitserve.protocol.messages.requests import HandoverReport, PeerRef
 from splitserve.protocol.request import Party, RequestKey
 from splitserve.protocol.step import Draw
-
-
-@dataclass(slots=True, eq=False)
-class Incoming:
-    """A request whose KV comes from a peer. ``handover`` is None until there's room for the whole prompt.
-
-    ``is_prefix``: the peer offers only the prefix that it already holds; the rest is computed here. ``first_token``,
-    the sequence's last token, belongs to a hand-over whose blocks the peer's device had lost: they are read from the
-    peer's host tier.
-    """
-
-    sequence: Sequence
-    peer: Party
-    is_prefix: bool = False
-    first_token: Draw | None = None
-    handover: SinkHandover | None = None
-
-
-@dataclass(slots=True)
-class QuarantinedRead:
-    """A read whose request is over, but which may still write to its blocks."""
-
-    peer: Party
-    group: int  # of the blocks
-    local_blocks: ListLike[int]
-    deadline: float
 
 
 class SinkSide:
@@ -68,7 +41,8 @@ class SinkSide:
         self._on_ready = on_ready
         self._on_failed = on_failed
         self._on_prefix = on_prefix
-        self._waiting: deque[Incoming] = deque()
+        self._waiting: deque[Incoming] = deque()  # for room, in the order in which it was asked for
+        self._num_unasked = 0
         self._incoming: dict[RequestKey, Incoming] = {}
         self._reads: dict[int, Incoming] = {}
         self._quarantined_reads: dict[int, QuarantinedRead] = {}
@@ -76,13 +50,39 @@ class SinkSide:
 
     # ---- messages ----
 
-    def add(self, sequence: Sequence, peer: PeerRef, now: float, *, is_prefix: bool = False) -> None:
-        """Pull the sequence's KV from ``peer``; ``is_prefix``: as much as that has of it already."""
+    def add(
+        self, sequence: Sequence, peer: PeerRef, now: float, *, is_prefix: bool = False, is_unasked: bool = False
+    ) -> None:
+        """Pull the sequence's KV from ``peer``; ``is_prefix``: as much as that has of it already; ``is_unasked``: once
+        it asks for the grant."""
         sequence.enter(Stage.UNADMITTED)
         self._peers.introduce(peer, now)
-        incoming = Incoming(sequence, peer.party, is_prefix)
+        incoming = Incoming(sequence, peer.party, is_prefix, is_unasked=is_unasked)
         self._incoming[sequence.key] = incoming
-        self._waiting.append(incoming)
+        self._num_unasked += is_unasked
+        if not is_unasked:
+            self._waiting.append(incoming)
+
+    def on_asked(self, key: RequestKey, sender: Party, now: float) -> None:
+        """Queue a request for room, if it isn't; send a grant again that prefill hasn't received."""
+        incoming = self._from_peer(key, sender)
+        if incoming is None:
+            return
+        if incoming.is_unasked:
+            incoming.is_unasked = False
+            self._num_unasked -= 1
+            self._waiting.append(incoming)
+            if incoming.sequence.marks is not None:
+                incoming.sequence.marks.add(MarkKind.ASKED, now)
+        elif incoming.handover is not None:
+            incoming.handover.grant_again(now)
+            self._advance(incoming, now)
+
+    def answer(self, key: RequestKey) -> None:
+        """Tell prefill that a request that it has asked for has no grant, if that is so."""
+        incoming = self._incoming.get(key)
+        if incoming is not None and incoming.handover is None and not incoming.is_unasked:
+            self._state.outbox.send(incoming.peer, GrantDelayed(key))
 
     def on_offer(self, offer: Offer, sender: Party, now: float) -> None:
         incoming = self._from_peer(offer.key, sender)
@@ -122,7 +122,8 @@ class SinkSide:
         """The request is over: release what prefill holds for it, keep quarantined what a read may still write to."""
         incoming = self._incoming.pop(sequence.key)
         if incoming.handover is None:
-            if incoming in self._waiting:  # else its blocks are being onboarded from a tier
+            self._num_unasked -= incoming.is_unasked
+            if incoming in self._waiting:  # else it isn't asked for, or its blocks are being onboarded from a tier
                 self._waiting.remove(incoming)
         else:
             incoming.handover.close()
@@ -182,7 +183,7 @@ class SinkSide:
 
     @property
     def num_granted(self) -> int:
-        return len(self._incoming) - len(self._waiting)
+        return len(self._incoming) - len(self._waiting) - self._num_unasked
 
     @property
     def has_queue(self) -> bool:
@@ -199,9 +200,13 @@ class SinkSide:
         that lives or keeps its blocks in quarantine."""
         for incoming in self._waiting:
             held = incoming.sequence.block_ids
+            assert not incoming.is_unasked, f"{incoming.sequence.key} waits for room, but prefill hasn't asked for it"
             assert not held, f"{incoming.sequence.key} waits for room, but holds {len(held)} blocks"
+        num_unasked = sum(incoming.is_unasked for incoming in self._incoming.values())
+        assert self._num_unasked == num_unasked, f"{self._num_unasked} requests count as unasked for, not {num_unasked}"
         for key, incoming in self._incoming.items():
-            stage = Stage.UNADMITTED if incoming in self._waiting else Stage.PULLING
+            is_waiting = incoming.is_unasked or incoming in self._waiting
+            stage = Stage.UNADMITTED if is_waiting else Stage.PULLING
             assert incoming.sequence.stage is stage, f"{key} is {incoming.sequence.stage}, not {stage}"
         in_flight = {
             read_id: incoming

@@ -28,12 +28,13 @@ class PrefillScheduler:
         self.active: list[Sequence] = []  # admitted, with known tokens left to compute
 
     def add(self, sequence: Sequence, *, first: bool = False) -> None:
-        """Queue a sequence, behind or before all others."""
+        """Queue a sequence before all others, or in the order of arrival, since some get their grant late. One that had
+        room before is not overtaken."""
         sequence.enter(Stage.QUEUED)
-        if first:
-            self.waiting.appendleft(sequence)
-        else:
-            self.waiting.append(sequence)
+        place = len(self.waiting)
+        while place and self.waiting[place - 1].number > sequence.number and not self.waiting[place - 1].was_admitted:
+            place -= 1
+        self.waiting.insert(0 if first else place, sequence)
 
     def add_admitted(self, sequence: Sequence) -> None:
         """Add a sequence that holds all its blocks, and has KV for some of its known tokens."""

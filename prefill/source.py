@@ -1,7 +1,9 @@
 """Prefill's side of hand-overs: pairs requests with grants, offers what is computed, holds it until decode has
-read it."""
+read it.
 
-from collections.abc import Mapping
+Prompts without a grant wait in a :class:`splitserve.prefill.grant_queue.GrantQueue`, and hold nothing."""
+
+from collections.abc import Iterable, Mapping
 from itertools import takewhile
 
 from splitserve.common.bounded import ExpiringMap
@@ -14,11 +16,14 @@ from splitserve.engine.state import DRAINING_REASON, Tombstone
 from splitserve.kvconnector.blocks.digest import LeadingDigests, no_digests
 from splitserve.kvconnector.layout.shape import num_blocks_for
 from splitserve.kvconnector.transfer.connector import ServedMemory
+from splitserve.prefill.grant_queue import GrantQueue, Ungranted
 from splitserve.prefill.host_offers import HostOffers
 from splitserve.prefill.prefix_source import PrefixSource
 from splitserve.protocol.handover.source import SourceHandover, SourceState
 from splitserve.protocol.messages.handover import (
     Grant,
+    GrantDelayed,
+    GrantRequest,
     OfferAck,
     OfferedBlock,
     PeerHello,
@@ -45,7 +50,7 @@ class SourcePart(Part):
         self._leading_digests = leading_digests
         self._undigested: set[RequestKey] = set()  # hand-overs with computed blocks that wait for their digests
         self._first_tokens: dict[RequestKey, Draw] = {}  # of prompts that are computed, until their last offer
-        self._ungranted: dict[RequestKey, tuple[Sequence, Party]] = {}
+        self._ungranted = GrantQueue(state.protocol, self._scheduler.budget.max_num_batched_tokens)
         self._handovers: dict[RequestKey, SourceHandover] = {}
         self._parked_grants: ExpiringMap[RequestKey, tuple[Grant, Party]] = ExpiringMap(
             max_size=state.protocol.max_parked, ttl_seconds=state.protocol.lease_seconds
@@ -68,6 +73,7 @@ class SourcePart(Part):
             PrefillRequest: self.on_request,
             PeerHello: self.on_hello,
             Grant: self.on_grant,
+            GrantDelayed: self.on_grant_delayed,
             PrefixGrant: self.on_prefix_grant,
             OfferAck: self.on_ack,
             Release: self.on_release,
@@ -99,7 +105,7 @@ class SourcePart(Part):
             return
         key = sequence.key
         sequence.enter(Stage.UNGRANTED)
-        self._ungranted[key] = sequence, request.decode.party
+        self._ungranted.add(sequence, request.decode.party, now, is_asked=not request.late_grant)
         parked = self._parked_grants.pop(key, now)
         if parked is not None:
             self.on_grant(*parked, now)
@@ -118,15 +124,20 @@ class SourcePart(Part):
             self._state.outbox.send(sender, Withdrawn(key, tombstone.reason, tombstone.attempt_over))
         elif handover is not None:
             self._state.outbox.send(sender, Withdrawn(key=key, reason="granted by another worker"))
-        elif key in self._ungranted:
-            if self._ungranted[key][1] == sender:
-                self._start(self._ungranted.pop(key)[0], grant, sender, now)
+        elif (ungranted := self._ungranted.get(key)) is not None:
+            if ungranted.peer == sender:
+                self._ungranted.pop(key)
+                self._start(ungranted.sequence, grant, sender, now)
             else:
                 self._state.counters.stale_messages += 1
         elif self._state.is_draining:  # its request, if it still comes, will be refused
             self._state.outbox.send(sender, Withdrawn(key=key, reason=DRAINING_REASON))
         else:
             self._parked_grants.put(key, (grant, sender), now)
+
+    def on_grant_delayed(self, delayed: GrantDelayed, sender: Party, now: float) -> None:
+        """Let prompts behind this one come first, as long as its decode worker has no room."""
+        self._ungranted.on_delayed(delayed.key, sender, now)
 
     def on_prefix_grant(self, grant: PrefixGrant, sender: Party, now: float) -> None:
         """Offer a peer the blocks of a prefix that are here."""
@@ -155,9 +166,9 @@ class SourcePart(Part):
                 text = f"{sender} read other bytes than were offered for {release.key}: the prefix cache is dropped"
                 self._state.outbox.put(Incident(text))
             self._finish(handover, now)
-        elif release.key in self._ungranted and self._ungranted[release.key][1] == sender:
-            sequence, _ = self._ungranted.pop(release.key)  # its grant was lost; decode did without us
-            self._requests.forget(sequence, "given up by decode", now)
+        elif (ungranted := self._ungranted.get(release.key)) is not None and ungranted.peer == sender:
+            self._ungranted.pop(release.key)  # its grant was lost, or it has ended at decode
+            self._requests.forget(ungranted.sequence, "given up by decode", now)
         else:
             self._parked_grants.pop(release.key, now)
             is_known = release.key in self._state.sequences or release.key in self._state.tombstones
@@ -180,7 +191,7 @@ class SourcePart(Part):
 
     def on_end(self, sequence: Sequence, reason: str, now: float, *, attempt_over: bool) -> None:
         """Withdraw the hand-over. What was offered stays until decode releases it or its lease runs out."""
-        self._ungranted.pop(sequence.key, None)
+        self._ungranted.pop(sequence.key)
         self._stop_offering(sequence.key)
         handover = self._handovers.get(sequence.key)
         if handover is None:
@@ -192,6 +203,17 @@ class SourcePart(Part):
             self._state.tombstones.put(sequence.key, Tombstone(reason, attempt_over), now)
         else:
             del self._handovers[sequence.key]
+
+    def admit(self, now: float) -> None:
+        """Ask for the grants of the prompts whose turn comes soon."""
+        if self._ungranted:
+            prompts = self._scheduler.prompts
+            num_begun = sum(sequence.num_unplanned for sequence in prompts.active)
+            self._ask(self._ungranted.choose(prompts.waiting, num_begun, now))
+
+    def after_plan(self, now: float) -> None:
+        """Ask for the grants of the prompts that may be in the step after the one just planned."""
+        self.admit(now)
 
     def before_plan(self, now: float) -> None:
         """Make room if the next prompt lacks blocks: offer other prompts' blocks from the host tier, not the device."""
@@ -213,6 +235,11 @@ class SourcePart(Part):
             self._offer(self._state.sequences[key], self._handovers[key], now)
         for handover in list(self._handovers.values()):
             self._poll(handover, now)
+        for silent in self._ungranted.overdue(now):
+            self._state.counters.handover_failures += 1
+            reason = f"{silent.peer.engine_id} was asked for room, and doesn't answer"
+            self._requests.fail(silent.sequence, FailureCode.HANDOVER, reason, now)
+        self._ask(self._ungranted.take_due(now))
         self.prefixes.poll(now)
         self._host_offers.poll(now)
         self._parked_grants.expire(now)
@@ -223,10 +250,16 @@ class SourcePart(Part):
         deadlines = [handover.next_deadline() for handover in self._handovers.values()]
         if self._is_serving and not self._handovers and not self.prefixes.num_live:
             deadlines.append(self._serve_until)
+        deadlines.append(self._ungranted.next_deadline())
         return min(self.prefixes.next_deadline(), self._host_offers.next_deadline(), *deadlines, float("inf"))
 
     def owns(self, sequence: Sequence) -> bool:
         return sequence.key in self._handovers or sequence.key in self._ungranted
+
+    @property
+    def waiting(self) -> list[Sequence]:
+        """Return the prompts that have no grant."""
+        return [prompt.sequence for prompt in self._ungranted.prompts]
 
     @property
     def num_live(self) -> int:
@@ -243,7 +276,8 @@ class SourcePart(Part):
 
     def check_invariants(self) -> None:
         """Raise AssertionError unless the sequences of hand-overs are in the stages that go with them."""
-        for sequence, _ in self._ungranted.values():
+        self._ungranted.check_invariants()
+        for sequence in self.waiting:
             assert sequence.stage is Stage.UNGRANTED, f"{sequence.key} waits for its grant, but is {sequence.stage}"
         stray = self._undigested | self._first_tokens.keys()
         assert stray <= self._handovers.keys(), f"{stray} are to be offered without a hand-over"
@@ -260,6 +294,12 @@ class SourcePart(Part):
             self._state.outbox.send(handover.peer, offer)
         if handover.state is SourceState.RELEASED:
             self._finish(handover, now)
+
+    def _ask(self, prompts: Iterable[Ungranted]) -> None:
+        for prompt in prompts:
+            if prompt.sequence.marks is not None and not prompt.is_delayed:
+                prompt.sequence.marks.add(MarkKind.ASKED, prompt.turn_at)
+            self._state.outbox.send(prompt.peer, GrantRequest(prompt.sequence.key))
 
     def _start(self, sequence: Sequence, grant: Grant, peer: Party, now: float) -> None:
         num_tokens, block_size = len(sequence.token_ids), self._state.blocks.block_size

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import errno
 import gc
 import logging
 import os
@@ -17,6 +16,7 @@ import uvloop
 from starlette.types import ASGIApp
 
 from splitserve.common.errors import ConfigError
+from splitserve.common.listening import listen
 from splitserve.common.security import is_loopback
 from splitserve.protocol.config import RouterConfig
 from splitserve.router.admin.metrics import RouterMetrics
@@ -65,7 +65,7 @@ def run_router(config: RouterConfig, progress: Progress) -> None:
     _allow_many_files()
     # Threads for each text of a batch cost more than they save, and their cores belong to the workers.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    with listening_socket(config.host, config.port) as listener:
+    with listening_socket(config.host, config.port, config.listener_fd) as listener:
         tokenizer = ModelTokenizer(Path(config.model), config.chat_template)
         defaults = read_sampling_defaults(config.generation_config, Path(config.model))
         response_format = _response_format(config, tokenizer)
@@ -104,7 +104,7 @@ async def _serve(
 ) -> None:
     local_only = is_loopback(config.host) and not (config.api_key or config.tenants_file)
     _check_origins(config, local_only=local_only)
-    metrics = RouterMetrics(config.served_model_name)
+    metrics = RouterMetrics(config.served_model_name, config.name if config.peers else "")
     dispatcher = Dispatcher(config, metrics)
     renderer = Renderer(tokenizer.chat_template)
     checker = GrammarChecker(Path(config.model), tokenizer.eos_token_ids)
@@ -141,9 +141,8 @@ async def _serve(
             dispatcher.close()
             server.should_exit = True
 
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, stop)
+        _on_end(stop)
+        await dispatcher.exchange.catch_up()
         settle_collector()
         await server.serve(sockets=[listener])
     finally:
@@ -155,6 +154,12 @@ async def _serve(
         checker.close()
 
 
+def _on_end(stop: Callable[[], None]) -> None:
+    """Call ``stop`` when the process is asked to end."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop)
+
+
 def _names(config: RouterConfig) -> tuple[str, ...]:
     """Return the ids of the model, the first of them its own."""
     return tuple(dict.fromkeys((config.served_model_name, *config.aliases)))
@@ -163,7 +168,13 @@ def _names(config: RouterConfig) -> tuple[str, ...]:
 def _follow_tenants(dispatcher: Dispatcher) -> None:
     """Read the file of tenants now, and again at each SIGHUP. Raises :class:`ConfigError` for a faulty one now."""
     dispatcher.load_tenants()
-    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, _reload_tenants, dispatcher)
+    dispatcher.exchange.reload_tenants = lambda: _reload_tenants(dispatcher)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, _on_hang_up, dispatcher)
+
+
+def _on_hang_up(dispatcher: Dispatcher) -> None:
+    _reload_tenants(dispatcher)
+    dispatcher.exchange.tell_tenants_changed()
 
 
 def _reload_tenants(dispatcher: Dispatcher) -> None:
@@ -223,23 +234,10 @@ class _HttpServer(uvicorn.Server):
             self._on_started()
 
 
-@contextlib.contextmanager
-def listening_socket(host: str, port: int) -> Iterator[socket.socket]:
-    """Yield a socket that listens on the address. Raises :class:`ConfigError`.
-
-    It listens from the beginning: until one of them does, two sockets with SO_REUSEADDR may be bound to one port.
-    """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind((host, port))
-            listener.listen()
-        except OSError as error:
-            is_wrong_host = isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL
-            remedy = "give an address of this machine as --host" if is_wrong_host else "choose another --port"
-            raise ConfigError(f"can't listen on {host} port {port}: {error.strerror or error}; {remedy}") from error
-        yield listener
+def listening_socket(host: str, port: int, shared_fd: int = -1) -> socket.socket:
+    """Return a socket that listens on the address, or the one that the router shares with others (``shared_fd``).
+    Raises :class:`ConfigError`."""
+    return listen(host, port) if shared_fd < 0 else socket.socket(fileno=shared_fd)
 
 
 def _url(listener: socket.socket) -> str:

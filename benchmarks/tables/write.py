@@ -13,6 +13,7 @@ from splitserve.benchmarks.common.report import RESULTS_DIRECTORY
 from splitserve.benchmarks.tables import more_sections as results_more
 from splitserve.benchmarks.tables import readme as results_readme
 from splitserve.benchmarks.tables import sections as results_sections
+from splitserve.benchmarks.tables import simulations
 from splitserve.benchmarks.tables.cells import Section
 from splitserve.benchmarks.tables.runs import Run, read_runs
 
@@ -59,6 +60,7 @@ SECTIONS: Sequence[Callable[[Sequence[Run]], Section]] = (
     results_more.tier_copies,
     results_more.awake_cores,
     results_more.chaos,
+    simulations.simulations,
 )
 
 
@@ -74,6 +76,7 @@ def results_page(runs: Sequence[Run]) -> str:
         f"## {section.title}\n\n" + (f"{section.conditions}\n\n" if section.conditions else "")
         + markdown(section.headers, section.rows)
         for section in sections
+        if section.rows
     ]  # fmt: skip
     return "\n\n".join(parts)
 
@@ -95,7 +98,10 @@ def users_block(runs: Sequence[Run]) -> str:
     loaded = loaded_table(runs, with_runs=True)
     rest = markdown(results_readme.HEADERS, results_readme.user_rows(runs))
     conditions = f"{results_readme.conditions(runs)} {results_readme.RUN_NAMES}"
-    return "\n\n".join([conditions, "### Under load", results_readme.LOADED_CONDITIONS, loaded, "### Others", rest])
+    parts = [conditions, "### Under load", results_readme.LOADED_CONDITIONS, loaded, "### Others", rest]
+    if rows := simulations.user_rows(runs):
+        parts += ["### Simulated", simulations.CONDITIONS, markdown([*simulations.HEADERS, "run"], rows)]
+    return "\n\n".join(parts)
 
 
 def developers_block(runs: Sequence[Run]) -> str:

@@ -14,8 +14,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from multiprocessing import get_context
 from pathlib import Path
 
 import msgspec
@@ -47,6 +49,8 @@ from splitserve.workloads.named import parse_workload
 EXIT_INTERRUPTED = 130
 START_SECONDS = 25.0
 """Time of a cluster's start and end, for --max-seconds."""
+QUEUE_FACTOR = 1.4
+"""Factor for the time that an overloaded cluster needs for its queue: the capacity is estimated."""
 POLL_SECONDS = 0.2
 NUM_CAPACITY_REQUESTS = 300
 PACED_STEPS = StepModel(8e-3, 3e-4, 5e-7, 1.2e-4, 2e-8, 1000)
@@ -55,23 +59,24 @@ PACED_STEPS = StepModel(8e-3, 3e-4, 5e-7, 1.2e-4, 2e-8, 1000)
 def main(argv: Sequence[str]) -> int:
     """Measure and compare. Raises :class:`ConfigError`."""
     options = parser().parse_args(list(argv))
+    ends_at = time.monotonic() + options.max_seconds if options.max_seconds else float("inf")
     run = Run.of(options)
     try:
-        is_complete = run.measure(options.max_seconds, options.jobs)
+        is_complete = run.measure(ends_at, options.jobs) and run.compare(ends_at, options.jobs)
     except KeyboardInterrupt:
-        print(f"interrupted: go on with --continue {run.folder}", file=sys.stderr)
         is_complete = False
-    runs = run.measured()
-    compared = list(compare(runs))
+    if not is_complete:
+        print(f"not complete: go on with --continue {run.folder}")
+        return EXIT_INTERRUPTED
+    compared = run.compared()
     show(compared)
-    if is_complete and compared:
-        data = {
-            "conditions": msgspec.to_builtins(run.conditions),
-            "cases": [plain(each) for each in compared],
-            "runs": [summary(each) for each in runs],
-        }
-        print(f"written to {write_result('twin', argv, data, options.result_dir)}")
-    return 0 if is_complete else EXIT_INTERRUPTED
+    data = {
+        "conditions": msgspec.to_builtins(run.conditions),
+        "cases": [plain(each) for each in compared],
+        "runs": [summary(each) for each in run.measured()],
+    }
+    print(f"written to {write_result('twin', argv, data, options.result_dir)}")
+    return 0
 
 
 @dataclass(slots=True)
@@ -101,7 +106,8 @@ class Run:
         )
         now = datetime.now(UTC)
         folder = Path(options.folder or results_directory() / f"twin-{now:%Y%m%dT%H%M%S}")
-        (folder / "loads").mkdir(parents=True, exist_ok=True)
+        for part in ("loads", "compared"):
+            (folder / part).mkdir(parents=True, exist_ok=True)
         file = folder / "conditions.json"
         if file.is_file() and msgspec.json.decode(file.read_bytes(), type=Conditions) != conditions:
             raise ConfigError(f"{folder} was measured under other conditions: give the same options, or begin anew")
@@ -118,9 +124,27 @@ class Run:
         found = [msgspec.json.decode(file.read_bytes(), type=Measured) for file in files]
         return [each for each in found if each.case in self.cases]
 
-    def measure(self, max_seconds: float, num_jobs: int) -> bool:
+    def compared(self) -> list[Compared]:
+        """Return the comparisons that are kept, of these cases."""
+        files = [self._comparison(case) for case in self.cases]
+        return [msgspec.json.decode(file.read_bytes(), type=Compared) for file in files if file.is_file()]
+
+    def compare(self, ends_at: float, num_jobs: int) -> bool:
+        """Compare the cases whose comparison is missing, ``num_jobs`` at once; returns whether all are there. Those of
+        which no step times were fitted are left out."""
+        runs = self.measured()
+        waiting = [case for case in self.cases if not self._comparison(case).is_file()]
+        with ProcessPoolExecutor(min(num_jobs, max(1, len(waiting))), mp_context=get_context("spawn")) as pool:
+            while waiting and time.monotonic() < ends_at:
+                batch, waiting = waiting[:num_jobs], waiting[num_jobs:]
+                for case, found in zip(batch, pool.map(compare, batch, [runs] * len(batch)), strict=True):
+                    if found is not None:
+                        self._comparison(case).write_bytes(msgspec.json.encode(found))
+                        print(f"{case.name}: {found.verdict}", flush=True)
+        return not waiting
+
+    def measure(self, ends_at: float, num_jobs: int) -> bool:
         """Measure the loads that are missing, ``num_jobs`` at once; returns whether all are there."""
-        ends_at = time.monotonic() + max_seconds if max_seconds else float("inf")
         shares = shared_cpus(num_jobs)
         running: dict[int, tuple[subprocess.Popen[bytes], str]] = {}  # by the number of its share of the cores
         failed: set[str] = set()
@@ -147,7 +171,7 @@ class Run:
                 process.wait()
         left = sum(1 for _ in self._missing())
         if left:
-            print(f"{left} loads are left: go on with --continue {self.folder}")
+            print(f"{left} loads are left")
         return not left
 
     def _collect(self, running: dict[int, tuple["subprocess.Popen[bytes]", str]], failed: set[str]) -> None:
@@ -159,7 +183,7 @@ class Run:
                     print(f"{name}: failed", file=sys.stderr)
 
     def _fits(self, order: Order, ends_at: float) -> bool:
-        seconds = self.conditions.seconds * max(1.0, order.case.load) + START_SECONDS
+        seconds = self.conditions.seconds * max(1.0, QUEUE_FACTOR * order.case.load) + START_SECONDS
         return time.monotonic() + seconds <= ends_at
 
     def _missing(self) -> Iterator[tuple[Case, int]]:
@@ -195,6 +219,9 @@ class Run:
 
     def _file(self, case: Case, repeat: int) -> Path:
         return self.folder / "loads" / f"{_name(case, repeat)}.json"
+
+    def _comparison(self, case: Case) -> Path:
+        return self.folder / "compared" / f"{case.name}.json"
 
     def _estimated_capacity(self, case: Case) -> float:
         """Return the requests per second that a twin with estimated steps completes of a burst."""

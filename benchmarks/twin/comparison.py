@@ -2,7 +2,7 @@
 
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,16 +70,13 @@ def bound_of(figure: str, load: float) -> float | None:
     return {"TPOT mean": 0.04, "TPOT p99": 0.08, "TTFT mean": 0.05 if load <= 0.5 else 0.10}[figure]
 
 
-def compare(runs: Sequence[Measured]) -> Iterable[Compared]:
-    """Yield the comparison of each case that other cases' runs can be fitted for."""
+def compare(case: Case, runs: Sequence[Measured]) -> Compared | None:
+    """Compare a case with its twin; None if no other case's runs can be fitted."""
     by_case: dict[Case, list[Measured]] = {}
     for run in runs:
         by_case.setdefault(run.case, []).append(run)
-    noise = _usual_noise(by_case)
-    for case, repeats in by_case.items():
-        others = others_of(case, runs)
-        if others:
-            yield _compare(case, repeats, others, noise)
+    others = others_of(case, runs)
+    return _compare(case, by_case[case], others, _usual_noise(by_case)) if others else None
 
 
 def _compare(case: Case, repeats: Sequence[Measured], others: Sequence[Measured], noise: Figures) -> Compared:

@@ -6,6 +6,7 @@ The process and its cluster stay on the cores that the order names.
 import os
 import statistics
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -34,6 +35,8 @@ from splitserve.workloads.conversation import Conversation, Workload
 from splitserve.workloads.named import parse_workload
 
 WARM_UPS = 4
+REPORT_SECONDS = 2.0
+"""Time in which heartbeats bring the last fits to the router."""
 VOCABULARY = range(20, 1000)
 
 
@@ -96,6 +99,7 @@ def measure(order: Order) -> Measured:
         _warm_up(endpoint, prompts)
         turns = run_in_processes(endpoint, workload, prompts, 1, f"t{seed}-")
         traces = traces_of(cluster.url, "", f"t{seed}-")
+        time.sleep(REPORT_SECONDS)
         report = report_of(cluster.url, "")
     records = [turn.record for turn in turns]
     gaps = np.concatenate([record.gaps for record in records])

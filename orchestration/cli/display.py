@@ -60,7 +60,8 @@ def _describe(stage: str, detail: dict[str, str]) -> str | None:
 
 def describe_status(status: ClusterStatus) -> str:
     lines = [f"{status.name}: {status.state}, {status.model} at {status.url or 'no address yet'}"]
-    lines += [_describe_process(process, status.revision) for process in (status.router, *status.workers)]
+    processes = (status.router, *status.more_routers, *status.workers)
+    lines += [_describe_process(process, status.revision) for process in processes]
     if status.upgrade is not None:
         upgrade = status.upgrade
         problem = f": {upgrade.problem}" if upgrade.problem else ""

@@ -97,6 +97,8 @@ def _wrapped(text: str, width: int) -> list[str]:
 def _figures(view: Overview) -> Iterator[str]:
     rates, router = view.rates, view.router
     num_waiting = router.num_waiting + router.num_queued
+    if view.num_routers > 1:
+        yield _row("routers", f"{view.num_routers} on the port; all but requests/s and tokens/s is of one of them")
     if rates is not None:
         yield _row(
             "requests",

@@ -35,7 +35,7 @@ from splitserve.orchestration.cluster.host import (
 )
 from splitserve.orchestration.cluster.launch_errors import LaunchError, LaunchInterruptedError
 from splitserve.orchestration.cluster.roster import Action, WorkerPhase
-from splitserve.orchestration.cluster.router_keeper import RouterKeeper
+from splitserve.orchestration.cluster.router_keeper import Routers
 from splitserve.orchestration.cluster.start import ClusterStart
 from splitserve.orchestration.cluster.supervision import Supervisor
 from splitserve.orchestration.cluster.worker_keeper import WorkerKeeper
@@ -50,10 +50,10 @@ from splitserve.orchestration.control.requests import (
     Stop,
     UpgradeCluster,
 )
-from splitserve.orchestration.control.status import ROUTER, cluster_status
+from splitserve.orchestration.control.status import cluster_status
 from splitserve.orchestration.lmcache.keeper import LMCacheKeeper, is_lmcache
 from splitserve.orchestration.spec.cluster_spec import ClusterSpec
-from splitserve.orchestration.spec.expansion import ANY_PORTS
+from splitserve.orchestration.spec.expansion import ROUTER
 
 START_TIMEOUT_SECONDS = 900.0
 ROUTER_READY_TIMEOUT_SECONDS = 30.0
@@ -90,7 +90,7 @@ class Cluster:
         self._events: SimpleQueue[Event] = SimpleQueue()
         self._children = Children(lambda: self.state == "starting")
         self._supervisor = Supervisor(spec, restart=restart, has_room=host.has_room)
-        self._router = RouterKeeper(restart_router)
+        self._routers = Routers(spec, self._children, host, self._events.put, restart=restart_router)
         self._lmcache = LMCacheKeeper()
         self._workers = WorkerKeeper(
             self._supervisor, self._children, host, emit=self._events.put, on_gone=self._lmcache.leave
@@ -114,7 +114,7 @@ class Cluster:
     @property
     def url(self) -> str:
         """URL of the endpoint; "" until the router listens."""
-        return self._router.url
+        return self._routers.url
 
     @property
     def pids(self) -> dict[str, int]:
@@ -139,7 +139,7 @@ class Cluster:
         name."""
         with self._children.changed:
             self._children.by_name[name].send_signal(signal_number)
-            if name != ROUTER and signal_number in (signal.SIGTERM, signal.SIGKILL):
+            if name not in self._routers and signal_number in (signal.SIGTERM, signal.SIGKILL):
                 self._supervisor.on_leaving(name)
 
     def restart(self, name: str) -> None:
@@ -171,8 +171,8 @@ class Cluster:
         start = ClusterStart(self._events, self._children, self._note_progress, self._reply, self._not_ready)
         try:
             self._host.prepare(self.spec)
-            self._children.add(self._host.start_router(self.spec, ANY_PORTS, self._events.put))
-            start.wait(lambda: self._router.membership != "", "the router's membership endpoint", deadline)
+            self._routers.start()
+            start.wait(lambda: self._routers.membership != "", "the router's membership endpoint", deadline)
             self._supervisor.want_all(time.monotonic())
             self._do_what_is_due()
             start.wait(lambda: self._all_ready() and self.url != "", "all workers", deadline)
@@ -188,22 +188,22 @@ class Cluster:
         ``adopt`` returns the processes that the lost launcher has left running, by name; they repeat their progress
         from the beginning. Raises :class:`LaunchError` if no router can be started.
         """
-        self._router.recall(memory.membership, memory.url)
         children = adopt(self._events.put)
         now = time.monotonic()
         with self._children.changed:
             servers = self._lmcache.adopt(children)
-            self._supervisor.restore(memory.snapshot, children.keys() - {ROUTER} - servers, now)
+            self._supervisor.restore(
+                memory.snapshot, {name for name in children if name not in self._routers} - servers, now
+            )
             if not memory.snapshot.workers:
                 self._supervisor.want_all(now)  # the launcher was lost before it had asked for any worker
         for child in children.values():
             self._children.add(child)
-        if ROUTER not in children:
-            self._router.due_at = now
+        self._routers.recall(memory.membership, memory.url, now)
         deadline = now + START_TIMEOUT_SECONDS
-        while not self._router.is_listening:
+        while not self._routers.are_listening:
             self._do_what_is_due(with_workers=False)
-            self._handle(self._next_event(min(deadline, self._router.due_at)))
+            self._handle(self._next_event(min(deadline, self._routers.due_at)))
             if time.monotonic() > deadline:
                 raise LaunchError("gave up waiting for the router")
         self.state = "serving"
@@ -218,7 +218,7 @@ class Cluster:
                     return 0
                 case _:
                     self._handle(event)
-            if ROUTER not in self._children.by_name and not self._router.is_due_some_time:
+            if self._routers.are_lost:
                 _log.error("the router is gone: stopping")
                 return 1
             if not self._supervisor.workers:
@@ -258,20 +258,19 @@ class Cluster:
 
     def _do_what_is_due(self, *, with_workers: bool = True) -> None:
         now = time.monotonic()
-        if self._router.due_at <= now:
-            self._start_router_again()
+        self._routers.start_due(now)
         if not with_workers:
             return
         self._keep_lmcache()
-        self._workers.poll(self._router.membership)
+        self._workers.poll(self._routers.membership)
         self._remember()
 
     def _handle(self, event: Event | None) -> None:
         match event:
             case ChildExited(name, returncode):
                 words = self._children.take_leave(name, returncode)
-                if name == ROUTER:
-                    self._on_router_exit()
+                if name in self._routers:
+                    self._routers.on_exit(name, time.monotonic())
                 elif is_lmcache(name):
                     self._host.release(name)
                     self._lmcache.on_exit(name, time.monotonic())
@@ -286,7 +285,7 @@ class Cluster:
 
     def _next_event(self, until: float | None = None) -> Event | None:
         """Return the next event; None when something is due (``until``, if that is given) before an event arrives."""
-        due = (self._supervisor.next_due(), self._router.due_at, self._lmcache.next_due())
+        due = (self._supervisor.next_due(), self._routers.due_at, self._lmcache.next_due())
         due_at = min(due) if until is None else until
         try:
             return self._events.get(timeout=None if due_at == float("inf") else max(0.0, due_at - time.monotonic()))
@@ -308,9 +307,9 @@ class Cluster:
                 self._lmcache.use(progress.name, progress.detail["server"], time.monotonic())
                 self._keep_lmcache()
             case "membership":
-                self._on_membership(progress.detail["endpoint"])
+                self._on_membership(progress.name, progress.detail["endpoint"])
             case "listening":
-                self._router.on_listening(progress.detail["url"], time.monotonic())
+                self._routers.on_listening(progress.name, progress.detail["url"], time.monotonic())
         self._show(progress)
         self._workers.perform(actions)
         self._remember()
@@ -318,34 +317,17 @@ class Cluster:
     def _remember(self) -> None:
         """Have the host store the present state, for a launcher that takes over if this one is lost."""
         snapshot = self._supervisor.snapshot()
-        memory = Memory(snapshot, self._router.membership, self.url)
+        memory = Memory(snapshot, self._routers.membership, self.url)
         if memory != self._remembered:
             self._host.remember(memory)
             snapshot = msgspec.structs.replace(snapshot, upgrade=copy(snapshot.upgrade))
-            self._remembered = Memory(snapshot, self._router.membership, self.url)
+            self._remembered = Memory(snapshot, self._routers.membership, self.url)
 
     # ---- the router ----
 
-    def _start_router_again(self) -> None:
-        """Start the router again on the same ports, so that workers and clients find it."""
-        self._router.due_at = float("inf")
-        error = self._children.try_start(
-            lambda: self._host.start_router(self.spec, self._router.ports, self._events.put)
-        )
-        if error is not None:
-            _log.error("the router can't be started: %s", error)
-            self._on_router_exit()
-
-    def _on_router_exit(self) -> None:
-        """Schedule the router's restart, unless its end is the cluster's."""
-        now = time.monotonic()
-        self._router.on_exit(now)
-        if self._router.is_due_some_time:
-            _log.warning("the router is started again in %.1f s", self._router.due_at - now)
-
-    def _on_membership(self, endpoint: str) -> None:
+    def _on_membership(self, router: str, endpoint: str) -> None:
         """Restart workers that register at another membership endpoint than the router's present one."""
-        if not self._router.on_membership(endpoint):
+        if not self._routers.on_membership(router, endpoint):
             return
         for name, child in list(self._children.by_name.items()):
             if name in self._supervisor.workers:

@@ -90,7 +90,9 @@ class Host(Protocol):
     def prepare(self, spec: ClusterSpec) -> None:
         """Check that the cluster can be started, before anything is."""
 
-    def start_router(self, spec: ClusterSpec, ports: RouterPorts, emit: Callable[[Event], None]) -> Child: ...
+    def start_router(
+        self, name: str, spec: ClusterSpec, ports: RouterPorts, emit: Callable[[Event], None]
+    ) -> Child: ...
 
     def start_worker(
         self, name: str, spec: ClusterSpec, pool: PoolSpec, membership: str, emit: Callable[[Event], None]

@@ -99,6 +99,7 @@ class ClusterStatus(Reply, frozen=True, kw_only=True):
     router: ProcessStatus
     workers: list[ProcessStatus]
     upgrade: UpgradeStatus | None = None
+    more_routers: list[ProcessStatus] = []  # further router processes on the port
 
     @property
     def is_upgrading(self) -> bool:

@@ -9,8 +9,7 @@ from splitserve.orchestration.cluster.rolling_upgrade import Upgrade
 from splitserve.orchestration.cluster.roster import Worker, WorkerPhase
 from splitserve.orchestration.cluster.supervision import Supervisor
 from splitserve.orchestration.control.requests import ClusterStatus, ProcessStatus, UpgradeStatus
-
-ROUTER = "router"
+from splitserve.orchestration.spec.expansion import ROUTER, router_names
 
 
 def cluster_status(
@@ -21,7 +20,6 @@ def cluster_status(
     counts = {pool.name: 0 for pool in supervisor.spec.pools}
     for worker in supervisor.workers.values():
         counts[worker.pool.name] += worker.wanted
-    router = children.get(ROUTER)
     return ClusterStatus(
         name=supervisor.spec.name,
         version=__version__,
@@ -30,14 +28,20 @@ def cluster_status(
         url=url,
         revision=supervisor.revision,
         counts=counts,
-        router=ProcessStatus(
-            name=ROUTER,
-            phase=WorkerPhase.READY if url else WorkerPhase.STARTING,
-            pid=router.pid if router else 0,
-            runs_on=router.runs_on if router else "",
-        ),
+        router=_router_status(ROUTER, children, url),
+        more_routers=[_router_status(name, children, url) for name in router_names(supervisor.spec)[1:]],
         workers=[_worker_status(worker, children.get(worker.name), now) for worker in supervisor.workers.values()],
         upgrade=None if supervisor.upgrade is None else _upgrade_status(supervisor.upgrade),
+    )
+
+
+def _router_status(name: str, children: Mapping[str, Child], url: str) -> ProcessStatus:
+    router = children.get(name)
+    return ProcessStatus(
+        name=name,
+        phase=WorkerPhase.READY if url else WorkerPhase.STARTING,
+        pid=router.pid if router else 0,
+        runs_on=router.runs_on if router else "",
     )
 
 

@@ -49,6 +49,7 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     forks: str = ""
     config: msgspec.Raw
     status_fd: int  # a child of a fork server has another
+    listener_fd: int = -1  # likewise; -1: it gets no listening socket
     log_level: str = "info"
     shared_memory: str = ""  # a folder to remove at the end, in case the parent is gone by then
     # Have the kernel, too, end the child with the *thread* of the parent that started it; a fork server has only one.
@@ -91,7 +92,8 @@ class StatusPipe:
 
 def config_of(order: Order) -> Config:
     if order.kind == "router":
-        return msgspec.json.decode(order.config, type=RouterConfig)
+        config = msgspec.json.decode(order.config, type=RouterConfig)
+        return msgspec.structs.replace(config, listener_fd=order.listener_fd)
     if order.kind == "lmcache":
         return msgspec.json.decode(order.config, type=LMCacheConfig)
     return msgspec.json.decode(order.config, type=WorkerConfig)
@@ -165,8 +167,9 @@ def _ask_kernel_for_death_signal() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGINT, 0, 0, 0)
 
 
-def main(status_fd: int | None = None) -> int:
-    """Follow the order on standard input. ``status_fd``: the status pipe of a child of a fork server."""
+def main(status_fd: int | None = None, listener_fd: int = -1) -> int:
+    """Follow the order on standard input. ``status_fd``: the status pipe of a child of a fork server; ``listener_fd``:
+    its listening socket, if it gets one."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job inherits SIGINT ignored
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # and a child of one of Ray's actors has it blocked
     # Allows writing to a terminal of which another group is in the foreground.
@@ -176,6 +179,8 @@ def main(status_fd: int | None = None) -> int:
     # Unbuffered: a daemon thread that holds a buffered reader's lock makes the interpreter abort when it ends.
     life_line = FileIO(sys.stdin.fileno(), closefd=False)
     order = msgspec.json.decode(life_line.readline(), type=Order)
+    if status_fd is not None:
+        order = msgspec.structs.replace(order, listener_fd=listener_fd)
     set_up_logging(order.name, order.log_level)
     if order.parent_death_signal or status_fd is not None:
         _ask_kernel_for_death_signal()

@@ -28,7 +28,8 @@ MAX_PACKET_BYTES = 1 << 20
 
 
 class ForkOrder(msgspec.Struct, frozen=True):
-    """Order of a child. Its packet carries descriptors: standard input, output, errors, and the status pipe."""
+    """Order of a child. Its packet carries descriptors: standard input, output, errors, the status pipe,
+    and a listening socket for a child that gets one."""
 
     environment: dict[str, str]
     folder: str  # the working directory
@@ -54,7 +55,7 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
 
 
 Reply = Forked | Exited | Refused
-NUM_DESCRIPTORS = 4
+MAX_DESCRIPTORS = 5
 
 
 class ForkServer:
@@ -80,7 +81,7 @@ class ForkServer:
     def _answer(self) -> bool:
         """Start the child of the next packet; returns False at the socket's end."""
         data, descriptors, _, _ = socket.recv_fds(
-            self._control, MAX_PACKET_BYTES, NUM_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
+            self._control, MAX_PACKET_BYTES, MAX_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
         )
         if not data:
             return False
@@ -129,7 +130,7 @@ class ForkServer:
             os.environ.clear()
             os.environ.update(order.environment)
             os.chdir(order.folder)
-            status = self._run_child(descriptors[3])
+            status = self._run_child(*descriptors[3:])
         except BaseException:
             traceback.print_exc()
         finally:  # the server's own frames, further up the stack, must not continue here
@@ -138,9 +139,9 @@ class ForkServer:
             os._exit(status)
 
     @staticmethod
-    def _run_child(status_fd: int) -> int:
+    def _run_child(status_fd: int, listener_fd: int = -1) -> int:
         """Be the child, whose descriptors are in place; returns its exit status."""
-        return child.main(status_fd)
+        return child.main(status_fd, listener_fd)
 
 
 def serve(preloaded: str, kind: type[ForkServer] = ForkServer) -> None:

@@ -190,7 +190,7 @@ def key_of(environment: Mapping[str, str]) -> object:
 
 def fork_child(environment: Mapping[str, str], preloaded: str, descriptors: Sequence[int]) -> ForkedProcess:
     """Start a child of the fork server that has imported the module ``preloaded``. ``descriptors``: the child's input,
-    output, errors and status pipe.
+    output, errors and status pipe, and its listening socket if it gets one.
 
     Raises :class:`ForkError`. A second attempt is for a server that just ended because it was idle.
     """

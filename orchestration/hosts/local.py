@@ -1,6 +1,7 @@
 """Host of processes on this machine: children of this process, each with a share of its cores and GPUs."""
 
 import os
+import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -8,6 +9,7 @@ from pathlib import Path
 import msgspec
 
 from splitserve.common.cores import available_cores, split_cores, usable_cpus
+from splitserve.common.listening import listen
 from splitserve.common.security import check_exposure
 from splitserve.orchestration.cluster.host import LMCACHE, ChildProgress, Event, Memory
 from splitserve.orchestration.hosts.addresses import LOOPBACK, own_address
@@ -24,6 +26,7 @@ from splitserve.orchestration.spec.expansion import (
     Secrets,
     resolve_secrets,
     router_config,
+    router_names,
     worker_config,
     worker_environment,
     worker_names,
@@ -90,6 +93,8 @@ class LocalHost:
         self._slots: list[_Slot] = []
         self._num_starts = 0
         self._lmcache_port = 0
+        self._listener: socket.socket | None = None  # shared by several router processes
+        self._membership_ports: dict[str, int] = {}  # of these
 
     def prepare(self, spec: ClusterSpec) -> None:
         remove_abandoned()
@@ -101,6 +106,9 @@ class LocalHost:
         gpus = list_gpus({**os.environ, **self._environment})
         check_enough_gpus(spec, gpus)
         self._gpus = GpuAssignment(gpus, spec.devices.share)
+        if spec.router.workers > 1:
+            self._membership_ports = {name: free_port() for name in router_names(spec)}
+            self._listener = listen(spec.router.host, spec.router.port)
         pools = worker_names(spec)
         on_cpu = {name: pool for name, pool in pools.items() if not self._needs_gpus(pool)}
         wanted = [wanted_affinity(name, pool, ()) for name, pool in on_cpu.items()]
@@ -111,18 +119,27 @@ class LocalHost:
                 added = {**worker_environment(spec, pool), **self._environment}
                 fork_server(child_environment(0, {**os.environ, **added}), self._preloaded(pool))
 
-    def start_router(self, spec: ClusterSpec, ports: RouterPorts, emit: Callable[[Event], None]) -> ChildProcess:
+    def start_router(
+        self, name: str, spec: ClusterSpec, ports: RouterPorts, emit: Callable[[Event], None]
+    ) -> ChildProcess:
+        ports = replace(ports, membership=ports.membership or self._membership_ports.get(name, 0))
         return ChildProcess(
-            name="router",
+            name=name,
             entry=self._entries.router,
-            config=router_config(spec, self._secrets, self._address, ports),
+            config=router_config(spec, self._secrets, self._address, ports, name=name, peers=self._peers_of(name)),
+            listener=self._listener,
             threads=0,
             log_level=self._log_level,
             emit=emit,
             environment=self._environment,
-            log_file=self._log_file("router"),
+            log_file=self._log_file(name),
             preloaded=_module_of(self._entries.router, ENTRIES.router),
         )
+
+    def _peers_of(self, name: str) -> dict[str, str]:
+        """Return the membership endpoints of the other router processes."""
+        host = f"[{self._address}]" if ":" in self._address else self._address
+        return {peer: f"tcp://{host}:{port}" for peer, port in self._membership_ports.items() if peer != name}
 
     def start_worker(
         self, name: str, spec: ClusterSpec, pool: PoolSpec, membership: str, emit: Callable[[Event], None]
@@ -197,7 +214,10 @@ class LocalHost:
         """Do nothing: no launcher takes over from one on this machine, whose children end with it."""
 
     def close(self) -> None:
-        """Do nothing: the launcher ends its children."""
+        """Close what the children shared: the launcher ends them itself."""
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
 
     def _lmcache_endpoint(self, spec: ClusterSpec, pool: PoolSpec) -> str:
         """Return the endpoint of the LMCache server that is to be started, "" for none."""

@@ -3,10 +3,11 @@
 import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Literal, Protocol
@@ -76,14 +77,20 @@ class Started(Protocol):
 
 
 def _start(
-    variables: Mapping[str, str], life_line: int, log: IO[bytes] | None, status_fd: int, *, preloaded: str
+    variables: Mapping[str, str],
+    life_line: int,
+    log: IO[bytes] | None,
+    status_fd: int,
+    listener: Sequence[int],
+    *,
+    preloaded: str,
 ) -> Started:
     """Start a process that reads its order from ``life_line``. ``log`` None: its output is this process's.
-    ``preloaded``: see :class:`ChildProcess`."""
+    ``listener``: descriptor of its listening socket, if it gets one. ``preloaded``: see :class:`ChildProcess`."""
     if preloaded:
         output = (1, 2) if log is None else (log.fileno(), log.fileno())
         try:
-            return fork_child(variables, preloaded, (life_line, *output, status_fd))
+            return fork_child(variables, preloaded, (life_line, *output, status_fd, *listener))
         except ForkError as error:
             _log.warning("a process starts without a fork server, and takes longer: %s", error)
     return subprocess.Popen(
@@ -91,7 +98,7 @@ def _start(
         stdin=life_line,
         stdout=log,
         stderr=log,
-        pass_fds=(status_fd,),
+        pass_fds=(status_fd, *listener),
         env=variables,
         # A terminal's Ctrl-C reaches the launcher alone. But no session of its own: Linux shares a core between
         # sessions first, so a thread wouldn't get one at once that another worker keeps awake.
@@ -104,7 +111,7 @@ class ChildProcess:
 
     Its log is appended to ``log_file``, which is kept short; None: it goes to this process's own output.
     ``preloaded``: a fork server that has imported this module starts it, if the platform can; "": none. ``forks``: see
-    :class:`Order`.
+    :class:`Order`. ``listener``: a listening socket that it shares with others.
     """
 
     def __init__(
@@ -121,6 +128,7 @@ class ChildProcess:
         log_file: Path | None = None,
         preloaded: str = "",
         forks: str = "",
+        listener: socket.socket | None = None,
     ) -> None:
         self.name = name
         self.runs_on = runs_on
@@ -137,6 +145,7 @@ class ChildProcess:
             forks=forks,
             config=msgspec.Raw(msgspec.json.encode(config)),
             status_fd=write_fd,
+            listener_fd=-1 if listener is None else listener.fileno(),
             shared_memory=self._shared_memory.path if self._shared_memory else "",
             log_level=log_level,
             # The signal follows the thread that forked. Only the main thread lives as long as the process.
@@ -145,7 +154,9 @@ class ChildProcess:
         variables = child_environment(threads, {**self._defaults(), **os.environ, **(environment or {})})
         try:
             with open_log(log_file) as log:
-                self._process = _start(variables, life_line, log, write_fd, preloaded=preloaded if can_fork() else "")
+                shared = () if listener is None else (listener.fileno(),)
+                preloaded = preloaded if can_fork() else ""
+                self._process = _start(variables, life_line, log, write_fd, shared, preloaded=preloaded)
         except OSError:
             os.close(read_fd)
             self._life_line.close()

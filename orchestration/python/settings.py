@@ -31,10 +31,12 @@ class Settings(TypedDict, total=False):
     host: str
     # port that the endpoint binds; 0 takes a free one
     port: int
+    # router processes on the port. One uses one core; more help where that is busy. Not on Ray
+    router_workers: int
     # how requests are placed; cost: the route with the smallest predicted excess over the objectives; least-loaded: the
     # workers with the largest free share; power-of-two: the less loaded of two workers drawn at random; prefix: the
-    # workers with the longest cached part of the prompt; round-robin: workers in turn; session: the same workers for
-    # all requests of an X-Session-Id
+    # workers with the longest cached part of the prompt, if that is half of it and worth their queue; round-robin:
+    # workers in turn; session: the same workers for all requests of an X-Session-Id
     policy: Literal["cost", "least-loaded", "power-of-two", "prefix", "round-robin", "session"]
     # largest body of a request (413 beyond); parsing one MiB can hold all streams for 10 ms
     max_body_mib: int

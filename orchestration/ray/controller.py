@@ -17,11 +17,11 @@ from splitserve.common.logs import set_up_logging
 from splitserve.orchestration.cluster.cluster import Cluster
 from splitserve.orchestration.cluster.host import ChildProgress, Memory
 from splitserve.orchestration.control.requests import Refused, decode_request, encode
-from splitserve.orchestration.control.status import ROUTER
 from splitserve.orchestration.hosts.local import Entries
 from splitserve.orchestration.hosts.log_files import MAX_LOG_BYTES, read_log
 from splitserve.orchestration.ray.host import CALL_SECONDS, RayHost
 from splitserve.orchestration.spec.conversion import convert_spec
+from splitserve.orchestration.spec.expansion import ROUTER
 
 POLL_SECONDS = 5.0
 LAUNCHER = "launcher"

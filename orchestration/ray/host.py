@@ -161,6 +161,8 @@ class RayHost:
 
     def prepare(self, spec: ClusterSpec) -> None:
         """Check that some node of the cluster, as it is now, could run a worker of each pool."""
+        if spec.router.workers > 1:
+            raise ConfigError(f"router.workers is {spec.router.workers}: on Ray a cluster has one router process")
         self._spec = spec
         nodes = ray_nodes()
         for pool in spec.pools:
@@ -176,14 +178,14 @@ class RayHost:
                     f"the cluster has {len(nodes)} nodes"
                 )
 
-    def start_router(self, spec: ClusterSpec, ports: RouterPorts, emit: Callable[[Event], None]) -> RayChild:
-        agent_name = unique_agent_name(self._cluster, "router")
+    def start_router(self, name: str, spec: ClusterSpec, ports: RouterPorts, emit: Callable[[Event], None]) -> RayChild:
+        agent_name = unique_agent_name(self._cluster, name)
         agent = _agent_class(
             agent_name, NodeAffinitySchedulingStrategy(self._home, soft=False), memory=SOME_MEMORY_BYTES
         )
-        order = self._order("router", spec, ports=(ports.http, ports.membership))
-        child = RayChild("router", agent.remote(msgspec.json.encode(order)), group=None, emit=emit)
-        self._children["router"] = child
+        order = self._order(name, spec, ports=(ports.http, ports.membership))
+        child = RayChild(name, agent.remote(msgspec.json.encode(order)), group=None, emit=emit)
+        self._children[name] = child
         return child
 
     def start_lmcache(self, name: str, spec: ClusterSpec, emit: Callable[[Event], None]) -> RayChild:

@@ -164,6 +164,7 @@ class RouterSpec(Part, frozen=True, kw_only=True):
 
     host: Annotated[str, _router("host")] = _ROUTER["host"]
     port: Annotated[int, _router("port")] = _ROUTER["port"]
+    workers: Annotated[int, _router("workers")] = _ROUTER["workers"]
     policy: Annotated[str, _router("policy")] = _ROUTER["policy"]
     max_requests_in_flight: Annotated[int, _router("max_requests_in_flight")] = _ROUTER["max_requests_in_flight"]
     max_body_mib: Annotated[int, _router("max_body_mib")] = _ROUTER["max_body_mib"]

@@ -42,6 +42,11 @@ def contradictions(spec: ClusterSpec) -> Iterator[tuple[str, str]]:
     for index, name in enumerate(names):
         if name in names[:index]:
             yield f"pools[{index}].name", f"is {name!r}, the name of pools[{names.index(name)}]; names must differ"
+    if spec.router.workers > 1 and "router" in names:
+        yield (
+            f"pools[{names.index('router')}].name",
+            "is 'router', as the router processes are called; name it otherwise",
+        )
     yield from _missing_roles(spec)
     for index, pool in enumerate(spec.pools):
         yield from _pool_problems(spec, pool, f"pools[{index}]")

@@ -4,6 +4,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from secrets import token_hex
+from types import MappingProxyType
 
 import msgspec
 
@@ -97,16 +98,34 @@ class RouterPorts:
 
 ANY_PORTS = RouterPorts()
 ANYWHERE = CoreAffinity()
+ROUTER = "router"
+NO_PEERS: Mapping[str, str] = MappingProxyType({})
 
 
-def router_config(spec: ClusterSpec, secrets: Secrets, host: str, ports: RouterPorts = ANY_PORTS) -> RouterConfig:
-    """Return the router's config; ``host`` is the address on which membership listens."""
+def router_names(spec: ClusterSpec) -> list[str]:
+    """Return the names of the router processes: ``router``, ``router-1``, ..."""
+    return [ROUTER, *(f"{ROUTER}-{index}" for index in range(1, spec.router.workers))]
+
+
+def router_config(
+    spec: ClusterSpec,
+    secrets: Secrets,
+    host: str,
+    ports: RouterPorts = ANY_PORTS,
+    *,
+    name: str = ROUTER,
+    peers: Mapping[str, str] = NO_PEERS,
+) -> RouterConfig:
+    """Return a router's config; ``host`` is the address on which membership listens. ``peers``: the membership
+    endpoints of the other router processes, by name."""
     settings = spec.router_settings()
     settings["port"] = ports.http or settings["port"]
     return RouterConfig(
         model=spec.model.path,
         served_model_name=spec.served_model_name,
         on_awake_cores=any(spec.engine_config(pool).keep_cores_awake for pool in spec.pools),
+        name=name,
+        peers=dict(peers),
         membership_host=host,
         membership_port=ports.membership,
         secret=secrets.secret,

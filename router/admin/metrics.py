@@ -1,6 +1,6 @@
 """Prometheus metrics of the router and, from their last heartbeats, of the workers."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import TypeAlias
 
@@ -23,6 +23,8 @@ _ITL_BUCKETS = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.025, 0.05, 0.1, 0.2
 _HANDOVER_BUCKETS = (0.0005, 0.001, 0.002, 0.003, 0.004, 0.006, 0.01, 0.02, 0.04, 0.1, 0.25, 1, 5)
 _E2E_BUCKETS = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 
+_GAP_BUCKETS = (0.001, 0.01, 0.025, 0.05, 0.1, 0.12, 0.15, 0.2, 0.3, 0.5, 1, 2)
+
 _LABELS = ("worker", "role")
 
 _STAGE_BUCKETS = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 60)
@@ -34,10 +36,13 @@ disable_created_metrics()  # type: ignore[no-untyped-call]  # they double the se
 
 
 class RouterMetrics:
-    """All metrics, in a registry of their own. Each sample gets the label ``model``, unless that is empty."""
+    """All metrics, in a registry of their own. Each sample gets the label ``model``, unless that is empty; those that
+    are not of workers get the label ``router``, unless that is empty: it is, in a router that is alone."""
 
-    def __init__(self, model: str = "") -> None:
+    def __init__(self, model: str = "", router: str = "") -> None:
         self._model = model
+        self._router = router
+        self._workers: WorkerCollector | None = None
         self._counted: dict[tuple[str, ...], int] = {}  # by metric and labels; the counters lack it: they lock
         self._http: dict[tuple[str, str], Counter] = {}  # likewise
         self.before_collection: Callable[[], None] = lambda: None  # brings the metrics up to date
@@ -89,15 +94,15 @@ class RouterMetrics:
         self._add_histograms(registry)
         self.prompt_tokens = _counter(registry, "prompt_tokens", "Prompt tokens of placed requests")
         self.output_tokens = _counter(registry, "output_tokens", "Output tokens received and delivered in order")
+        self._add_failures(registry)
+
+    def _add_failures(self, registry: CollectorRegistry) -> None:
         self.objectives = Counter(
             "splitserve_objectives",
             "Requests by objective of the cluster spec and whether they met it; a failed one did not",
             ("objective", "met"),
             registry=registry,
         )
-        self._add_failures(registry)
-
-    def _add_failures(self, registry: CollectorRegistry) -> None:
         self.ladder_steps = Counter(
             "splitserve_ladder_steps",
             "Attempts that failed, by what came next (handover, local, gave_up) and why",
@@ -117,6 +122,9 @@ class RouterMetrics:
         )
 
     def _add_histograms(self, registry: CollectorRegistry) -> None:
+        self.router_report_gap_seconds = _histogram(
+            registry, "router_report_gap", "Time between reports of another router process on the port", _GAP_BUCKETS
+        )
         self.ttft_seconds = _histogram(registry, "ttft", "Arrival of an HTTP request to its first token", _TTFT_BUCKETS)
         self.itl_seconds = _histogram(registry, "itl", "Time between deliveries of tokens of a request", _ITL_BUCKETS)
         self.predicted_ttft_seconds = _histogram(
@@ -158,7 +166,7 @@ class RouterMetrics:
         )
 
     def watch_workers(self, records: Callable[[], list[WorkerRecord]]) -> None:
-        self.registry.register(WorkerCollector(records))
+        self._workers = WorkerCollector(records)
 
     def watch_requests(
         self, num_admitted: Callable[[], int], num_waiting: Callable[[], int], num_queued: Callable[[], int]
@@ -194,22 +202,43 @@ class RouterMetrics:
         self.stage_seconds.observe_each(summary.ttft_stages)
         self.handover_stage_seconds.observe_each(summary.handover_stages, summary.transport)
 
-    def render(self) -> bytes:
-        return generate_latest(self)
+    def render(self, *, with_workers: bool = True) -> bytes:
+        """Return the metrics as text; those of workers are the same at all routers."""
+        return generate_latest(self if with_workers else _Own(self))
 
     def collect(self) -> Iterator[Metric]:
-        """Yield all families, their samples with the label ``model``."""
+        """Yield all families, their samples with the labels ``model`` and ``router``."""
+        yield from self.collect_own()
+        if self._workers is not None:
+            yield from _labelled(self._workers.collect(), {"model": self._model})
+
+    def collect_own(self) -> Iterator[Metric]:
+        """Yield the families that are not of workers."""
         self.before_collection()
         for (metric, *labels), amount in self._counted.items():
             counter: Counter = getattr(self, metric)
             (counter.labels(*labels) if labels else counter).inc(amount)
         self._counted.clear()
-        for family in self.registry.collect():
-            if self._model:
-                family.samples = [
-                    sample._replace(labels={**sample.labels, "model": self._model}) for sample in family.samples
-                ]
-            yield family
+        yield from _labelled(self.registry.collect(), {"model": self._model, "router": self._router})
+
+
+class _Own(Collector):
+    """The metrics of a router without those of workers."""
+
+    def __init__(self, metrics: RouterMetrics) -> None:
+        self._metrics = metrics
+
+    def collect(self) -> Iterator[Metric]:
+        return self._metrics.collect_own()
+
+
+def _labelled(families: Iterable[Metric], labels: Mapping[str, str]) -> Iterator[Metric]:
+    """Yield the families, their samples with more labels, unless these are empty."""
+    more = {name: value for name, value in labels.items() if value}
+    for family in families:
+        if more:
+            family.samples = [sample._replace(labels={**sample.labels, **more}) for sample in family.samples]
+        yield family
 
 
 class WorkerCollector(Collector):
@@ -224,7 +253,7 @@ class WorkerCollector(Collector):
         placed = GaugeMetricFamily("splitserve_worker_requests_in_flight", "Requests placed there", labels=_LABELS)
         for record in records:
             ready.add_metric(_labels(record), float(record.state is WorkerState.READY))
-            placed.add_metric(_labels(record), record.num_requests)
+            placed.add_metric(_labels(record), record.num_requests_of_all)
         yield ready
         yield placed
         yield _kv_used(records)

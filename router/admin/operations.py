@@ -36,7 +36,8 @@ class Operations:
 
     def state(self) -> dict[str, Any]:
         """Return the pause as JSON. It is ``settled`` once nothing runs that the pause is to end, finish or freeze."""
-        pause, num_running = self._core.pause, len(self._core.requests)
+        pause, peers = self._core.pause, self._core.peers
+        num_running = len(self._core.requests) + peers.num_running
         ready = [record for record in self._fleet.membership.records() if record.state is WorkerState.READY]
         running = [record.info.party.engine_id for record in ready if not record.load.frozen]
         is_settled = not running if pause.freezes else not (pause.is_on and num_running)
@@ -46,7 +47,7 @@ class Operations:
             "seconds": time.monotonic() - pause.since if pause.is_on else None,
             "settled": is_settled,
             "requests_running": num_running,
-            "requests_waiting": len(self._core.waiting_room) + len(self._core.gate.queue),
+            "requests_waiting": len(self._core.waiting_room) + len(self._core.gate.queue) + peers.num_waiting,
             "workers_frozen": sorted(record.info.party.engine_id for record in ready if record.load.frozen),
         }
 
@@ -80,7 +81,7 @@ class Operations:
             if not self._fleet.send(record.info.party, BeginDrain()):
                 raise ApiError(503, f"{engine_id} takes no messages now: try again", code="no_worker")
             membership.drain(record.info.party)
-        return {"worker": engine_id, "state": record.state, "requests_running": record.num_requests}
+        return {"worker": engine_id, "state": record.state, "requests_running": record.num_requests_of_all}
 
     def close(self) -> None:
         """End all waits: no confirmation will come."""

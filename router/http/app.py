@@ -27,6 +27,7 @@ from splitserve.router.http.formats import ChatFormat, ChoicesFormat, Completion
 from splitserve.router.http.openapi import openapi_document
 from splitserve.router.http.schema import ChatCompletionRequest, CompletionRequest, GenerationRequest
 from splitserve.router.http.serving import Serving
+from splitserve.router.peers.sums import joined_metrics
 from splitserve.router.placement.policies import Disaggregated, NoWorker, RequestShape
 from splitserve.router.requests.operations.pause import PAUSED
 from splitserve.router.requests.queue.tenants import Tenants
@@ -111,25 +112,34 @@ class Api:
         return JSONResponse({"version": __version__})
 
     async def metrics(self, _request: Request) -> Response:
-        return Response(self._metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
+        text = self._metrics.render()
+        others = await self._dispatcher.exchange.ask("metrics")
+        if others:
+            text = joined_metrics(text, others.values())
+        return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def workers(self, _request: Request) -> Response:
         """Answer with all that is known of the cluster, for the search for faults (``splitserve doctor``)."""
         self._dispatcher.fleet.mend_links()  # a link still broken in the next answer doesn't mend by itself
-        fleet, rates = self._dispatcher.fleet, self._dispatcher.reports.rates()
+        fleet, rates = self._dispatcher.fleet, await self._dispatcher.rates()
         report = cluster_report(self._dispatcher.config, fleet, rates, asyncio.get_running_loop().time())
         return Response(msgspec.json.encode(report), media_type="application/json")
 
     async def overview(self, _request: Request) -> Response:
         """Answer with figures of the last half minute and the bottleneck that they show (the dashboard)."""
-        return Response(msgspec.json.encode(self._dispatcher.overviews.overview()), media_type="application/json")
+        overview = self._dispatcher.overviews.overview()
+        num_others = len(self._dispatcher.core.peers.reports)
+        if num_others:
+            rates = await self._dispatcher.rates()
+            overview = msgspec.structs.replace(overview, rates=rates, num_routers=1 + num_others)
+        return Response(msgspec.json.encode(overview), media_type="application/json")
 
     async def pause_state(self, _request: Request) -> Response:
         return JSONResponse(self._dispatcher.operations.state())
 
     async def request_traces(self, request: Request) -> Response:
         """Answer with the timelines of ended requests whose ids begin with the given one (``splitserve trace``)."""
-        traces = self._dispatcher.reports.traces(request.path_params["request_id"])
+        traces = await self._dispatcher.traces(request.path_params["request_id"])
         if not traces.traces:
             raise ApiError(404, "no request of the last ones has this id", code="not_found", param="request_id")
         return Response(msgspec.json.encode(traces), media_type="application/json")

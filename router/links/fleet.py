@@ -44,6 +44,7 @@ _CLOCK_SECONDS = 0.5  # between two readings of a worker's clock, at least
 _STRANGER_LOG_INTERVAL_SECONDS = 30.0
 _SOCKETS_PER_WORKER = 4  # its link, both ends of the link's monitor, its KV events
 _OTHER_SOCKETS = 16
+_SOCKETS_PER_ROUTER = 3  # a link, both ends of its monitor
 _MAX_PATIENCE_SECONDS = 30.0  # ZMQ gives up a handshake after as long
 
 
@@ -63,7 +64,8 @@ class Fleet:
         on_ready: Callable[[Party], None],
     ) -> None:
         protocol = config.protocol
-        self.party = Party("router", secrets.randbits(63))
+        self.party = Party(config.name, secrets.randbits(63))
+        self.on_router: Callable[[Party, Body], bool] = lambda _sender, _body: False  # takes messages of other routers
         self.membership = Membership(protocol.dead_after_seconds, protocol.tombstone_seconds)
         self._dead_after_seconds = protocol.dead_after_seconds
         self._metrics = metrics
@@ -81,15 +83,16 @@ class Fleet:
         self._stranger_log = RateLimitedLog(log, logging.WARNING, _STRANGER_LOG_INTERVAL_SECONDS)
         self._loop = asyncio.get_running_loop()
         check_exposure(config.membership_host, config.secret)
-        self._context = zmq.Context()
-        self._context.set(zmq.MAX_SOCKETS, _SOCKETS_PER_WORKER * MAX_WORKERS + _OTHER_SOCKETS)
-        self._security = SocketSecurity(self._context, config.secret)
+        self.context = zmq.Context()
+        others = _OTHER_SOCKETS + _SOCKETS_PER_ROUTER * len(config.peers)
+        self.context.set(zmq.MAX_SOCKETS, _SOCKETS_PER_WORKER * MAX_WORKERS + others)
+        self.security = SocketSecurity(self.context, config.secret)
         try:
             socket, self.endpoint = bind_router_socket(
-                self._context, config.membership_host, self._security, config.membership_port
+                self.context, config.membership_host, self.security, config.membership_port
             )
         except ConfigError:
-            self._security.close()
+            self.security.close()
             raise
         self._handshakes = FailedHandshakes(socket, self._on_stranger)
         self._socket = LoopSocket(socket, self._on_membership_frames)
@@ -102,6 +105,11 @@ class Fleet:
         """Send a message; return False if the worker has no link, or the link's queue is full."""
         link = self._links.get(worker)
         return link is not None and link.send(body)
+
+    @property
+    def num_ready(self) -> int:
+        """Number of workers that requests can be placed on."""
+        return sum(record.state is WorkerState.READY for record in self.membership.records())
 
     def drop_stale(self, kind: str, detail: object, sender: Party) -> None:
         """Count and log a message that came too late or from an unknown sender."""
@@ -118,8 +126,8 @@ class Fleet:
         self._kv_event_links.clear()
         self._handshakes.close()
         self._socket.close()
-        self._security.close()
-        self._context.term()
+        self.security.close()
+        self.context.term()
 
     def check_invariants(self) -> None:
         """Assert that a LOST or forgotten worker has no link: its requests were notified, and none can follow."""
@@ -144,7 +152,8 @@ class Fleet:
         if isinstance(body, Register):
             self._on_register(identity, sender, body)
         elif not isinstance(body, Heartbeat | Draining | Leave):
-            self.drop_stale(type(body).__name__, "on the membership socket", sender)
+            if not self.on_router(sender, body):
+                self.drop_stale(type(body).__name__, "on the membership socket", sender)
         elif not self.membership.speaks_for(identity, sender):
             self.drop_stale(type(body).__name__, "from a connection that hasn't registered it", sender)
         elif isinstance(body, Heartbeat):
@@ -210,10 +219,10 @@ class Fleet:
         assert record is not None
         try:
             self._links[worker] = WorkerLink(
-                self._context,
+                self.context,
                 record.info,
                 self.party,
-                self._security,
+                self.security,
                 on_frames=self._on_link_frames,
                 on_up=self._on_link_up,
                 on_down=self._on_link_down,
@@ -260,7 +269,7 @@ class Fleet:
         """Subscribe to the worker's KV events, if it publishes them."""
         if info.kv_events_endpoint and info.party not in self._kv_event_links:
             try:
-                link = KVEventLink(self._context, info, self._security, self.prefixes.apply)
+                link = KVEventLink(self.context, info, self.security, self.prefixes.apply)
             except ConfigError as error:
                 log.warning("worker %s: %s", info.party, error)
             else:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from splitserve.protocol.cluster_report import WorkerState
 from splitserve.protocol.counters import WorkerLoad
 from splitserve.protocol.messages.membership import PeerLink, WorkerInfo
+from splitserve.protocol.messages.routers import WorkerUse
 from splitserve.protocol.placement.step_model import StepModel
 from splitserve.router.placement.breaker import Breaker
 from splitserve.router.placement.policies import NO_LOAD, NO_STEP_MODEL, WorkerView
@@ -35,6 +36,29 @@ class Charges:
         return f"{self.num_requests} requests, {self.prefill_tokens} prompt and {self.context_tokens} context tokens"
 
 
+@dataclass(frozen=True, slots=True)
+class Elsewhere:
+    """Sum of what other routers have in flight at one worker: see :class:`WorkerView`."""
+
+    num_requests: int = 0
+    prefill_tokens: int = 0
+    context_tokens: int = 0
+    num_prefilling: int = 0
+    queue_seconds: float = 0.0
+    busy_share: float = 0.0
+
+    def plus(self, use: WorkerUse) -> "Elsewhere":
+        """Return the sum with one router's report."""
+        return Elsewhere(
+            self.num_requests + use.num_requests,
+            self.prefill_tokens + use.prefill_tokens,
+            self.context_tokens + use.context_tokens,
+            self.num_prefilling + use.num_prefilling,
+            self.queue_seconds + use.queue_seconds,
+            self.busy_share + use.busy_share,
+        )
+
+
 @dataclass(slots=True)
 class WorkerRecord:
     """One incarnation of one worker. The counts are this router's own; see :class:`WorkerView`."""
@@ -59,6 +83,7 @@ class WorkerRecord:
     prompts: PrefillQueue = field(default_factory=PrefillQueue)
     num_prefilling: int = 0
     link_rates: Mapping[str, float] = field(default_factory=dict)
+    elsewhere: Elsewhere | None = None  # None: no other router has requests there
     kv_capacity_tokens: int = field(init=False)
     token_bytes: int = field(init=False)  # of KV
     num_kept_blocks: int = field(init=False)  # that fit into its KV memory and its host tier
@@ -73,9 +98,27 @@ class WorkerRecord:
     def charges(self) -> Charges:
         return Charges(self.num_requests, self.prefill_tokens, self.context_tokens)
 
+    def queue_seconds(self, now: float) -> float:
+        """Return the predicted time until the worker has computed the prompts placed there, by any router."""
+        own = self.prompts.seconds(now)
+        return own if self.elsewhere is None else own + self.elsewhere.queue_seconds
+
+    @property
+    def num_requests_of_all(self) -> int:
+        """Requests in flight there, of any router."""
+        return self.num_requests if self.elsewhere is None else self.num_requests + self.elsewhere.num_requests
+
+    @property
+    def begins_soon(self) -> bool:
+        """Return whether a prompt that is sent now would be next or next but one, or in the next step, as far as this
+        router knows."""
+        others = 0 if self.elsewhere is None else self.elsewhere.prefill_tokens
+        is_near = len(self.prompts) <= 1 and not others
+        return is_near or self.prefill_tokens + others < self.info.max_num_batched_tokens
+
     def view(self, now: float, prefix_match_tokens: int = 0) -> WorkerView:
-        info = self.info
-        return WorkerView(
+        info, elsewhere = self.info, self.elsewhere
+        view = WorkerView(
             party=info.party,
             role=info.role,
             max_num_seqs=max(1, info.max_num_seqs),
@@ -96,6 +139,14 @@ class WorkerRecord:
             token_bytes=self.token_bytes,
             link_rates=self.link_rates,
         )
+        if elsewhere is not None:
+            view.num_requests += elsewhere.num_requests
+            view.prefill_tokens += elsewhere.prefill_tokens
+            view.context_tokens += elsewhere.context_tokens
+            view.queue_seconds += elsewhere.queue_seconds
+            view.prefill_busy = min(1.0, view.prefill_busy + elsewhere.busy_share)
+            view.num_decoding += elsewhere.num_requests - elsewhere.num_prefilling
+        return view
 
 
 @dataclass(slots=True)

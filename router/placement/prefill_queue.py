@@ -23,6 +23,10 @@ class PrefillQueue:
     def __len__(self) -> int:
         return len(self._seconds)
 
+    def keys(self) -> list[Hashable]:
+        """Return the keys of the prompts in the order of their arrival."""
+        return list(self._seconds)
+
     def add(self, key: Hashable, seconds: float, now: float) -> None:
         """Add a prompt that will take ``seconds``."""
         if not self._seconds:

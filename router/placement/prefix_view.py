@@ -10,7 +10,7 @@ The index is a hint: a block may be evicted before a request needs it; its KV is
 import itertools
 from array import array
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from splitserve.protocol.block_hash import extend_hashes, salted_root
@@ -80,6 +80,7 @@ class PrefixView:
     """The index of all workers' blocks."""
 
     def __init__(self) -> None:
+        self.on_sent: Callable[[Party, list[bytes]], None] | None = None  # takes new blocks that a worker was sent
         self._holdings: dict[Party, _Holding] = {}
         self._parties: dict[int, Party] = {}  # by their bits
         self._blocks = BlockIndex()
@@ -120,9 +121,26 @@ class PrefixView:
         known = self._holdings.get(party)
         if known is None:
             known = self._hold(party, root_hash, block_size)
-        chain, sent = prompt.chain(known.root_hash, known.block_size), known.sent
-        new = []
-        for block_hash in reversed(chain):  # so that the end of a prompt is forgotten before its beginning
+        chain = prompt.chain(known.root_hash, known.block_size)
+        new = self._note(known, reversed(chain), num_blocks)  # the end of a prompt is forgotten before its beginning
+        if new and self.on_sent is not None:
+            self.on_sent(party, new)
+
+    def note_hashes(
+        self, party: Party, root_hash: bytes, block_size: int, hashes: Sequence[bytes], num_blocks: int
+    ) -> None:
+        """Take blocks into account that another router has sent to ``party``, ends of prompts first."""
+        self._note(self._holdings.get(party) or self._hold(party, root_hash, block_size), hashes, num_blocks)
+
+    def sent_to(self, party: Party, most: int) -> list[bytes]:
+        """Return the blocks that a worker was sent, at most the ``most`` last ones."""
+        known = self._holdings.get(party)
+        return [] if known is None else list(itertools.islice(reversed(known.sent), most))[::-1]
+
+    def _note(self, known: _Holding, hashes: Iterable[bytes], num_blocks: int) -> list[bytes]:
+        """Note blocks that a worker has from now on, which has room for ``num_blocks``; return those that are new."""
+        sent, new = known.sent, []
+        for block_hash in hashes:
             if block_hash in sent:
                 sent.move_to_end(block_hash)
             else:
@@ -132,6 +150,7 @@ class PrefixView:
         num_over = len(sent) - min(num_blocks, MAX_HASHES_PER_WORKER)
         if num_over > 0:
             self._take(known, [sent.popitem(last=False)[0] for _ in range(num_over)], SENT)
+        return new
 
     def forget_sent(self) -> None:
         """Forget all that workers were sent and have not announced."""

@@ -45,11 +45,18 @@ def session(snapshot: Snapshot, shape: RequestShape) -> Placement:
 
 
 def prefix(snapshot: Snapshot, shape: RequestShape) -> Placement:
-    """Place a request where the longest part of its prompt is cached; the least loaded of several such workers."""
+    """Place a request where the longest part of its prompt is cached, by load where that is less than half of it, or
+    less than the worker has more to compute than another one: so a first part that all prompts share gathers nobody."""
+    shortest = {
+        role: min((worker.prefill_tokens for worker in snapshot.workers if worker.role is role), default=0)
+        for role in Role
+    }
 
     def rank(worker: WorkerView) -> tuple[int, object]:
         load = prefill_load(worker) if worker.role is Role.PREFILL else decode_load(worker)
-        return (-worker.prefix_match_tokens, load)
+        matched = worker.prefix_match_tokens
+        is_worth_it = matched * 2 >= shape.num_prompt_tokens
+        return (-matched if is_worth_it and matched >= worker.prefill_tokens - shortest[worker.role] else 0, load)
 
     return _first_by(rank, snapshot, shape)
 

@@ -44,10 +44,13 @@ class Attempts:
         The siblings share the prompt, for which only the first request is charged.
         """
         siblings = request.siblings if not request.state.num_attempts else ()
+        prefill = self._membership.get(placement.prefill) if isinstance(placement, Disaggregated) else None
+        is_late = prefill is not None and not prefill.begins_soon
         self._begin(request, placement, request.shape, now)
         for sibling in siblings:
             self._begin(sibling, placement, replace(request.shape, num_prompt_tokens=0), now, request.timeline)
-        for party, body in self.messages(request, placement, now, [sibling.state.key for sibling in siblings]):
+        keys = [sibling.state.key for sibling in siblings]
+        for party, body in self.messages(request, placement, now, keys, late_grant=is_late):
             self._outbox.put(Send(party, body))
         self._placer.note_sent(placement.parties, request.hashes)
 
@@ -93,24 +96,33 @@ class Attempts:
         self._outbox.put(SetTimer(Timer(TimerKind.RETRY, request.request_id), now + delay))
 
     def messages(
-        self, request: ActiveRequest, placement: Placed, now: float, siblings: list[RequestKey]
+        self,
+        request: ActiveRequest,
+        placement: Placed,
+        now: float,
+        siblings: list[RequestKey],
+        *,
+        late_grant: bool = False,
     ) -> list[tuple[Party, Body]]:
-        """Return an attempt's messages. Decode comes first: it reserves room while prefill's message travels."""
+        """Return an attempt's messages. Decode comes first: it reserves room while prefill's message travels, unless
+        the grant is late."""
         key, prompt, sampling = request.state.key, request.token_ids, request.attempt_sampling()
         delivered = request.state.delivered_ids
-        carried = request.context.cache_salt, request.priority, siblings
+        salt, priority = request.context.cache_salt, request.priority
         # Workers add the time of a freeze themselves, that of the present one included.
         left_seconds = max(
             MIN_DEADLINE_SECONDS, self._deadline_seconds + request.held_seconds - (now - request.arrived_at)
         )
         if not isinstance(placement, Disaggregated):
             prefix = self._placer.prefix_helper(request.hashes, placement.worker, now)
-            return [(placement.worker, LocalRequest(key, prompt, sampling, left_seconds, delivered, prefix, *carried))]
+            local = LocalRequest(key, prompt, sampling, left_seconds, delivered, prefix, salt, priority, siblings)
+            return [(placement.worker, local)]
         prefill, decode = self._placer.peer(placement.prefill), self._placer.peer(placement.decode)
         to_decode = sampling
         if sampling.prompt_logprobs is not None:
             to_decode = msgspec.structs.replace(sampling, prompt_logprobs=None)
+        rest = left_seconds, delivered, salt, priority
         return [
-            (placement.decode, DecodeRequest(key, prompt, to_decode, prefill, left_seconds, delivered, *carried)),
-            (placement.prefill, PrefillRequest(key, prompt, sampling, decode, left_seconds, delivered, *carried)),
+            (placement.decode, DecodeRequest(key, prompt, to_decode, prefill, *rest, late_grant, siblings)),
+            (placement.prefill, PrefillRequest(key, prompt, sampling, decode, *rest, siblings, late_grant)),
         ]

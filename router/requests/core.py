@@ -31,6 +31,7 @@ from splitserve.protocol.messages.requests import (
 from splitserve.protocol.request import Party, RequestKey
 from splitserve.protocol.token_ids import TOKEN_ID_BYTES
 from splitserve.router.links.membership import Membership
+from splitserve.router.peers.peers import REPORT, Peers
 from splitserve.router.placement.next_turns import NextTurns
 from splitserve.router.placement.placer import SHUTTING_DOWN, Placer
 from splitserve.router.placement.policies import NoWorker, Placed, policy_by_name
@@ -45,12 +46,15 @@ from splitserve.router.requests.events import (
     Cancel,
     Close,
     Event,
+    FromRouter,
     FromWorker,
+    MeetRouters,
     NotSent,
     PauseMode,
     PauseRequests,
     ResetCaches,
     ResumeRequests,
+    RouterLost,
     StopStringReached,
     Submit,
     TenantsChanged,
@@ -61,11 +65,13 @@ from splitserve.router.requests.events import (
     WorkerReady,
 )
 from splitserve.router.requests.objectives import Objectives
-from splitserve.router.requests.operations.cache_reset import AGAIN, CacheResets
-from splitserve.router.requests.operations.pause import ABORTED, PAUSED, TELL, Pause
+from splitserve.router.requests.operations.agreement import Agreement
+from splitserve.router.requests.operations.cache_reset import AGAIN
+from splitserve.router.requests.operations.pause import ABORTED, PAUSED, TELL
 from splitserve.router.requests.orphans import Orphans
 from splitserve.router.requests.queue.gate import Gate
 from splitserve.router.requests.queue.tenants import NO_TENANTS
+from splitserve.router.requests.queue.usage import TenantUsage
 from splitserve.router.requests.settlement import Settlement
 from splitserve.router.requests.state import NOTHING, Failure, FailureReason
 from splitserve.router.requests.table import RequestTable
@@ -102,8 +108,20 @@ class RouterCore:
             protocol.max_requests_waiting, protocol.max_waiting_mib << 20, wait_seconds, self._outbox, self._serve
         )
         self.clocks = WorkerClocks()
-        self.pause = Pause(membership, self._outbox)
-        self.resets = CacheResets(membership, self.placer, self._outbox)
+        self.usage = TenantUsage()
+        self.peers = Peers(
+            config, membership, prefixes, admission=self.admission, usage=self.usage, outbox=self._outbox
+        )
+        self._agreement = Agreement(
+            self.peers,
+            membership,
+            self.placer,
+            self._outbox,
+            on_pause=self._pause,
+            on_resume=self._resume,
+            on_room=self._on_room,
+        )
+        self.pause, self.resets = self._agreement.pause, self._agreement.resets
         self._seen_prefixes = SeenPrefixes()
         self.next_turns = NextTurns()
         self._orphans = Orphans(protocol.tombstone_seconds)
@@ -120,7 +138,10 @@ class RouterCore:
             tenants=NO_TENANTS,
             is_open=not (config.classes or config.tenants_file or config.ttft_objective_ms),
         )
-        self._handlers: dict[type, Callable[[Any, float], None]] = {
+        self._handlers = self._make_handlers()
+
+    def _make_handlers(self) -> dict[type, Callable[[Any, float], None]]:
+        return {
             AskLimits: self._on_ask_limits,
             Submit: self._on_submit,
             Cancel: self._on_cancel,
@@ -131,9 +152,12 @@ class RouterCore:
             WorkerLost: self._on_worker_lost,
             TimerFired: self._on_timer,
             TenantsChanged: self._on_tenants_changed,
-            PauseRequests: self._on_pause,
-            ResumeRequests: self._on_resume,
-            ResetCaches: lambda _event, _now: self.resets.begin(),
+            PauseRequests: self._agreement.on_pause,
+            ResumeRequests: self._agreement.on_resume,
+            ResetCaches: self._agreement.on_reset_caches,
+            MeetRouters: self._agreement.on_meet_routers,
+            FromRouter: self._agreement.on_from_router,
+            RouterLost: self._agreement.on_router_lost,
             Close: self._on_close,
         }
 
@@ -141,9 +165,17 @@ class RouterCore:
         """Return the effects of the event, for the driver to perform in order."""
         num_freed = self._settlement.num_freed
         self._handlers[type(event)](event, now)
-        if self._settlement.num_freed != num_freed and len(self.gate.queue) and not self.pause.is_on:
-            self.gate.pump(now)
+        if self._settlement.num_freed != num_freed:
+            self._on_room(now)
+        if self.peers.is_urgent:
+            num_waiting = len(self.waiting_room) + len(self.gate.queue)
+            self.peers.report(len(self.requests), num_waiting, now)
         return self._outbox.take()
+
+    def _on_room(self, now: float) -> None:
+        """Begin queued requests: workers have been relieved of others."""
+        if len(self.gate.queue) and not self.pause.is_on:
+            self.gate.pump(now)
 
     # ---- clients ----
 
@@ -169,6 +201,7 @@ class RouterCore:
         for each in (request, *request.siblings):
             each.cache_epoch = self.placer.cache_epoch
         self.requests.begin(request, placement, now)
+        self.peers.note_placed(len(request.token_ids), now)
         request.num_known_tokens = self._seen_prefixes.note(request.hashes)  # placement has hashed its blocks
         reason = self.next_turns.reason(
             request.hashes, request.token_ids, request.num_known_tokens, request.context.session
@@ -264,6 +297,7 @@ class RouterCore:
 
     def _on_worker_ready(self, event: WorkerReady, now: float) -> None:
         """Serve requests that wait for a worker. Abort the worker's own from before its loss: others continue them."""
+        self.peers.on_worker_ready(event.worker)
         self.pause.on_ready(event.worker)
         self.resets.on_ready(event.worker)
         for key in self._orphans.take(event.worker, now):
@@ -292,6 +326,8 @@ class RouterCore:
             self.pause.on_timer()
         elif event.timer == AGAIN:
             self.resets.on_timer()
+        elif event.timer == REPORT:
+            self._agreement.on_report_due(now)
         request = self.requests.get(request_id)
         if request is None:
             return
@@ -301,25 +337,25 @@ class RouterCore:
             self.requests.go_on(request, now)
 
     def _on_tenants_changed(self, event: TenantsChanged, _now: float) -> None:
-        self.gate.queue.tenants = event.tenants
+        self.gate.queue.tenants = self.peers.tenants = event.tenants
 
     # ---- operators ----
 
-    def _on_pause(self, event: PauseRequests, now: float) -> None:
+    def _pause(self, mode: PauseMode, now: float) -> None:
         """Pause, or change the mode of the pause: requests that were frozen go on, or end."""
-        if event.mode is self.pause.mode:
+        if mode is self.pause.mode:
             return
-        self.pause.begin(event.mode, now)
+        self.pause.begin(mode, now)
         self.waiting_room.wait_for(self.deadline_seconds, now)
-        if event.mode is PauseMode.KEEP:
+        if mode is PauseMode.KEEP:
             self.requests.freeze(now)
             return
         self.requests.thaw(now)
-        if event.mode is PauseMode.ABORT:
+        if mode is PauseMode.ABORT:
             for request in self.requests:
                 self.requests.apply(request, request.state.fail(Failure(FailureReason.PAUSED, ABORTED)), now)
 
-    def _on_resume(self, _event: ResumeRequests, now: float) -> None:
+    def _resume(self, now: float) -> None:
         if not self.pause.is_on:
             return
         self.pause.end()
@@ -342,11 +378,13 @@ class RouterCore:
         self.waiting_room.check_invariants()
         self.gate.queue.check_invariants()
         self._membership.check_invariants()
+        self.peers.check_invariants()
 
     def timers(self) -> set[Timer]:
         """Return the timers that must be pending."""
         found = {Timer(TimerKind.WAIT, newcomer_id) for newcomer_id, _ in self.waiting_room.in_line()}
-        found |= {timer for timer, is_set in ((TELL, self.pause.repeats), (AGAIN, self.resets.repeats)) if is_set}
+        of_all = ((TELL, self.pause.repeats), (AGAIN, self.resets.repeats), (REPORT, self.peers.is_reporting))
+        found |= {timer for timer, is_set in of_all if is_set}
         found |= {Timer(TimerKind.QUEUE, request.request_id) for request in self.gate.queue.requests()}
         for request in self.requests:
             if self.requests.frozen_since is None:

@@ -16,9 +16,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import msgspec
+
+from splitserve.protocol.cluster_report import RequestRates, RequestTraces
 from splitserve.protocol.config import RouterConfig
 from splitserve.protocol.messages.envelope import Body
 from splitserve.protocol.messages.requests import ClockReading, Profiled, StepTokens
+from splitserve.protocol.messages.routers import MAX_QUESTION_CHARS
 from splitserve.protocol.request import Party, SamplingParams
 from splitserve.protocol.token_ids import TokenIds
 from splitserve.router.admin.metrics import RouterMetrics
@@ -29,6 +33,8 @@ from splitserve.router.admin.request_reports import RequestReports
 from splitserve.router.http.api_error import ApiError
 from splitserve.router.http.inbox import Inbox
 from splitserve.router.links.fleet import Fleet
+from splitserve.router.peers.exchange import Exchange
+from splitserve.router.peers.sums import joined_traces, summed_rates
 from splitserve.router.placement.placer import Limits
 from splitserve.router.placement.policies import Placement, RequestShape
 from splitserve.router.requests.active_request import NO_CONTEXT, ActiveRequest, RequestContext
@@ -49,6 +55,7 @@ from splitserve.router.requests.effects import (
     SetTimer,
     Stale,
     TellLimits,
+    TellRouters,
 )
 from splitserve.router.requests.events import (
     AskLimits,
@@ -67,7 +74,6 @@ from splitserve.router.requests.events import (
 )
 from splitserve.router.requests.queue.classes import Classes
 from splitserve.router.requests.queue.tenants import NO_TENANTS, OWN, read_tenants
-from splitserve.router.requests.queue.usage import TenantUsage
 from splitserve.router.requests.waiting_room import no_worker
 from splitserve.router.tracing.tracing import tracing_of
 
@@ -89,7 +95,6 @@ class Dispatcher:
         self._loop = asyncio.get_running_loop()
         self.classes = Classes.declared(config.classes, config.ttft_objective_ms, config.tpot_objective_ms)
         self.tenants = NO_TENANTS
-        self._usage = TenantUsage()
         self._is_closed = False
         self._is_performing = False
         self._later: list[Effect] = []  # effects of events that came while effects were performed
@@ -106,8 +111,15 @@ class Dispatcher:
         self.reports = RequestReports(self.core, metrics, tracing_of(config), writes_lines=config.request_log)
         self.overviews = Overviews(config, self.core, self.fleet.membership, self.reports)
         self.operations = Operations(self.core, self.fleet, self._handle)
+        self.exchange = Exchange(config, self.fleet, self.core.peers, self._handle)
+        self.exchange.answers = {
+            "metrics": lambda _: metrics.render(with_workers=False),
+            "rates": lambda _: msgspec.json.encode(self.reports.rates()),
+            "traces": lambda id_begin: msgspec.json.encode(self.reports.traces(id_begin)),
+        }
         self._performers: dict[type, Callable[[Any], None]] = {
             Send: self._send,
+            TellRouters: self._tell_routers,
             Deliver: self._deliver,
             Begun: lambda effect: self._answer(effect.request_id, None),
             TellLimits: lambda effect: self._answer(effect.question_id, effect.limits),
@@ -136,7 +148,7 @@ class Dispatcher:
         400 if it never fits."""
         self.core.admission.admit(count, param)
         try:
-            self._usage.admit(self.tenants.named(tenant), count, time.monotonic())
+            self.core.usage.admit(self.tenants.named(tenant), count, time.monotonic())
         except ApiError:
             self.core.admission.release(count)
             raise
@@ -144,7 +156,7 @@ class Dispatcher:
     def release(self, count: int, tenant: str = OWN) -> None:
         """Release slots that ``admit`` took."""
         self.core.admission.release(count)
-        self._usage.release(tenant, count)
+        self.core.usage.release(tenant, count)
 
     def load_tenants(self) -> None:
         """Read the file of tenants, if there is one. Raises :class:`ConfigError`; the tenants then stay as they are."""
@@ -155,6 +167,18 @@ class Dispatcher:
     def place(self, shape: RequestShape) -> Placement:
         """Return the placement that a request of this shape would get now."""
         return self.core.placer.place(shape, time.monotonic())
+
+    async def rates(self) -> RequestRates:
+        """Return the rates of all routers on the port."""
+        answers = await self.exchange.ask("rates")
+        others = [msgspec.json.decode(answer, type=RequestRates) for answer in answers.values()]
+        return summed_rates([self.reports.rates(), *others]) if others else self.reports.rates()
+
+    async def traces(self, id_begin: str) -> RequestTraces:
+        """Return the ended requests whose ids begin so, of all routers on the port."""
+        answers = await self.exchange.ask("traces", id_begin[:MAX_QUESTION_CHARS])
+        others = [msgspec.json.decode(answer, type=RequestTraces) for answer in answers.values()]
+        return joined_traces([self.reports.traces(id_begin), *others])
 
     async def limits(self, arrived_at: float, num_bytes: int, watch_client: WatchClient) -> Limits:
         """Return the bounds of prompts, once a request could be placed. ``num_bytes``: size of the request's body.
@@ -236,6 +260,7 @@ class Dispatcher:
         self.operations.close()
         self.reports.close()
         self.overviews.close()
+        self.exchange.close()
         self.fleet.close()
 
     # ---- events of the workers ----
@@ -280,6 +305,9 @@ class Dispatcher:
         if not self.fleet.send(effect.to, effect.body):
             self._handle(NotSent(effect.to, effect.body))
 
+    def _tell_routers(self, effect: TellRouters) -> None:
+        self.exchange.tell(effect)
+
     def _deliver(self, effect: Deliver) -> None:
         inbox, index = self._inboxes[effect.request_id]
         if effect.update.ended:
@@ -289,7 +317,7 @@ class Dispatcher:
     def _on_ended(self, effect: Ended) -> None:
         request = effect.request
         num_tokens = request.timeline.num_tokens + (0 if request.sampling.choice else len(request.token_ids))
-        self._usage.note_tokens(self.tenants.named(request.context.tenant), num_tokens, time.monotonic())
+        self.core.usage.note_tokens(self.tenants.named(request.context.tenant), num_tokens, time.monotonic())
         self.reports.on_end(effect)
 
     def _answer(self, newcomer_id: str, answer: Limits | Refuse | None) -> None:

@@ -6,6 +6,7 @@ from typing import TypeAlias
 import msgspec
 
 from splitserve.protocol.messages.envelope import Body
+from splitserve.protocol.messages.routers import RouterReport, SentPrefixes
 from splitserve.protocol.request import Party
 from splitserve.router.placement.placer import Limits
 from splitserve.router.requests.active_request import ActiveRequest
@@ -18,6 +19,13 @@ class Send(msgspec.Struct, frozen=True, gc=False):
 
     to: Party
     body: Body
+
+
+class TellRouters(msgspec.Struct, frozen=True, gc=False):
+    """A message to another router, None: to all of them. It may get lost."""
+
+    body: RouterReport | SentPrefixes
+    to: Party | None = None
 
 
 class Deliver(msgspec.Struct, frozen=True, gc=False):
@@ -113,6 +121,7 @@ class Log(msgspec.Struct, frozen=True, gc=False):
 
 Effect: TypeAlias = (
     Send
+    | TellRouters
     | Deliver
     | Begun
     | TellLimits

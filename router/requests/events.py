@@ -10,6 +10,7 @@ from typing import TypeAlias
 import msgspec
 
 from splitserve.protocol.messages.envelope import Body
+from splitserve.protocol.messages.routers import RouterReport, SentPrefixes
 from splitserve.protocol.request import Party
 from splitserve.router.requests.active_request import ActiveRequest
 from splitserve.router.requests.queue.tenants import Tenants
@@ -21,6 +22,7 @@ class TimerKind(StrEnum):
     QUEUE = "queue"  # ends the wait of a request for its turn
     FREEZE = "freeze"  # tells workers again whether they are frozen
     CACHE_RESET = "cache_reset"  # resets the prefix caches again
+    REPORT = "report"  # tells other routers the state of this one
     WAIT = "wait"  # ends the wait of a new request, or of a question, for a worker
 
 
@@ -116,6 +118,25 @@ class ResetCaches(msgspec.Struct, frozen=True, gc=False):
     """A reset of all prefix caches, also of those that are being reset."""
 
 
+class MeetRouters(msgspec.Struct, frozen=True, gc=False):
+    """Start of the exchange with the other routers, or a new connection to the one with this name."""
+
+    router: str = ""
+
+
+class FromRouter(msgspec.Struct, frozen=True, gc=False):
+    """A message of another router."""
+
+    sender: Party
+    body: RouterReport | SentPrefixes
+
+
+class RouterLost(msgspec.Struct, frozen=True, gc=False):
+    """Another router to which the connection has ended."""
+
+    router: Party
+
+
 class Close(msgspec.Struct, frozen=True, gc=False):
     """Shutdown of the router, which ends every request now."""
 
@@ -134,5 +155,8 @@ Event: TypeAlias = (
     | PauseRequests
     | ResumeRequests
     | ResetCaches
+    | MeetRouters
+    | FromRouter
+    | RouterLost
     | Close
 )

@@ -262,9 +262,10 @@ class RequestState:
         return Update(aborts=aborts, retry=True)
 
     def _culprit(self, sender: Party, failure: Failure) -> Party:
-        """Return the worker to blame: for a failed hand-over that one side reports, the other side."""
+        """Return the worker to blame: for a failed hand-over prefill, whichever side reports it, since decode can go on
+        alone."""
         if failure.reason is FailureReason.HANDOVER and isinstance(self.placement, Disaggregated):
-            return next(party for party in self.placement.parties if party != sender)
+            return self.placement.prefill
         return sender
 
     @property

@@ -8,6 +8,7 @@ import pytest
 
 from splitserve.benchmarks.tables import readme as results_readme
 from splitserve.benchmarks.tables import sections as results_sections
+from splitserve.benchmarks.tables import simulations
 from splitserve.benchmarks.tables import write as results_table
 from splitserve.benchmarks.tables.cells import extent, number, percent
 from splitserve.benchmarks.tables.runs import Run, cited, read_runs
@@ -112,3 +113,25 @@ def test_a_changed_file_is_noticed(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     monkeypatch.setattr(results_table, "read_runs", lambda: kept)
     assert results_table.main(["--check"]) == 1
     assert capsys.readouterr().out.count("is out of date") == 3
+
+
+def test_simulated_clusters_have_a_row_each() -> None:
+    figures = {"requests": 2400, "slo_attainment": 0.5, "goodput_requests_per_second": 5.0, "duration_seconds": 200.0}
+    figures |= {"ttft_ms": {"p50": 90.0, "p99": 2500.0}, "tpot_ms": {"mean": 20.0}}
+    better = figures | {"goodput_requests_per_second": 6.0}
+    runs = [{"figures": each, "cpu_seconds": 50.0} for each in (better, figures)]
+    content = {
+        "workload": "8000/1000",
+        "peak_bytes": 1 << 30,
+        "clusters": [{"cluster": "4P4D:cost", "runs": runs}, {"cluster": "8M:cost", "runs": runs[1:]}],
+        "command": ["splitserve", "bench", "simulate", "--rate", "12.5", "--ttft-ms", "3000", "--gpu", "B200"],
+    }
+    kept = Run(Path("simulate-20261124T190000-1.json"), "simulate", "1124T190000", content)
+    first, second = simulations.user_rows([kept])
+    assert first[:4] == [
+        "8000/1000; 12.5 requests/s on average; TTFT at most 3000 ms",
+        "4P4D:cost, B200, llama-3.1-8b",
+        "2,400",
+        "6.00",
+    ]
+    assert second[1].startswith("8M:cost") and second[3:5] == ["5.00", "50.0%"]

@@ -62,6 +62,7 @@ class TestFreeze:
         worker.core.on_routers({ROUTER}, worker.now)
         assert worker.plan() is None
         worker.core.on_routers({Party("router", 99)}, worker.now)
+        worker.hear(Party("router", 99), local(RequestKey("another")))
         assert worker.plan() is not None
 
     def test_it_lasts_while_one_of_two_routers_that_hold_it_is_there(self, worker: Worker) -> None:
@@ -73,6 +74,15 @@ class TestFreeze:
         assert worker.plan() is None
         worker.core.on_routers({Party("router", 99), Party("router-1", 99)}, worker.now)
         assert worker.plan() is not None
+
+    def test_requests_of_a_router_whose_place_another_has_taken_end(self, worker: Worker) -> None:
+        other = Party("router-1", 5)
+        worker.core.on_routers({ROUTER, other}, worker.now)
+        worker.hear(other, local(KEY))
+        worker.core.on_routers({ROUTER, other}, worker.now)
+        assert worker.core.load().requests_tracked == 1, "both are there"
+        worker.core.on_routers({ROUTER, Party("router-1", 6)}, worker.now)
+        assert worker.core.load().requests_tracked == 0
 
     def test_either_of_two_routers_ends_it(self, worker: Worker) -> None:
         worker.hear(ROUTER, local(KEY))

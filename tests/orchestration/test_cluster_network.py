@@ -77,7 +77,7 @@ class Started:
 
     def router(self, ports: RouterPorts) -> ChildProcess:
         self.stages.pop("router", None)
-        self.children.append(self.host.start_router(self.spec, ports, self.emit))
+        self.children.append(self.host.start_router("router", self.spec, ports, self.emit))
         return self.children[-1]
 
     def wait(self, name: str, stage: str) -> dict[str, str]:

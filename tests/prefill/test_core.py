@@ -9,7 +9,15 @@ from splitserve.engine.effects import Effect, Incident, Serve
 from splitserve.kvconnector.blocks.pool import BlockState
 from splitserve.protocol.memory_records import LayoutRecord
 from splitserve.protocol.messages.envelope import Envelope
-from splitserve.protocol.messages.handover import Grant, Offer, PeerHello, PeerRefused, Release, Withdrawn
+from splitserve.protocol.messages.handover import (
+    Grant,
+    GrantDelayed,
+    Offer,
+    PeerHello,
+    PeerRefused,
+    Release,
+    Withdrawn,
+)
 from splitserve.protocol.messages.requests import Abort, RequestFailed, StepTokens
 from splitserve.protocol.request import Party, RequestKey, Role
 from splitserve.protocol.step import StepPlan
@@ -203,7 +211,10 @@ class TestPrefill:
     def test_it_polls_for_readers_only_while_there_is_something_to_read(self, prefill: Worker) -> None:
         assert of(prefill.hear(DECODE, PeerHello(LAYOUT)), Serve) == [Serve(True)]
         prefill.hear(ROUTER, prefill_request())  # waits for its grant
-        assert of(prefill.wait(PROTOCOL.dead_after_seconds + 0.2), Serve) == [Serve(False)]
+        effects = prefill.wait(PROTOCOL.dead_after_seconds / 2)
+        prefill.hear(DECODE, GrantDelayed(KEY))
+        effects += prefill.wait(PROTOCOL.dead_after_seconds / 2 + 0.2)
+        assert of(effects, Serve) == [Serve(False)]
         assert of(prefill.hear(DECODE, grant()), Serve) == [Serve(True)]
         assert of(prefill.wait(3.0), Serve) == []
         assert of(prefill.hear(DECODE, Release(KEY, False)), Serve) == [Serve(False)]

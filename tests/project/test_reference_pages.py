@@ -55,7 +55,7 @@ def test_every_field_of_a_router_and_of_its_parts_is_a_setting() -> None:
     assert {f"http.{field}" for field in HttpLimits.__struct_fields__} <= locations.keys()
     derived = {
         "model", "served_model_name", "membership_host", "membership_port", "on_awake_cores", "protocol", "http",
-        "secret", "api_key", "admin_key",
+        "secret", "api_key", "admin_key", "name", "peers", "listener_fd",
     }  # fmt: skip
     for config, others in ((RouterConfig, derived), (LMCacheConfig, set[str]())):
         assert locations_of(config).keys() == set(config.__struct_fields__) - others

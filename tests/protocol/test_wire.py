@@ -25,6 +25,8 @@ from splitserve.protocol.messages.base import Message
 from splitserve.protocol.messages.envelope import SCHEMA_VERSION, Body, Envelope
 from splitserve.protocol.messages.handover import (
     Grant,
+    GrantDelayed,
+    GrantRequest,
     Offer,
     OfferAck,
     OfferedBlock,
@@ -67,6 +69,15 @@ from splitserve.protocol.messages.requests import (
     RequestFailed,
     StepTokens,
     TokenDelta,
+)
+from splitserve.protocol.messages.routers import (
+    AskRouter,
+    PauseStamp,
+    RouterAnswer,
+    RouterReport,
+    SentPrefixes,
+    TenantUse,
+    WorkerUse,
 )
 from splitserve.protocol.request import FinishReason, Party, RequestKey, Role, SamplingParams
 from splitserve.protocol.wire import MAX_MESSAGE_BYTES, decode, encode, plain
@@ -114,7 +125,7 @@ EXAMPLES: list[Body] = [
     Draining(),
     Leave(),
     PrefillRequest(KEY, PROMPT, SAMPLING, PeerRef(DECODE, "tcp://127.0.0.1:2"), 30.0, [7]),
-    DecodeRequest(KEY, PROMPT, SAMPLING, PEER, 30.0, [7]),
+    DecodeRequest(KEY, PROMPT, SAMPLING, PEER, 30.0, [7], late_grant=True),
     LocalRequest(KEY, PROMPT, SAMPLING, 30.0),
     LocalRequest(KEY, PROMPT, SAMPLING, 30.0, [7], PEER),
     Abort(KEY),
@@ -125,6 +136,21 @@ EXAMPLES: list[Body] = [
     SetFrozen(True),
     ResetPrefixCache(3),
     PrefixCacheReset(3),
+    RouterReport(
+        7,
+        2,
+        3,
+        2,
+        1,
+        [WorkerUse(PREFILL, 2, 900, 0, 1, 0.25, 0.5)],
+        [TenantUse("team-a", 2, 5000, 1200.5)],
+        PauseStamp(3, "router-1", "keep"),
+        2,
+        1,
+    ),
+    SentPrefixes(PREFILL, [b"0123456789abcdef"], 2),
+    AskRouter(4, "traces", "req-1"),
+    RouterAnswer(4, b"{}"),
     BeginDrain(),
     Profiled("p0", "", "/tmp/mixed.trace.json", 128, 0.9, 0.85, 0.01),
     StepTokens([TokenDelta(KEY, 4, [9], FinishReason.STOP, 16, REPORT), TokenDelta(KEY, 0, [1])]),
@@ -148,6 +174,8 @@ EXAMPLES: list[Body] = [
         ],
     ),
     PeerRefused("other dtype"),
+    GrantRequest(KEY),
+    GrantDelayed(KEY),
     Grant(KEY, 100, 32, 10.0),
     PrefixGrant(KEY, 2, [b"h" * 16, b"i" * 16], 10.0),
     Offer(

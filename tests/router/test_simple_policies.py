@@ -46,10 +46,20 @@ def test_a_conversation_stays_where_it_is_and_conversations_spread():
 
 def test_the_longest_prefix_counts_then_load():
     workers = [*pool(Role.DECODE, 1), *pool(Role.PREFILL, 3)]
-    workers[2] = replace(workers[2], prefix_match_tokens=32, prefill_tokens=5000)
+    workers[2] = replace(workers[2], prefix_match_tokens=64, prefill_tokens=60)
     assert placed(prefix, workers).prefill == workers[2].party
-    workers[3] = replace(workers[3], prefix_match_tokens=32)
+    workers[3] = replace(workers[3], prefix_match_tokens=64)
     assert placed(prefix, workers).prefill == workers[3].party
+    workers[1] = replace(workers[1], prefix_match_tokens=80, prefill_tokens=79)
+    assert placed(prefix, workers).prefill == workers[1].party
+
+
+@pytest.mark.parametrize(("matched", "queued"), [(48, 60), (80, 100)], ids=["a short part", "a long queue"])
+def test_a_prefix_that_saves_too_little_gathers_nobody(matched, queued):
+    """Less than half of the prompt, or less than the worker has to compute beyond another one."""
+    workers = [*pool(Role.DECODE, 1), *pool(Role.PREFILL, 2)]
+    workers[1] = replace(workers[1], prefix_match_tokens=matched, prefill_tokens=queued)
+    assert placed(prefix, workers).prefill == workers[2].party
 
 
 def test_the_better_of_two_is_never_the_worst_of_all():

@@ -72,8 +72,8 @@ def sent_with(patch: pytest.MonkeyPatch, changed: Callable[[SamplingParams, int]
     """Send a later attempt with other parameters."""
     original = Attempts.messages
 
-    def messages(self: Attempts, *args: Any) -> list[tuple[Party, Body]]:
-        sent = original(self, *args)
+    def messages(self: Attempts, *args: Any, **options: Any) -> list[tuple[Party, Body]]:
+        sent = original(self, *args, **options)
         return [(to, _replaced(body, changed)) for to, body in sent]
 
     patch.setattr(Attempts, "messages", messages)

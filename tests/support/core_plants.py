@@ -32,9 +32,9 @@ def retries_get_the_whole_deadline(patch: pytest.MonkeyPatch) -> None:
     original = Attempts.messages
 
     def messages(
-        self: Attempts, request: ActiveRequest, placement: Placed, now: float, siblings: list[RequestKey]
+        self: Attempts, request: ActiveRequest, placement: Placed, now: float, *siblings: list[RequestKey], **is_: bool
     ) -> list[tuple[Party, Body]]:
-        return original(self, request, placement, request.arrived_at, siblings)
+        return original(self, request, placement, request.arrived_at, *siblings, **is_)
 
     patch.setattr(Attempts, "messages", messages)
 
@@ -57,9 +57,9 @@ def retries_start_over(patch: pytest.MonkeyPatch) -> None:
     original = Attempts.messages
 
     def messages(
-        self: Attempts, request: ActiveRequest, placement: Placed, now: float, siblings: list[RequestKey]
+        self: Attempts, request: ActiveRequest, placement: Placed, now: float, *siblings: list[RequestKey], **is_: bool
     ) -> list[tuple[Party, Body]]:
-        sent = original(self, request, placement, now, siblings)
+        sent = original(self, request, placement, now, *siblings, **is_)
         return [(party, msgspec.structs.replace(body, output_ids=[])) for party, body in sent]
 
     patch.setattr(Attempts, "messages", messages)

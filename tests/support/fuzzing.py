@@ -19,6 +19,8 @@ from splitserve.protocol.memory_records import HostTierMemory, MemoryKind, Memor
 from splitserve.protocol.messages.envelope import SCHEMA_VERSION, Body
 from splitserve.protocol.messages.handover import (
     Grant,
+    GrantDelayed,
+    GrantRequest,
     Offer,
     OfferAck,
     OfferedBlock,
@@ -70,8 +72,8 @@ REGION = MemoryRegion(MemoryKind.DRAM, 0, 4096, NUM_BLOCKS, LAYOUT.block_bytes)
 HOST = HostTierMemory(MemoryRegion(MemoryKind.DRAM, 0, 4096, 4 * NUM_BLOCKS, LAYOUT.block_bytes), 4096)
 
 
-SAID_BY_DECODE = (PeerHello, Grant, PrefixGrant, OfferAck, Release)
-SAID_BY_PREFILL = (PeerWelcome, PeerRefused, Offer, Withdrawn)
+SAID_BY_DECODE = (PeerHello, Grant, GrantDelayed, PrefixGrant, OfferAck, Release)
+SAID_BY_PREFILL = (PeerWelcome, PeerRefused, GrantRequest, Offer, Withdrawn)
 
 
 class MessageFuzzer:
@@ -118,9 +120,11 @@ class MessageFuzzer:
         seconds = rng.choice([0.0, 0.01, 1.0, longest])
         makers: list[tuple[int, Callable[[], Body]]] = [
             (2, lambda: PrefillRequest(key, tokens, sampling, decode, seconds, output)),
-            (3, lambda: PrefillRequest(key, prompt, sampling, decode, longest)),
+            (3, lambda: PrefillRequest(key, prompt, sampling, decode, longest, late_grant=rng.random() < 0.5)),
             (2, lambda: DecodeRequest(key, tokens, sampling, prefill, seconds, output)),
-            (3, lambda: DecodeRequest(key, prompt, sampling, prefill, longest)),
+            (3, lambda: DecodeRequest(key, prompt, sampling, prefill, longest, late_grant=rng.random() < 0.5)),
+            (2, lambda: GrantRequest(key)),
+            (1, lambda: GrantDelayed(key)),
             (2, lambda: LocalRequest(key, tokens, sampling, seconds, output)),
             (2, lambda: LocalRequest(key, prompt, sampling, longest, [], prefill)),
             (2, lambda: PrefixGrant(key, rng.choice([0, 1, 9]), self._hashes(), rng.choice([0.0, 0.1, 10.0]))),

@@ -99,12 +99,12 @@ def prepare(schedule: Schedule) -> Simulator:
         prompt = prefix + [sim.random.randrange(VOCAB) for _ in range(sim.random.choice([1, 3, 4, 5, 17, 30]))]
         wanted = random_params(sim.random) if schedule.features else sim.random.choice([1, 2, 6, 20])
         more = (prompt, wanted, choices.randint(1, schedule.max_choices))
-        sim.at(sim.random.uniform(0.0, 0.5), lambda i=index, m=more: sim.router.submit(f"r{i}", *m))  # type: ignore[misc]
+        sim.at(sim.random.uniform(0.0, 0.5), lambda i=index, m=more: sim.routers.submit(i, *m))  # type: ignore[misc]
     return sim
 
 
 def run_to_the_end(sim: Simulator, schedule: Schedule) -> None:
-    while sim.now < MAX_SECONDS and not sim.router.has_ended(schedule.num_requests):
+    while sim.now < MAX_SECONDS and not sim.routers.has_ended(schedule.num_requests):
         sim.run(until=sim.now + 1.0)
     sim.run(until=sim.now + QUIET_SECONDS + sim.protocol.lease_seconds)
     sim.check_end()

@@ -123,6 +123,7 @@ class Run:
     def _check_order(self, request_id: str, ends: dict[tuple[str, str], float]) -> None:
         """Check one attempt, whose spans end so."""
         for cause, effect in (
+            (("prefill", "turn_wait"), ("decode", "await_turn")),
             (("decode", "reserve"), ("prefill", "grant_wait")),
             (("prefill", "chunk"), ("decode", "verify")),
             (("prefill", "chunk"), ("decode", "await_last_offer")),

@@ -43,7 +43,8 @@ function render() {
   const view = state.view;
   byId("content").hidden = false;
   byId("model").textContent = view.served_model_name;
-  byId("where").textContent = `${view.version} on ${view.machine}`;
+  const routers = view.num_routers > 1 ? `: one of ${view.num_routers} routers; requests/s and tokens/s are of all` : "";
+  byId("where").textContent = `${view.version} on ${view.machine}${routers}`;
   byId("clock").textContent = `as of ${new Date(1000 * view.clock_seconds).toLocaleTimeString()}`;
   byId("window").textContent = view.seconds.toFixed(0);
   document.title = `${{ idle: "idle", healthy: "healthy", limited: "limited" }[view.diagnosis.state]} - Splitserve`;

@@ -5,12 +5,14 @@ prefix by other workers. If some worker's link does not take the message, all ar
 comes between the resets of the two workers of a hand-over.
 """
 
+from collections.abc import Callable
+
 from splitserve.protocol.cluster_report import WorkerState
 from splitserve.protocol.messages.operators import PrefixCacheReset, ResetPrefixCache
 from splitserve.protocol.request import Party
 from splitserve.router.links.membership import Membership
 from splitserve.router.placement.placer import Placer
-from splitserve.router.requests.effects import CachesAreReset, Outbox, Send, SetTimer
+from splitserve.router.requests.effects import Outbox, Send, SetTimer
 from splitserve.router.requests.events import Timer, TimerKind
 
 REPEAT_SECONDS = 0.1
@@ -18,12 +20,14 @@ MAX_UNCONFIRMED = 4096
 
 
 class CacheResets:
-    """The resets. ``unconfirmed``: workers that may still have content from before the last one."""
+    """The resets. ``unconfirmed``: workers that may still have content from before the last one. ``on_done`` is called
+    when all workers with a link have confirmed it."""
 
-    def __init__(self, membership: Membership, placer: Placer, outbox: Outbox) -> None:
+    def __init__(self, membership: Membership, placer: Placer, outbox: Outbox, on_done: Callable[[], None]) -> None:
         self._membership = membership
         self._placer = placer
         self._outbox = outbox
+        self._on_done = on_done
         self._reset_id = 0
         self.unconfirmed = placer.unreset
         self.repeats = False  # all are to be reset again, when the timer fires
@@ -79,7 +83,7 @@ class CacheResets:
 
     def _note_progress(self) -> None:
         if not self.awaited and not self.repeats:
-            self._outbox.put(CachesAreReset())
+            self._on_done()
 
 
 AGAIN = Timer(TimerKind.CACHE_RESET, "")

@@ -136,7 +136,7 @@ class Gate:
         num_slots = max(1, decode.info.max_num_seqs)
         if self._exceeds_share(request.context.tenant):
             num_slots -= int(RESERVED_SHARE * num_slots)
-        return decode.num_requests < num_slots and prefill.prompts.seconds(now) <= AHEAD_SECONDS
+        return decode.num_requests_of_all < num_slots and prefill.queue_seconds(now) <= AHEAD_SECONDS
 
     def _exceeds_share(self, tenant: str) -> bool:
         """Return whether a tenant has more than its share of the requests that run."""
@@ -145,7 +145,7 @@ class Gate:
 
     def _queue_seconds(self, placement: Placed, now: float) -> float:
         record = self._membership.get(prefill_party(placement))
-        return 0.0 if record is None else record.prompts.seconds(now)
+        return 0.0 if record is None else record.queue_seconds(now)
 
     def _compute_seconds(self, request: ActiveRequest, placement: Placed) -> float:
         record = self._membership.get(prefill_party(placement))

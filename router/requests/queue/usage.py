@@ -1,10 +1,11 @@
 """Usage of tenants against their own limits. Pure; time is an argument."""
 
 import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from splitserve.router.http.api_error import ApiError
-from splitserve.router.requests.queue.tenants import OWN, Tenant
+from splitserve.router.requests.queue.tenants import OWN, Tenant, Tenants
 
 _BURST_SECONDS = 60.0
 
@@ -21,13 +22,16 @@ class TenantUsage:
 
     def __init__(self) -> None:
         self._by_name: dict[str, _Usage] = {}
+        self._num_tokens: dict[str, int] = {}  # used here, of tenants with a limit
+        self.in_flight_elsewhere: Mapping[str, int] = {}  # at other routers, by tenant
 
     def admit(self, tenant: Tenant, count: int, now: float) -> None:
         """Count ``count`` more requests. Raises :class:`ApiError` 429 with the time to wait beyond a limit."""
         usage = self._of(tenant, now)
         most = tenant.max_requests_in_flight
-        if most and usage.num_in_flight + count > most:
-            message = f"{usage.num_in_flight} requests of {tenant.name} are in flight and {most} are allowed: try again"
+        num_in_flight = usage.num_in_flight + self.in_flight_elsewhere.get(tenant.name, 0)
+        if most and num_in_flight + count > most:
+            message = f"{num_in_flight} requests of {tenant.name} are in flight and {most} are allowed: try again"
             raise ApiError(429, message, code="too_many_requests")
         if tenant.tokens_per_minute and usage.tokens >= tenant.tokens_per_minute:
             excess = usage.tokens - tenant.tokens_per_minute
@@ -47,6 +51,26 @@ class TenantUsage:
         """Count tokens of a prompt or an output."""
         if tenant.tokens_per_minute:
             self._of(tenant, now).tokens += count
+            self._num_tokens[tenant.name] = self._num_tokens.get(tenant.name, 0) + count
+
+    def note_elsewhere(self, tenant: Tenant, count: int, now: float) -> None:
+        """Count tokens that a tenant has used at another router."""
+        if tenant.tokens_per_minute:
+            self._of(tenant, now).tokens += count
+
+    def raise_level(self, tenant: Tenant, level: float, now: float) -> None:
+        """Count at least ``level`` tokens as used: another router, which was there before, says so."""
+        if tenant.tokens_per_minute:
+            usage = self._of(tenant, now)
+            usage.tokens = max(usage.tokens, level)
+
+    def uses(self, tenants: Tenants, now: float) -> Iterator[tuple[str, int, int, float]]:
+        """Yield name, requests in flight here, tokens used here, and tokens that its limit has not given back, of each
+        tenant that has any."""
+        self._num_tokens = {name: count for name, count in self._num_tokens.items() if name in tenants.by_name}
+        for name in self._by_name.keys() | self._num_tokens.keys():
+            usage = self._of(tenants.named(name), now) if name in tenants.by_name else self._by_name[name]
+            yield name, usage.num_in_flight, self._num_tokens.get(name, 0), usage.tokens
 
     def in_flight(self) -> dict[str, int]:
         """Return the requests in flight of each tenant that has any."""

@@ -23,6 +23,7 @@ ROUTER_SPANS = {
 
 PREFILL_SPANS = {
     MarkKind.ACCEPTED: ("dispatch", "Way of the request to the worker, and its wait in the worker's inbox"),
+    MarkKind.ASKED: ("turn_wait", "Wait of a prompt that others precede, until its grant is asked for"),
     MarkKind.GRANTED: ("grant_wait", "Wait for the grant of decode"),
     MarkKind.PREFIX: ("prefix_read", "Read of a prefix that another worker had"),
     MarkKind.BEGUN: ("prefill_queue", "Wait for the prompt's first step"),
@@ -34,6 +35,7 @@ mark before."""
 
 DECODE_SPANS = {
     MarkKind.ACCEPTED: ("dispatch", "Way of the request to the worker, and its wait in the worker's inbox"),
+    MarkKind.ASKED: ("await_turn", "Wait until prefill asks for the grant: other prompts come first there"),
     MarkKind.GRANTED: ("reserve", "Wait for room for the whole prompt"),
     MarkKind.PREFIX: ("prefix_read", "Read of a prefix that another worker had"),
     MarkKind.READING: ("await_offer", "Wait for the first offer of blocks, until their read is posted"),

@@ -17,9 +17,9 @@ TTFT_STAGES = {
     "queue": "Wait in the router until a worker can take the request",
     "retries": "Attempts that failed before the one with the first token",
     "dispatch": "Way of the request to the worker that computes the prompt, and its wait in that worker's inbox",
-    "grant_wait": "Wait of prefill for the grant: decode reserves room for the whole prompt",
+    "grant_wait": "Wait of prefill for the grant: decode reserves room for the whole prompt, once its turn comes soon",
     "prefix_read": "Read of a prefix that another worker had",
-    "prefill_queue": "Wait for the prompt's first step",
+    "prefill_queue": "Wait for the prompt's first step, the grant_wait left out",
     "prefill": "First step of the prompt until its first token is drawn: all chunks, and the steps between them",
     "handover": "Hand-over of the prompt's KV, for the choices after the first",
     "choice": "Computation of the first token of a choice after the first",
@@ -82,6 +82,8 @@ def _worker_boundaries(attempt: AttemptTimeline, times: tuple[Times, Times]) -> 
     at, at_decode = times if attempt.primary is None else attempt.primary.by_kind()
     boundaries: list[Boundary] = [("dispatch", at.get(MarkKind.ACCEPTED))]
     if attempt.is_disaggregated:
+        if MarkKind.ASKED in at:  # a late grant: others came first
+            boundaries.append(("prefill_queue", at[MarkKind.ASKED]))
         boundaries.append(("grant_wait", at.get(MarkKind.GRANTED)))
     elif MarkKind.PREFIX in at:
         boundaries.append(("prefix_read", at[MarkKind.PREFIX]))
@@ -138,7 +140,7 @@ def _split(begin: float, end: float, boundaries: Iterable[Boundary]) -> dict[str
             continue
         stop = cursor if at < cursor else end if at > end else at
         if is_known:
-            stages[name] = stop - cursor
+            stages[name] = stages.get(name, 0.0) + stop - cursor
         else:
             unexplained += stop - cursor
         cursor, is_known = stop, True

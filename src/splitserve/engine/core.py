@@ -41,6 +41,7 @@ class EngineCore:
         self._with_features: dict[Sequence, None] = {}  # sequences whose sampling features have states on the runner
         self._drawn_once: list[int] = []  # states of features that only the step planned last uses
         self._operations = Operations(self.state)
+        self._routers: frozenset[Party] = frozenset()  # that this worker is registered with
         self._handlers: dict[type, Handler] = {
             Abort: requests.on_abort,
             SetFrozen: self._operations.on_set_frozen,
@@ -81,7 +82,13 @@ class EngineCore:
         self._take_outcomes(now)
 
     def on_routers(self, routers: Set[Party], now: float) -> None:
-        """Take note of the routers that this worker is registered with."""
+        """Take note of the routers that this worker is registered with. Requests of those whose place others have taken
+        end: nobody waits for their tokens."""
+        if routers != self._routers:
+            gone, self._routers = self._routers - routers, frozenset(routers)
+            for sequence in [each for each in self.state.sequences.values() if each.reply_to in gone]:
+                for key in (*sequence.siblings, sequence.key):
+                    self._requests.on_abort(Abort(key), sequence.reply_to, now)
         self._operations.on_routers(routers, now)
 
     def drain(self) -> None:
@@ -119,6 +126,8 @@ class EngineCore:
                 self._with_features[sequence] = None
         self._steps.append(step)
         released = self._released_features() if self._with_features or self._drawn_once else ()
+        for part in self.parts:
+            part.after_plan(now)
         self._drawn_once = [spec.features.state_id for _, chunk in step for spec in chunk.others if spec.features]
         return StepPlan([chunk for _, chunk in step], released)
 

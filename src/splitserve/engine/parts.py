@@ -63,6 +63,9 @@ class Part:
     def before_plan(self, now: float) -> None:
         """Make room for the sequences of the next step."""
 
+    def after_plan(self, now: float) -> None:
+        """Prepare the step that will follow the one just planned."""
+
     def next_deadline(self) -> float:
         """Return the time at which :meth:`poll` has something to do, if nothing happens before."""
         return float("inf")

@@ -24,6 +24,7 @@ class Requests:
         self.state = state
         self.scheduler = scheduler
         self.parts: ListLike[Part] = ()
+        self._num_accepted = 0
 
     def owner(self, sequence: Sequence) -> Part:
         """Return the part that moves the sequence's KV."""
@@ -45,6 +46,7 @@ class Requests:
             num_prompt_tokens=len(request.token_ids),
             sampling=request.sampling,
             deadline=now + min(request.deadline_seconds, state.protocol.request_deadline_seconds),
+            number=self._num_accepted,
             max_length=state.max_model_len,
             siblings={key: n for n, key in enumerate(request.siblings, 1) if key not in state.tombstones},
             num_choices=1 + len(request.siblings),
@@ -59,6 +61,7 @@ class Requests:
         if sequence.marks is not None:
             sequence.marks.add(MarkKind.ACCEPTED, now)
         state.sequences[request.key] = sequence
+        self._num_accepted += 1
         return sequence
 
     def _fail_siblings(self, request: Any, sender: Party) -> None:

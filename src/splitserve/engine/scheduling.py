@@ -37,7 +37,7 @@ class PromptPolicy(Protocol):
     active: list[Sequence]
 
     def add(self, sequence: Sequence, *, first: bool = False) -> None:
-        """Queue a sequence, behind or before all others."""
+        """Queue a sequence before all others, or in the order of arrival."""
 
     def add_admitted(self, sequence: Sequence) -> None:
         """Add a sequence that holds all its blocks, and has KV for some of its known tokens."""

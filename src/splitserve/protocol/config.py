@@ -169,6 +169,9 @@ class LMCacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = ""
 
 
+MAX_ROUTERS = 16
+
+
 class HttpLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Bounds of the router's HTTP connections (:mod:`splitserve.router.http.connections`)."""
 
@@ -221,12 +224,16 @@ class RouterConfig(Confidential, frozen=True, kw_only=True):
     """The router process.
 
     ``on_awake_cores`` keeps it on half of its machine's cores, as ``keep_cores_awake`` keeps workers there.
+    ``peers``: the membership endpoints of the other router processes on the same port, by ``name``; these share the
+    listening socket ``listener_fd`` (-1: the router has one of its own).
     ``secret`` protects its side channels; ``api_key`` is the key that /v1 requires of clients, "" for none;
     ``admin_key`` the one that /admin requires, "" for the same.
     """
 
     model: str
     served_model_name: str
+    name: str = "router"
+    peers: dict[str, str] = {}
     host: Annotated[
         str,
         Meta(min_length=1, description="Address that the endpoint binds."),
@@ -237,6 +244,16 @@ class RouterConfig(Confidential, frozen=True, kw_only=True):
         Meta(description="Port that the endpoint binds; 0 takes a free one."),
         Setting(flags=("--port",), group=ENDPOINT, location="router.port"),
     ] = 8000
+    workers: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=MAX_ROUTERS,
+            description="Router processes on the port. One uses one core; more help where that is busy. Not on Ray.",
+        ),
+        Setting(flags=("--router-workers",), metavar="N", group=ENDPOINT, location="router.workers"),
+    ] = 1
+    listener_fd: int = -1
     membership_host: str = "127.0.0.1"
     membership_port: Port = 0
     policy: Annotated[

@@ -42,6 +42,7 @@ class Faults(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     unsent: float = 0.0  # probability that a worker's link rejects a request from the router
     pauses: int = 0  # by an operator, in any mode, each for up to 3 s
     resets: int = 0  # of the prefix caches
+    router_kills: int = 0  # routers other than the first one that die, and start again
 
 
 class Shape(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -56,6 +57,7 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     window: int = 0  # tokens that the layers of a second group attend to; 0: there is only a full group
     shared_chunk: int = 0  # blocks per chunk of a tier that all workers share; 0: there is none
     policy: str = "least-loaded"  # of placement
+    routers: int = 1  # on one port
 
     def workers(self) -> list[tuple[str, Role, int]]:
         """Return name, role and number of blocks of each worker."""

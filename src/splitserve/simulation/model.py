@@ -24,6 +24,12 @@ NUM_HEADS = 2
 LAYOUT = LayoutRecord("sim", "w", "float32", BLOCK_SIZE, 1, 1, 1)
 PROTOCOL = ProtocolConfig(request_deadline_seconds=60.0, max_blocks_per_read=4, tombstone_seconds=60.0)
 ROUTER = Party("router", 1)
+"""The first router; the others are called router-1, router-2, ..."""
+
+
+def is_router(party: Party) -> bool:
+    """Return whether a party is a router."""
+    return party.engine_id.startswith(ROUTER.engine_id)
 
 
 class Head(Protocol):

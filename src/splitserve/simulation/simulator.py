@@ -13,12 +13,15 @@ from splitserve.protocol.request import Party, Role
 from splitserve.router.requests.events import PauseMode, PauseRequests, ResetCaches, ResumeRequests
 from splitserve.simulation.faults import Faults, Shape
 from splitserve.simulation.lies import Liar
-from splitserve.simulation.model import PROTOCOL, ROUTER, HashedModel, Model
+from splitserve.simulation.model import PROTOCOL, HashedModel, Model, is_router
 from splitserve.simulation.router.driver import SimRouter
+from splitserve.simulation.router.group import SimRouters
+from splitserve.simulation.waits import check_waits
 from splitserve.simulation.worker.cache_checks import check_index
 from splitserve.simulation.worker.driver import SimWorker
 from splitserve.simulation.worker.tiers import SharedServer
 
+WAITS_SECONDS = 0.1  # from one look at who waits for whom to the next
 DISASTER_SECONDS = 2.0  # disasters begin within this time
 HANDOVER_KILL_SHARE = 0.1  # probability that an offer is its sender's last, while such kills are to come
 
@@ -54,7 +57,7 @@ class Simulator:
         self._link_busy_until: dict[tuple[Party, Party], float] = {}
         self._num_handover_kills = faults.handover_kills  # those still to come
         self._unsent_since: dict[Party, float] = {}  # messages of dead workers after this time were never sent
-        self.router = SimRouter(self)
+        self.routers = SimRouters(self, shape.routers)
         self.liar = Liar(self)
         self.tier_slots = shape.tier_slots
         self.window = shape.window
@@ -62,6 +65,7 @@ class Simulator:
         for name, role, num_blocks in shape.workers():
             self.start_worker(name, role, num_blocks)
         self._plan_disasters()
+        self.after(WAITS_SECONDS, self._check_waits)
 
     # ---- time and network ----
 
@@ -93,7 +97,7 @@ class Simulator:
             self._kill_in_handover(sender)
         self._events.append((self.now, sender, to, body))
         envelope, sent_at = Envelope(sender, to, body), self.now
-        if ROUTER in (sender, to):  # one connection, which keeps the order
+        if is_router(sender) or is_router(to):  # one connection, which keeps the order
             arrival = max(self.now + self.random.uniform(0.0005, 0.01), self._link_busy_until.get((sender, to), 0.0))
             self._link_busy_until[sender, to] = arrival
             self.at(arrival, lambda: self._deliver(envelope, sent_at))
@@ -117,8 +121,8 @@ class Simulator:
         assert envelope.to is not None
         if sent_at >= self._unsent_since.get(envelope.sender, float("inf")):
             return
-        if envelope.to == ROUTER:
-            self.router.on_message(envelope.sender, envelope.body)
+        if is_router(envelope.to):
+            self.routers.on_message(envelope.to, envelope.sender, envelope.body)
         else:
             self._living[envelope.to.engine_id].deliver(envelope)
 
@@ -129,7 +133,7 @@ class Simulator:
         worker = SimWorker(self, name, role, num_blocks, self.random.getrandbits(32))
         self.workers[str(worker.party)] = self._living[name] = worker
         self.note(f"{worker.party} starts")
-        self.router.on_started(worker)
+        self.routers.on_started(worker)
 
     def kill(self, worker: SimWorker, restart_after: float) -> None:
         """Kill a worker as by SIGKILL: connections close, reads end, and a new incarnation takes its name later."""
@@ -137,7 +141,10 @@ class Simulator:
             self.note(f"{worker.party} is killed")
             worker.alive = False
             self._unsent_since[worker.party] = self.now - self.random.uniform(0.0, 0.01)
-            self.after(self.random.uniform(0.001, 0.02), lambda: self.router.on_connection_closed(worker.party))
+            self.after(
+                self.random.uniform(0.001, 0.02),
+                lambda: self.routers.each(lambda router: router.on_connection_closed(worker.party)),
+            )
             self.after(restart_after, lambda: self._restart(worker))
 
     def _kill_in_handover(self, source: Party) -> None:
@@ -163,7 +170,7 @@ class Simulator:
         """End a worker that has drained, and restart it later."""
         self.note(f"{worker.party} leaves: {worker.drain_clock.reason}")
         worker.alive = False
-        self.router.on_leave(worker.party)
+        self.routers.each(lambda router: router.on_leave(worker.party))
         self.after(self.random.uniform(0.1, 2.0), lambda: self._restart(worker))
 
     def _restart(self, worker: SimWorker) -> None:
@@ -195,12 +202,26 @@ class Simulator:
         for _ in range(faults.pauses):
             when, seconds = self.random.uniform(0.0, DISASTER_SECONDS), self.random.uniform(0.1, 3.0)
             mode = self.random.choice(list(PauseMode))
-            self.at(when, lambda m=mode: self.router.handle(PauseRequests(m)))  # type: ignore[misc]
-            self.at(when + seconds, lambda: self.router.handle(ResumeRequests()))
+            self.at(when, lambda m=mode: self.routers.ask(PauseRequests(m)))  # type: ignore[misc]
+            self.at(when + seconds, lambda: self.routers.ask(ResumeRequests()))
         for _ in range(faults.resets):
-            self.at(self.random.uniform(0.0, DISASTER_SECONDS), lambda: self.router.handle(ResetCaches()))
+            self.at(self.random.uniform(0.0, DISASTER_SECONDS), lambda: self.routers.ask(ResetCaches()))
+
+        for _ in range(faults.router_kills):
+            when, seconds = self.random.uniform(0.0, DISASTER_SECONDS), self.random.uniform(0.1, 2.0)
+            self.at(when, lambda s=seconds: self.routers.kill(s))  # type: ignore[misc]
 
     # ---- running ----
+
+    @property
+    def router(self) -> SimRouter:
+        """The first router."""
+        return self.routers.first
+
+    @property
+    def living_workers(self) -> list[SimWorker]:
+        """The workers that run."""
+        return [worker for worker in self._living.values() if worker.alive]
 
     @property
     def num_handovers(self) -> int:
@@ -209,9 +230,10 @@ class Simulator:
 
     @property
     def num_handover_failures(self) -> int:
-        """Number of hand-overs that decode workers saw fail."""
+        """Number of hand-overs that decode workers saw fail, or that prefill gave up before a grant."""
         decode = (worker for worker in self.workers.values() if worker.role is Role.DECODE)
-        return sum(worker.core.state.counters.handover_failures for worker in decode)
+        num_seen = sum(worker.core.state.counters.handover_failures for worker in decode)
+        return num_seen + sum(worker.turns.num_given_up for worker in self.workers.values())
 
     def run(self, until: float) -> None:
         """Run all that happens until a time, which it is then."""
@@ -220,9 +242,13 @@ class Simulator:
             action()
         self.now = until
 
+    def _check_waits(self) -> None:
+        check_waits(worker for worker in self.workers.values() if worker.alive)
+        self.after(WAITS_SECONDS, self._check_waits)
+
     def check_end(self) -> None:
         """Check that every request ended as it should, and that no block, copy, request or charge is left over."""
-        self.router.check_end()
+        self.routers.check_end()
         alive = [worker for worker in self.workers.values() if worker.alive]
         check_index(alive)
         for worker in alive:
@@ -232,6 +258,6 @@ class Simulator:
                 assert pool.count(BlockState.REFERENCED) == 0, f"{worker.party}: blocks are still referenced"
                 assert pool.count(BlockState.QUARANTINED) == 0, f"{worker.party}: blocks are still quarantined"
             assert worker.core.state.blocks.tiers.is_idle, f"{worker.party}: copies are still in flight"
-            is_linked = self.router.is_linked(worker.party)
+            is_linked = self.routers.is_linked(worker.party)
             assert not (worker.core.state.is_frozen and is_linked), f"{worker.party} is still frozen"
             assert worker.core.load().requests_tracked == 0, f"{worker.party}: requests are still tracked"

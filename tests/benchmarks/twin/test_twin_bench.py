@@ -11,8 +11,9 @@ from splitserve.benchmarks.twin.cases import Case, cases_of
 from splitserve.benchmarks.twin.comparison import Prediction, bound_of, difference
 from splitserve.common.errors import ConfigError
 
+# Four requests, the fewest of a load, take 240 steps of two sequences: enough for a fit.
 SHORT = [
-    "--arms", "1M", "--workloads", "64/20", "--loads", "0.3", "1.1", "--seconds", "5", "--max-num-seqs", "4",
+    "--arms", "1M", "--workloads", "64/120", "--loads", "0.3", "1.1", "--seconds", "5", "--max-num-seqs", "2",
     "--repeats", "1", "--kv-memory", "32MiB",
 ]  # fmt: skip
 
@@ -49,13 +50,14 @@ def test_a_run_goes_on_where_it_was_left(tmp_path: Path, capsys: pytest.CaptureF
     folder = tmp_path / "run"
     arguments = [*SHORT, "--continue", str(folder), "--result-dir", str(tmp_path)]
     assert main([*arguments, "--max-seconds", "5"]) == bench.EXIT_INTERRUPTED
-    assert "2 loads are left: go on with --continue" in capsys.readouterr().out
+    words = capsys.readouterr().out
+    assert "2 loads are left" in words and "go on with --continue" in words
     assert main(arguments) == 0
     shown = capsys.readouterr().out
-    assert "paced_1M_64-20_0.3: TPOT mean" in shown and "inside their interval of 90%" in shown
+    assert "paced_1M_64-120_0.3: TPOT mean" in shown and "inside their interval of 90%" in shown
     [file] = tmp_path.glob("twin-*.json")
     kept = json.loads(file.read_text())
-    assert [case["case"] for case in kept["cases"]] == ["paced_1M_64-20_0.3", "paced_1M_64-20_1.1"]
+    assert [case["case"] for case in kept["cases"]] == ["paced_1M_64-120_1.1", "paced_1M_64-120_0.3"]
     assert all(run["figures"]["failed"] == {} for run in kept["runs"])
     assert str(tmp_path) not in json.dumps({**kept, "command": ""}), "paths of the machine"
     assert main(arguments) == 0, "everything is measured: compared anew"

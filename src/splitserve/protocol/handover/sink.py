@@ -183,6 +183,10 @@ class SinkHandover:
         self._groups[read.group].verify(read.first_index, len(read.remote))
         self._complete_if_all_verified(now)
 
+    def grant_again(self, now: float) -> None:
+        """Send the grant at once: prefill, which asks for it, hasn't received it."""
+        self._grant_due_at = now
+
     def fail(self, reason: str) -> None:
         """Give the hand-over up; reads in flight go on, and so does the ban on reusing their blocks."""
         if self.state in (SinkState.REQUESTED, SinkState.READING):

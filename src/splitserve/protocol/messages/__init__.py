@@ -6,6 +6,7 @@
     worker  -> router:     StepTokens, PromptLogprobs, RequestFailed, ClockReading, Profiled, PrefixCacheReset
     decode  -> prefill:    PeerHello, Grant, PrefixGrant, OfferAck, Release
     prefill -> decode:     PeerWelcome, PeerRefused, Offer, Withdrawn
+    router  -> router:     RouterReport, SentPrefixes, AskRouter, RouterAnswer (processes on one port)
 
 Every message travels in an :class:`~splitserve.protocol.messages.envelope.Envelope` that names the sender's
 incarnation, and the receiver's if it is known. Everything is decoded strictly; see

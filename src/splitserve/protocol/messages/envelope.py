@@ -6,6 +6,8 @@ import msgspec
 
 from splitserve.protocol.messages.handover import (
     Grant,
+    GrantDelayed,
+    GrantRequest,
     Offer,
     OfferAck,
     PeerHello,
@@ -38,9 +40,10 @@ from splitserve.protocol.messages.requests import (
     RequestFailed,
     StepTokens,
 )
+from splitserve.protocol.messages.routers import AskRouter, RouterAnswer, RouterReport, SentPrefixes
 from splitserve.protocol.request import Party
 
-SCHEMA_VERSION = 16
+SCHEMA_VERSION = 18
 
 Body: TypeAlias = (
     Register
@@ -68,12 +71,18 @@ Body: TypeAlias = (
     | PeerHello
     | PeerWelcome
     | PeerRefused
+    | GrantRequest
+    | GrantDelayed
     | Grant
     | PrefixGrant
     | Offer
     | OfferAck
     | Release
     | Withdrawn
+    | RouterReport
+    | SentPrefixes
+    | AskRouter
+    | RouterAnswer
 )
 
 

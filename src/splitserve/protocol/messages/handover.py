@@ -55,6 +55,24 @@ class Grant(Message, frozen=True):
     reads_host_tier: bool = False
 
 
+class GrantRequest(Message, frozen=True):
+    """Prefill's request for the grant of a prompt whose turn comes soon; see ``late_grant`` of
+    :class:`splitserve.protocol.messages.requests.DecodeRequest`.
+
+    Sent again until it is granted. The answer is :class:`Grant`, :class:`GrantDelayed`, or :class:`Release` if the
+    request has ended at decode.
+    """
+
+    key: RequestKey
+
+
+class GrantDelayed(Message, frozen=True):
+    """Decode's answer that there is no room so far: the request is in the queue for it, in the order in which grants
+    were asked for, and the grant follows."""
+
+    key: RequestKey
+
+
 class PrefixGrant(Message, frozen=True):
     """Decode has room for a prompt's blocks with these ``hashes``, from prompt block ``first_block`` on: what the
     receiver has of them, one after the other, on its device or in its host tier, it holds and offers; it computes

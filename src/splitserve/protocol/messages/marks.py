@@ -14,6 +14,7 @@ class MarkKind(StrEnum):
     """The event at a mark's time."""
 
     ACCEPTED = "accepted"  # the worker has taken the request
+    ASKED = "asked"  # a late grant: the prompt's turn has come at prefill; decode was asked for room
     GRANTED = "granted"  # decode has reserved room and asked for the KV; prefill has received that grant
     PREFIX = "prefix"  # the prefix that a peer had was read, or is not to be had
     BEGUN = "begun"  # the request's first step here was launched

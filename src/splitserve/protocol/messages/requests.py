@@ -3,7 +3,8 @@
 ``token_ids`` is the prompt, on the wire as the bytes of its int32. ``output_ids`` are tokens that the client already
 has, when another attempt continues a request: they are authoritative, and their KV is computed and handed over like
 the prompt's. ``cache_salt`` isolates prefix caches: the KV of a request is shared with requests of the same salt only.
-``priority``: lower is sooner; carried for policies, none of which reads it yet.
+``priority``: lower is sooner; carried for policies, none of which reads it yet. ``late_grant``: decode reserves no room
+before prefill asks for it, since other prompts come first; else it reserves room at once, as if prefill had asked.
 """
 
 from enum import StrEnum
@@ -45,6 +46,7 @@ class PrefillRequest(Message, frozen=True):
     cache_salt: CacheSalt = ""
     priority: int = 0
     siblings: Siblings = []
+    late_grant: bool = False
 
 
 class DecodeRequest(Message, frozen=True):
@@ -58,6 +60,7 @@ class DecodeRequest(Message, frozen=True):
     output_ids: list[TokenId] = []
     cache_salt: CacheSalt = ""
     priority: int = 0
+    late_grant: bool = False
     siblings: Siblings = []
 
 

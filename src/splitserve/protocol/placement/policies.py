@@ -21,7 +21,11 @@ PLACEMENT_POLICIES: Mapping[str, PlacementPolicy] = {
     "cost": PlacementPolicy("cost", "cost", "the route with the smallest predicted excess over the objectives"),
     "least-loaded": PlacementPolicy("policies", "least_loaded", "the workers with the largest free share"),
     "power-of-two": PlacementPolicy("simple", "power_of_two", "the less loaded of two workers drawn at random"),
-    "prefix": PlacementPolicy("simple", "prefix", "the workers with the longest cached part of the prompt"),
+    "prefix": PlacementPolicy(
+        "simple",
+        "prefix",
+        "the workers with the longest cached part of the prompt, if that is half of it and worth their queue",
+    ),
     "round-robin": PlacementPolicy("simple", "round_robin", "workers in turn"),
     "session": PlacementPolicy("simple", "session", "the same workers for all requests of an X-Session-Id"),
 }

@@ -177,6 +177,9 @@ class Overview(msgspec.Struct, frozen=True, kw_only=True):
     served_model_name: Annotated[str, _text("The model.")] = ""
     clock_seconds: Annotated[float, _text("The router's Unix time.")] = 0.0
     seconds: Annotated[float, _text("Time that the figures cover.")] = 0.0
+    num_routers: Annotated[
+        int, _text("Router processes on the port; rates are of all, other figures of requests of the one that answers.")
+    ] = 1
     rates: Annotated[RequestRates | None, _text("Rates of the last 10 s.")] = None
     diagnosis: Annotated[Diagnosis, _text("The bottleneck.")] = Diagnosis()
     ttft: Annotated[Times, _text("Time to first token.")] = Times()

@@ -50,7 +50,7 @@ class ClusterSpec:
     kv_events: bool = True  # workers publish what they hold
     knows_prefixes: bool = True  # the router looks at prefixes at all
     sends_sessions: bool = True  # clients name the conversation where it is known
-    late_grants: bool = False  # decode reserves room when prefill asks for it
+    late_grants: bool = True  # as in production; else decode reserves room at once
     published: dict[str, StepModel] = field(default_factory=dict)  # models that workers publish instead of their own
 
 
@@ -183,12 +183,14 @@ class ReplayCluster:
             self.clock.after(MESSAGE_SECONDS, lambda: worker.add(job))
         elif isinstance(body, DecodeRequest):
             self._decodes[request_id] = worker, job
-            if not self._spec.late_grants:
+            if not (self._spec.late_grants and body.late_grant):
                 self.clock.after(MESSAGE_SECONDS, lambda: worker.reserve(job, lambda: self._grant(request_id)))
         else:
             figures.prefill = worker.spec.name
             self._prefills[request_id] = worker, job
-            job.is_granted = False
+            job.is_granted, job.decode = False, body.decode.party.engine_id
+            if not body.late_grant:
+                job.asked_at = self.clock.now
             if self._spec.late_grants:
                 self.clock.after(MESSAGE_SECONDS, lambda: worker.add(job))
 
@@ -202,10 +204,8 @@ class ReplayCluster:
     def _on_next(self, _worker: PacedWorker, job: Job) -> None:
         """Ask decode for room: the prompt's turn comes soon."""
         decode, decoding = self._decodes[job.request_id]
-        if not decoding.reserved_at and not job.begun_at:
-            job.begun_at = -1.0  # asked
-            ask = lambda: decode.reserve(decoding, lambda: self._grant(job.request_id))  # noqa: E731
-            self.clock.after(MESSAGE_SECONDS, ask)
+        ask = lambda: decode.reserve(decoding, lambda: self._grant(job.request_id))  # noqa: E731
+        self.clock.after(MESSAGE_SECONDS, ask)
 
     # ---- what workers do ----
 

@@ -3,7 +3,7 @@
 Decode steps of an unchanged batch are leapt over in one go: the sum of their times is known.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -12,6 +12,11 @@ from splitserve.protocol.request import Party, Role
 from splitserve.simulation.replay.cache import ReplayCache
 from splitserve.simulation.replay.workload import BLOCK_TOKENS, ReplayRequest
 from splitserve.simulation.virtual_clock import VirtualClock
+
+ANSWER_SECONDS = 0.001
+"""Time within which a grant comes if decode has room: more than two messages take."""
+NUM_NEXT = 2
+"""Prompts that are next or next but one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +53,8 @@ class Job:
     own_seconds: float = 0.0  # time of its prefill, alone on this worker
     last_token_at: float = 0.0
     is_granted: bool = True
+    decode: str = ""  # the worker that is to grant it
+    asked_at: float | None = None  # for the grant
     reserved_at: float = 0.0
 
 
@@ -138,6 +145,8 @@ class PacedWorker:
         else:
             self.waiting.append(job)
         self._interrupt()
+        if self._is_stepping:
+            self._ask_for_grants([])
 
     def on_grant(self, job: Job) -> None:
         """Let a queued prompt begin: decode has room."""
@@ -236,7 +245,7 @@ class PacedWorker:
         while budget > 0 and self.waiting and (following := self._next_prompt()) is not None:
             self._admit(following)
             budget -= self._plan_chunk(following, budget, chunks)
-        self._ask_for_grants()
+        self._ask_for_grants(chunks)
         return chunks
 
     def _plan_chunk(self, job: Job, budget: int, chunks: list[tuple[Job, int]]) -> int:
@@ -251,11 +260,24 @@ class PacedWorker:
         num_free = self.spec.max_num_seqs - len(self.running) - self.granted - len(self.active)
         return job if job is not None and num_free > 0 and self._has_room(job.num_known) else None
 
-    def _ask_for_grants(self) -> None:
-        for number, job in enumerate(self.waiting):
-            if number == 2:
+    def _ask_for_grants(self, chunks: list[tuple[Job, int]]) -> None:
+        """Ask for the grants of the prompts that are next or next but one, or would be in the step after the one with
+        ``chunks``. A full decode worker holds up its own prompts alone."""
+        if all(job.is_granted or job.asked_at is not None for job in self.waiting):
+            return
+        num_tokens = sum(job.num_known - job.num_computed for job in self.active) - sum(count for _, count in chunks)
+        num_ahead, num_held_up = 0, Counter[str]()
+        for job in self.waiting:
+            if num_ahead >= NUM_NEXT and num_tokens >= self.spec.chunk_tokens:
                 break
-            if not job.is_granted:
+            is_late = job.asked_at is not None and self.clock.now > job.asked_at + ANSWER_SECONDS
+            if not job.is_granted and (is_late or num_held_up[job.decode] >= NUM_NEXT):
+                num_held_up[job.decode] += 1
+                continue
+            num_ahead += 1
+            num_tokens += job.num_known
+            if not job.is_granted and job.asked_at is None:
+                job.asked_at = self.clock.now
                 self.on_next(self, job)
 
     def _admit(self, job: Job) -> None:

@@ -3,6 +3,7 @@
 The core has invariants of its own, and so has each client (:mod:`splitserve.simulation.router.client`).
 """
 
+import itertools
 from collections import Counter, defaultdict
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -18,6 +19,7 @@ from splitserve.protocol.messages.requests import (
 )
 from splitserve.protocol.request import Party, RequestKey, Role
 from splitserve.router.links.worker_record import Charges
+from splitserve.router.peers.peers import REPORT
 from splitserve.router.placement.policies import Disaggregated, NoWorker, Placement
 from splitserve.router.requests.core import Question
 from splitserve.router.requests.effects import Count, Ended
@@ -54,6 +56,8 @@ class RouterChecks:
         elif isinstance(body, AnyRequest):
             self._check_worker(to, body)
             self._check_request(to, body)
+            if isinstance(body, PrefillRequest):
+                self._check_turn(to, body)
             for key in (body.key, *body.siblings):
                 self._at_work[key].add(to)
 
@@ -90,6 +94,20 @@ class RouterChecks:
         assert list(body.output_ids) == client.output, f"{body.key} {after}"
         number = body.key.attempt + 1
         assert number <= MAX_ATTEMPTS_ALLOWED, f"{body.key.request_id} begins attempt {number}"
+
+    def _check_turn(self, to: Party, body: PrefillRequest) -> None:
+        """Check that room is reserved at once only for a prompt that is next, next but one, or in the next step."""
+        record, own = self._router.membership.get(to), self._client(body.key).request
+        assert record is not None and own is not None
+        keys = record.prompts.keys()
+        if own.state.key != body.key or id(own.charge) not in keys:  # the attempt is over already
+            return
+        charges = {id(request.charge): request.charge for request in self._router.core.requests if request.charge}
+        before = itertools.takewhile(lambda key: key != id(own.charge), keys)
+        ahead = [charges[key] for key in before if key in charges]
+        num_tokens = sum(charge.num_prompt_tokens for charge in ahead)
+        is_soon = len(ahead) <= 1 or num_tokens < record.info.max_num_batched_tokens
+        assert is_soon or body.late_grant, f"{body.key} is to be granted at once, although {len(ahead)} come first"
 
     # ---- messages from workers ----
 
@@ -153,7 +171,10 @@ class RouterChecks:
 
     def on_caches_reset(self) -> None:
         """Check that every linked worker has confirmed the reset."""
+        peers = self._router.core.peers
         assert not self._router.core.resets.awaited, "a reset is over before all workers have confirmed it"
+        late = [party for party, report in self._router.heard.items() if report.num_resets_done < peers.num_resets]
+        assert not late, f"a reset is over before {late} have carried it out"
 
     def on_count(self, effect: Count) -> None:
         """Add to a metric."""
@@ -175,6 +196,7 @@ class RouterChecks:
         """Check what must hold between any two events."""
         core = self._router.core
         core.check_invariants()
+        self._check_sums()
         pending, due = self._router.pending_timers, core.timers()
         assert pending == due, f"timers are pending that should not be, or the reverse: {pending ^ due}"
         for key, workers in list(self._at_work.items()):
@@ -182,6 +204,17 @@ class RouterChecks:
             if state.ended or state.placement is None or state.key != key:
                 assert not workers, f"{workers} were not told to abort {key}"
                 del self._at_work[key]
+
+    def _check_sums(self) -> None:
+        """Check that policies see what all routers have in flight at a worker, those that are lost left out."""
+        uses = [use for report in self._router.heard.values() for use in report.workers]
+        for record in self._router.membership.records() if not self._router.core.peers.is_alone else []:
+            if record.state is not WorkerState.READY:
+                continue
+            party, seen = record.info.party, record.view(self._router.sim.now).num_requests
+            others = sum(use.num_requests for use in uses if use.worker == party)
+            due = record.num_requests + others
+            assert seen == due, f"policies see {seen} requests at {party}, where all routers together have {due}"
 
     def at_end(self) -> None:
         """Check that nothing is left over and that each request was counted once."""
@@ -192,7 +225,9 @@ class RouterChecks:
         )
         for record in router.membership.records():
             assert record.charges == Charges(), f"{record.info.party} is still charged {record.charges}"
-        assert not router.pending_timers, f"timers are still pending: {router.pending_timers}"
+            assert record.elsewhere is None, f"{record.info.party} is still charged for other routers"
+        pending = router.pending_timers - {REPORT}
+        assert not pending, f"timers are still pending: {pending}"
         assert not router.core.pause.is_on, "the router is still paused"
         assert not len(router.core.requests), "requests are still active"
         num_admitted = router.core.admission.num_admitted

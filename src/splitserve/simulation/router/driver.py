@@ -7,7 +7,7 @@ sockets: links come up and break, heartbeats arrive or don't.
 
 import random
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -19,6 +19,7 @@ from splitserve.protocol.messages.envelope import Body
 from splitserve.protocol.messages.membership import WorkerInfo
 from splitserve.protocol.messages.operators import PrefixCacheReset, ResetPrefixCache, SetFrozen
 from splitserve.protocol.messages.requests import Abort, PromptLogprobs, RequestFailed, StepTokens, TokenDelta
+from splitserve.protocol.messages.routers import RouterReport
 from splitserve.protocol.placement.step_model import StepModel
 from splitserve.protocol.request import Party, Role, SamplingParams
 from splitserve.router.links.membership import Membership
@@ -40,9 +41,19 @@ from splitserve.router.requests.effects import (
     SetTimer,
     Stale,
     TellLimits,
+    TellRouters,
 )
-from splitserve.router.requests.events import Event, FromWorker, NotSent, Timer, TimerFired, WorkerLost, WorkerReady
-from splitserve.simulation.model import ROUTER
+from splitserve.router.requests.events import (
+    Event,
+    FromRouter,
+    FromWorker,
+    NotSent,
+    RouterLost,
+    Timer,
+    TimerFired,
+    WorkerLost,
+    WorkerReady,
+)
 from splitserve.simulation.router.checks import Attempt, RouterChecks
 from splitserve.simulation.router.client import SimClient
 from splitserve.simulation.router.kv_feed import SimKVFeed
@@ -56,15 +67,26 @@ LINK_SECONDS = 0.2  # the longest time that a link takes to come up
 
 
 class SimRouter:
-    """The simulated router: clients submit to it, workers register with it and report to it."""
+    """The simulated router: clients submit to it, workers register with it and report to it. ``others``: the names of
+    the other routers on the port."""
 
-    def __init__(self, sim: "Simulator") -> None:
+    def __init__(self, sim: "Simulator", party: Party, others: Sequence[str] = ()) -> None:
         self.sim = sim
+        self.party = party
+        self.alive = True
+        self.heard: dict[Party, RouterReport] = {}  # the last reports of the other routers
         self.clients: dict[str, SimClient] = {}
         self.membership = Membership(sim.protocol.dead_after_seconds, sim.protocol.tombstone_seconds)
         self.prefixes = PrefixView()
         policy = sim.shape.policy
-        config = RouterConfig(model="sim", served_model_name="sim", protocol=sim.protocol, policy=policy)
+        config = RouterConfig(
+            model="sim",
+            served_model_name="sim",
+            protocol=sim.protocol,
+            policy=policy,
+            name=party.engine_id,
+            peers=dict.fromkeys(others, ""),
+        )
         self.core = RouterCore(config, self.membership, self.prefixes, sim.random)
         self.checks = RouterChecks(self)
         self._feeds: dict[Party, SimKVFeed] = {}
@@ -76,6 +98,7 @@ class SimRouter:
         self._able_at: list[tuple[float, bool]] = []
         self._performers: dict[type, Callable[[Any], object]] = {
             Send: self._send,
+            TellRouters: lambda effect: sim.routers.tell(self.party, effect.to, effect.body),
             Deliver: lambda effect: self.clients[effect.request_id].on_update(effect.update),
             Begun: lambda effect: self.clients[effect.request_id].on_begun(),
             TellLimits: lambda effect: self._asking(effect.question_id).on_limits(effect.limits),
@@ -120,7 +143,7 @@ class SimRouter:
         self.checks.on_send(to, body)
         is_full = not isinstance(body, Abort) and self.sim.random.random() < self.sim.faults.unsent
         if to in self._links and not is_full:
-            self.sim.send(ROUTER, to, body)
+            self.sim.send(self.party, to, body)
             return
         if not isinstance(body, Abort | SetFrozen | ResetPrefixCache):
             for key in (body.key, *body.siblings):  # type: ignore[union-attr]
@@ -135,7 +158,7 @@ class SimRouter:
         self.sim.at(effect.at, lambda: self._on_timer(timer, mark))
 
     def _on_timer(self, timer: Timer, mark: object) -> None:
-        if self._timers.get(timer) is mark:
+        if self.alive and self._timers.get(timer) is mark:
             del self._timers[timer]
             self.handle(TimerFired(timer))
 
@@ -218,7 +241,7 @@ class SimRouter:
         party = worker.party
         record = self.membership.get(party)
         is_wanted = record is not None and record.state is not WorkerState.LOST
-        if worker.alive and is_wanted and party not in self._links:
+        if self.alive and worker.alive and is_wanted and party not in self._links:
             self._links.add(party)
             self.membership.link_up(party)
             self.handle(WorkerReady(party))
@@ -230,11 +253,14 @@ class SimRouter:
         return party in self._links
 
     def on_kv_events(self, worker: "SimWorker", events: list[KVEvent]) -> None:
-        """Publish a worker's KV events to the prefix view."""
-        self._feeds[worker.party].publish(events)
+        """Publish a worker's KV events to the prefix view, once it has registered here."""
+        if worker.party in self._feeds:
+            self._feeds[worker.party].publish(events)
 
     def heartbeat(self, worker: "SimWorker") -> None:
         """Take a worker's heartbeat with its load, and await the next one."""
+        if not self.alive:
+            return
         if not worker.can_run(lambda: self.heartbeat(worker)):
             return
         worker.settle()  # the loop wakes up for its heartbeat
@@ -247,6 +273,8 @@ class SimRouter:
 
     def tick(self) -> None:
         """Declare silent workers lost, as the membership does regularly."""
+        if not self.alive:
+            return
         for party in self.membership.expire(self.sim.now):
             self.on_lost(party)
         self.checks.after_event()
@@ -279,7 +307,35 @@ class SimRouter:
         self.checks.on_lost(party)
         self.handle(WorkerLost(party, "is lost"))
 
+    # ---- other routers ----
+
+    def on_router_message(self, event: FromRouter) -> None:
+        """Take a message of another router."""
+        before, self._was_dropped = self.heard, False
+        if isinstance(event.body, RouterReport):
+            others = {party: each for party, each in before.items() if party.engine_id != event.sender.engine_id}
+            self.heard = others | {event.sender: event.body}
+        self._perform(event)
+        if self._was_dropped:
+            self.heard = before
+        self.checks.after_event()
+
+    def on_router_lost(self, event: RouterLost) -> None:
+        """Take note that another router is gone."""
+        self.heard.pop(event.router, None)
+        self.handle(event)
+
     # ---- the end ----
+
+    @property
+    def num_prompts(self) -> int:
+        """Number of prompts that clients came with."""
+        return sum(client.first is None for client in self.clients.values())
+
+    @property
+    def is_done(self) -> bool:
+        """Return whether all requests have ended, with the router if it died."""
+        return not self.alive or all(client.is_done for client in self.clients.values())
 
     @property
     def failures(self) -> list[str]:
@@ -289,8 +345,7 @@ class SimRouter:
 
     def has_ended(self, num_requests: int) -> bool:
         """Return whether all ``num_requests`` prompts were submitted, and all their choices have ended."""
-        num_prompts = sum(client.first is None for client in self.clients.values())
-        return num_prompts == num_requests and all(client.is_done for client in self.clients.values())
+        return self.num_prompts == num_requests and self.is_done
 
     def check_end(self) -> None:
         """Check that each request ended with the right tokens: all of them, if any worker could compute them."""

@@ -33,6 +33,7 @@ from splitserve.simulation.worker.parts import sink_of
 from splitserve.simulation.worker.reader import SimReader
 from splitserve.simulation.worker.tail import Tail
 from splitserve.simulation.worker.tiers import SimTiers
+from splitserve.simulation.worker.turns import Turns
 from splitserve.worker.build import BlockMemory, ModelBounds, build_core
 
 if TYPE_CHECKING:
@@ -101,6 +102,7 @@ class SimWorker:
         self.num_effects: Counter[type] = Counter()  # by kind
         self.forgotten = Forgotten(self)
         self.tail = Tail(self)
+        self.turns = Turns(self)
 
     @property
     def clock(self) -> float:
@@ -155,6 +157,8 @@ class SimWorker:
             return
         is_stale = envelope.to not in (None, self.party)
         num_stale = self.core.state.counters.stale_messages
+        if not is_stale:
+            self.turns.on_message(envelope)
         self.core.handle(envelope, self.clock)
         if is_stale:
             assert self.core.state.counters.stale_messages == num_stale + 1, f"took in a stale {envelope}"
@@ -197,6 +201,7 @@ class SimWorker:
         self.seen_generations.check()
         self.check_peers()
         self.forgotten.check()
+        self.turns.check()
         self.below.follow_events()
         self.known |= self.core.state.sequences.keys()
         if self.drain_clock.is_over(self.core.is_idle, self.clock):
@@ -217,7 +222,7 @@ class SimWorker:
         """Begin to drain."""
         if self.can_run(self.drain) and not self.drain_clock.has_begun:
             self.drain_clock.begin(self.clock)
-            self.sim.router.on_draining(self.party)
+            self.sim.routers.each(lambda router: router.on_draining(self.party))
             self.core.drain()
             self.settle()
 
@@ -227,6 +232,7 @@ class SimWorker:
             self.num_effects[type(effect)] += 1
             match effect:
                 case Send(to, body):
+                    self.turns.on_sent(effect)
                     self.sim.send(self.party, to, body)
                 case StartRead(command):
                     self.reader.start(command)

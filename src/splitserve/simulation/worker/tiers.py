@@ -85,7 +85,7 @@ class SimTiers:
         """Publish events, and check that their sum is the content of the tiers."""
         blocks = self.worker.core.state.blocks
         events = blocks.tiers.events.take()
-        self.worker.sim.router.on_kv_events(self.worker, events)
+        self.worker.sim.routers.on_kv_events(self.worker, events)
         for event in events:
             known = self.found.setdefault(event.tier, set())
             hashes = set(event.hashes)

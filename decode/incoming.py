@@ -1,0 +1,37 @@
+"""Requests whose KV comes from a peer, and reads that outlive theirs."""
+
+from collections.abc import Sequence as ListLike
+from dataclasses import dataclass
+
+from splitserve.engine.sequence import Sequence
+from splitserve.protocol.handover.sink import SinkHandover
+from splitserve.protocol.request import Party
+from splitserve.protocol.step import Draw
+
+
+@dataclass(slots=True, eq=False)
+class Incoming:
+    """A request whose KV comes from a peer. ``handover`` is None until there's room for the whole prompt.
+    ``is_unasked``: it isn't in the queue for room, before prefill asks for it.
+
+    ``is_prefix``: the peer offers only the prefix that it already holds; the rest is computed here. ``first_token``,
+    the sequence's last token, belongs to a hand-over whose blocks the peer's device had lost: they are read from the
+    peer's host tier.
+    """
+
+    sequence: Sequence
+    peer: Party
+    is_prefix: bool = False
+    first_token: Draw | None = None
+    handover: SinkHandover | None = None
+    is_unasked: bool = False
+
+
+@dataclass(slots=True)
+class QuarantinedRead:
+    """A read whose request is over, but which may still write to its blocks."""
+
+    peer: Party
+    group: int  # of the blocks
+    local_blocks: ListLike[int]
+    deadline: float

@@ -1,0 +1,144 @@
+"""Several routers on one port under faults: right tokens, policies that see the sum, acts that all routers follow."""
+
+import random
+from collections.abc import Callable
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from schedules import Schedule, num_schedules, random_schedule, run_schedule
+from splitserve.protocol.messages.routers import RouterReport
+from splitserve.protocol.request import Party
+from splitserve.router.links.worker_record import Elsewhere, WorkerRecord
+from splitserve.router.peers.peers import Peers
+from splitserve.router.requests.operations.agreement import Agreement
+from splitserve.simulation.faults import Faults, Shape
+
+SHAPES = (
+    Shape(prefill=2, decode=2, routers=2),
+    Shape(prefill=0, decode=0, mixed=2, routers=3),
+    Shape(decode=2, num_blocks=40, tier_slots=20, routers=2),
+)
+seeds = st.integers(0, 2**32)
+
+
+def with_routers(schedule: Schedule) -> Schedule:
+    """The schedule with several routers, some of which die, and operators who ask any of them."""
+    chosen = random.Random(schedule.seed)
+    faults = msgspec.structs.replace(
+        schedule.faults,
+        pauses=chosen.randint(0, 2),
+        resets=chosen.randint(0, 2),
+        router_kills=chosen.randint(0, 3),
+    )
+    shape = msgspec.structs.replace(schedule.shape, routers=chosen.randint(2, 3))
+    return msgspec.structs.replace(schedule, faults=faults, shape=shape)
+
+
+@given(seed=seeds, shape=st.sampled_from(SHAPES))
+@settings(max_examples=num_schedules(6))
+def test_without_other_faults(seed: int, shape: Shape) -> None:
+    sim = run_schedule(Schedule(seed=seed, shape=shape, faults=Faults()))
+    assert all(len(client.output) for router in sim.routers.living for client in router.clients.values())
+
+
+@given(seed=seeds, shape=st.sampled_from(SHAPES))
+@settings(max_examples=num_schedules(8))
+def test_routers_that_die_cost_their_own_streams_alone(seed: int, shape: Shape) -> None:
+    sim = run_schedule(Schedule(seed=seed, shape=shape, faults=Faults(router_kills=3), num_requests=12))
+    failed = [failure for router in sim.routers.living for failure in router.failures]
+    assert not failed, "requests of other routers failed"
+
+
+@given(seed=seeds, shape=st.sampled_from(SHAPES))
+@settings(max_examples=num_schedules(8))
+def test_an_operator_may_ask_any_of_them(seed: int, shape: Shape) -> None:
+    run_schedule(Schedule(seed=seed, shape=shape, faults=Faults(pauses=2, resets=2)))
+
+
+@given(seed=seeds)
+@settings(max_examples=num_schedules(10))
+def test_with_any_other_faults(seed: int) -> None:
+    run_schedule(with_routers(random_schedule(seed)))
+
+
+# ---- planted bugs ----
+
+
+def charges_of_a_lost_router_stay(patch: pytest.MonkeyPatch) -> None:
+    def lose(self: Peers, party: Party, _now: float) -> None:
+        self._known.pop(party.engine_id, None)
+
+    patch.setattr(Peers, "lose", lose)
+
+
+def policies_see_this_router_alone(patch: pytest.MonkeyPatch) -> None:
+    original = WorkerRecord.view
+
+    def view(self: WorkerRecord, now: float, prefix_match_tokens: int = 0) -> object:
+        others, self.elsewhere = self.elsewhere, None
+        try:
+            return original(self, now, prefix_match_tokens)
+        finally:
+            self.elsewhere = others
+
+    patch.setattr(WorkerRecord, "view", view)
+
+
+def the_last_report_alone_counts(patch: pytest.MonkeyPatch) -> None:
+    original = Peers.on_report
+
+    def on_report(self: Peers, sender: Party, report: RouterReport, now: float) -> bool:
+        is_news = original(self, sender, report, now)
+        for record in self._membership.records():
+            uses = [use for use in report.workers if use.worker == record.info.party]
+            record.elsewhere = Elsewhere().plus(uses[0]) if uses else None
+        return is_news
+
+    patch.setattr(Peers, "on_report", on_report)
+    patch.setattr(Peers, "check_invariants", lambda self: None)
+
+
+def pauses_are_not_followed(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Agreement, "_follow", lambda self, report, now: None)
+
+
+def the_others_are_not_awaited(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Peers, "have_reset", property(lambda self: self.num_resets_done >= self.num_resets))
+
+
+def ended_requests_are_reported(patch: pytest.MonkeyPatch) -> None:
+    original = Peers._uses
+
+    def uses(self: Peers, now: float) -> object:
+        kept = getattr(self, "kept", {})
+        kept |= {use.worker: use for use in original(self, now)}
+        self.kept = kept  # type: ignore[attr-defined]
+        return iter(kept.values())
+
+    patch.setattr(Peers, "_uses", uses)
+
+
+PLANTS: dict[Callable[[pytest.MonkeyPatch], None], tuple[Faults, str]] = {
+    charges_of_a_lost_router_stay: (Faults(router_kills=3), "of other routers, which report"),
+    policies_see_this_router_alone: (Faults(), "policies see"),
+    the_last_report_alone_counts: (Faults(), "policies see"),
+    pauses_are_not_followed: (Faults(pauses=2), "does not follow the pause"),
+    the_others_are_not_awaited: (Faults(resets=3), "have carried it out"),
+    ended_requests_are_reported: (Faults(), "is still charged for other routers"),
+}
+
+
+@pytest.mark.parametrize("plant", PLANTS, ids=lambda plant: plant.__name__)
+def test_a_planted_bug_is_found(plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch)
+    faults, words = PLANTS[plant]
+    for seed in range(40):
+        try:
+            run_schedule(Schedule(seed=seed, shape=SHAPES[seed % 3], faults=faults))
+        except AssertionError as error:
+            assert words in str(error), f"found by another check: {error}"
+            return
+    pytest.fail("the bug isn't found in 40 schedules")
