@@ -22,10 +22,15 @@ def behaviour_of(name: str) -> str:
     return dict(pairs).get(name, "")
 
 
-def wait_for_sigterm() -> None:
+def stopped_by_signals() -> threading.Event:
+    """Return an event that SIGTERM and SIGINT set. For before the first word to the parent, who may answer with one."""
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
+    return stop
+
+
+def wait_for(stop: threading.Event) -> None:
     while not stop.wait(60):
         pass
 
@@ -41,12 +46,13 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def run_router(config: RouterConfig, progress: Progress) -> None:
+    stop = stopped_by_signals()
     server = HTTPServer((config.host, config.port), _Handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     progress("secret", {"secret": config.secret})
     progress("membership", {"endpoint": "tcp://127.0.0.1:1"})
     progress("listening", {"url": f"http://{config.host}:{server.server_port}"})
-    wait_for_sigterm()
+    wait_for(stop)
     server.shutdown()
     server.server_close()
 
@@ -69,9 +75,10 @@ def run_worker(config: WorkerConfig, progress: Progress) -> None:
                 signal.signal(number, signal.SIG_IGN)
             progress("ready", {})
             time.sleep(600)
+    stop = stopped_by_signals()
     progress("secret", {"secret": config.secret})
     progress("weights", {"seconds": "0.1", "bytes": "1024"})
     environment = {name: value for name, value in os.environ.items() if name.endswith("_NUM_THREADS")}
     progress("environment", {"variables": json.dumps(environment), "membership": config.membership})
     progress("ready", {"endpoint": "tcp://127.0.0.1:2", "threads": str(config.engine.threads)})
-    wait_for_sigterm()
+    wait_for(stop)
