@@ -44,6 +44,9 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     kind: Literal["router", "worker", "lmcache"]
     entry: str  # ``module:function``, called with its config and a callable for progress
+    # ``module:function`` that forks processes of the child's own, or "". A child of a fork server calls it with its
+    # config before it has a thread.
+    forks: str = ""
     config: msgspec.Raw
     status_fd: int  # a child of a fork server has another
     listener_fd: int = -1  # likewise; -1: it gets no listening socket
@@ -109,24 +112,27 @@ def cpus_for(config: Config) -> Collection[int]:
     return awake_cpus(cpus or usable_cpus()) if stays_awake(config) else cpus
 
 
-def _imported(name: str) -> Entry:
+def _imported(name: str) -> Callable[..., None]:
     """Import ``module:function``. The collector is off during imports, whose objects stay alive: it would take a fifth
     of their time."""
     module, _, function = name.partition(":")
     gc.disable()
-    entry: Entry = getattr(importlib.import_module(module), function)
+    imported: Callable[..., None] = getattr(importlib.import_module(module), function)
     gc.enable()
-    return entry
+    return imported
 
 
-def run(order: Order, status: StatusPipe) -> int:
-    """Import and run the order's entry; returns the exit status."""
+def run(order: Order, status: StatusPipe, start_life_line: Callable[[], None], *, can_fork: bool = False) -> int:
+    """Import and run the order's entry; returns the exit status. ``start_life_line`` starts the first thread."""
     try:
         config = config_of(order)
         is_bound = bind_process(cpus_for(config))  # before anything counts the cores, or touches memory
         if not is_bound and stays_awake(config):
             raise ConfigError(f"{order.name} can't stay on some of the cores; go without --keep-cores-awake")
-        entry = _imported(order.entry)
+        if order.forks and can_fork:
+            _imported(order.forks)(config)
+        start_life_line()
+        entry: Entry = _imported(order.entry)
         entry(config, status.report)
     except SplitserveError as error:
         status.report("error", {"message": str(error)})
@@ -179,9 +185,10 @@ def main(status_fd: int | None = None, listener_fd: int = -1) -> int:
     if order.parent_death_signal or status_fd is not None:
         _ask_kernel_for_death_signal()
     hold_folder(order.shared_memory)
-    threading.Thread(target=_end_with_parent, args=(life_line, order), name="life-line", daemon=True).start()
+    watch = threading.Thread(target=_end_with_parent, args=(life_line, order), name="life-line", daemon=True)
+    pipe = StatusPipe(order.status_fd if status_fd is None else status_fd)
     try:
-        status = run(order, StatusPipe(order.status_fd if status_fd is None else status_fd))
+        status = run(order, pipe, watch.start, can_fork=status_fd is not None)
     finally:
         remove_shared_memory(order)
     if order.kind == "worker":  # all that matters is closed; GPU libraries take seconds to end

@@ -40,6 +40,7 @@ class Entries:
     router: str = "splitserve.router.server:run_router"
     worker: str = "splitserve.worker.entry:run_worker"
     lmcache: str = "splitserve.orchestration.lmcache.server:run_lmcache"
+    ranks: str = "splitserve.worker.ranks.starts:fork_ranks"
 
 
 ENTRIES = Entries()
@@ -179,6 +180,7 @@ class LocalHost:
                 runs_on=runs_on,
                 log_file=self._log_file(name),
                 preloaded=self._preloaded(pool),
+                forks=self._entries.ranks if self._preloaded(pool) else "",
             )
         except OSError:
             self.release(name)

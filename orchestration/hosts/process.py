@@ -110,8 +110,8 @@ class ChildProcess:
     """Running child of this process. ``emit`` gets its progress and, last, its exit, on another thread.
 
     Its log is appended to ``log_file``, which is kept short; None: it goes to this process's own output.
-    ``preloaded``: a fork server that has imported this module starts it, if the platform can; "": none. ``listener``: a
-    listening socket that it shares with others.
+    ``preloaded``: a fork server that has imported this module starts it, if the platform can; "": none. ``forks``: see
+    :class:`Order`. ``listener``: a listening socket that it shares with others.
     """
 
     def __init__(
@@ -127,6 +127,7 @@ class ChildProcess:
         runs_on: str = "",
         log_file: Path | None = None,
         preloaded: str = "",
+        forks: str = "",
         listener: socket.socket | None = None,
     ) -> None:
         self.name = name
@@ -141,6 +142,7 @@ class ChildProcess:
             name=name,
             kind=_KINDS[type(config)],
             entry=entry,
+            forks=forks,
             config=msgspec.Raw(msgspec.json.encode(config)),
             status_fd=write_fd,
             listener_fd=-1 if listener is None else listener.fileno(),

@@ -94,6 +94,8 @@ def test_ranks_end_with_a_worker_that_is_killed(two_heads: Path) -> None:
     with LocalCluster(spec_of(two_heads, 2), log_level="warning") as running:
         worker = psutil.Process(running.pids["mixed-0"])
         (rank,) = worker.children()
+        assert rank.cmdline() == worker.cmdline(), "it was forked, and has imported nothing again"
+        assert rank.nice() == worker.nice() and rank.cpu_affinity() == worker.cpu_affinity()
         worker.kill()
         rank.wait(timeout=PATIENCE_SECONDS)
 

@@ -191,7 +191,7 @@ def test_a_process_that_cannot_be_bound_is_refused(monkeypatch: pytest.MonkeyPat
     status = SimpleNamespace(report=lambda _stage, detail: told.append(detail["message"]))
     raw = msgspec.Raw(msgspec.json.encode(config(keep=True, cpus=(9000,))))
     order = Order(name="w", kind="worker", entry="json:loads", config=raw, status_fd=0)
-    assert run(order, status) == 2  # type: ignore[arg-type]
+    assert run(order, status, lambda: None) == 2  # type: ignore[arg-type]
     assert told == ["w can't stay on some of the cores; go without --keep-cores-awake"]
 
 

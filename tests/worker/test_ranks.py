@@ -12,6 +12,7 @@ import psutil
 import pytest
 import torch
 
+from forked_ranks import start_ranks
 from splitserve.common.errors import CheckpointError
 from splitserve.models.config import load_model_config
 from splitserve.models.declared import shard_of
@@ -47,12 +48,13 @@ def engine_of(model: Path, size: int, expert_parallel: str = "auto") -> EngineCo
 class Team:
     """Rank 0 in this process, the others as children."""
 
-    def __init__(self, model: Path, size: int, expert_parallel: str = "auto") -> None:
+    def __init__(self, model: Path, size: int, expert_parallel: str = "auto", *, as_programs: bool = False) -> None:
         self.failed = threading.Event()
         self.failure: RankError | None = None
         store, port = open_store(size)
         engine = engine_of(model, size, expert_parallel)
-        self.ranks = Ranks(Party("mixed-0", 1), Role.MIXED, engine, port, self._on_failure)
+        started = [] if as_programs else start_ranks(size - 1)
+        self.ranks = Ranks(Party("mixed-0", 1), Role.MIXED, engine, port, self._on_failure, started=started)
         try:
             self.group = join_group(store, shard_of(load_model_config(model), 0, size, expert_parallel), CPU)
             self.served = load_served_model(engine, CPU, self.group, lambda _stage, _detail: None)
@@ -69,8 +71,8 @@ class Team:
 
 
 @contextmanager
-def team(model: Path, size: int, expert_parallel: str = "auto") -> Iterator[Team]:
-    running = Team(model, size, expert_parallel)
+def team(model: Path, size: int, expert_parallel: str = "auto", *, as_programs: bool = False) -> Iterator[Team]:
+    running = Team(model, size, expert_parallel, as_programs=as_programs)
     try:
         yield running
     finally:
@@ -128,7 +130,7 @@ def test_ranks_that_are_still_starting_end_at_once_and_silently(
 
 
 def test_a_killed_rank_is_named_while_idle_and_in_a_step(tiny_qwen3: Path) -> None:
-    with team(tiny_qwen3, 3 - 1) as running:
+    with team(tiny_qwen3, 2, as_programs=True) as running:
         os.kill(running.ranks.pids[0], signal.SIGKILL)
         assert running.failed.wait(PATIENCE_SECONDS)
         assert str(running.failure) == "mixed-0 rank 1 was ended by SIGKILL"

@@ -26,7 +26,11 @@ _TRANSFER = ("nixl-", "read-", "digest-", "loads-", "stores-", "transfers")
 def give_way(device: torch.device) -> None:
     """Lower this process's priority a little if it computes on the CPU, where its threads keep the cores busy."""
     if device.type == "cpu":
-        os.nice(NICE_LEVELS_ON_CPU)
+        give_way_on_cpu()
+
+
+def give_way_on_cpu() -> None:
+    os.nice(NICE_LEVELS_ON_CPU)
 
 
 def pin_threads(affinity: CoreAffinity) -> dict[str, tuple[int, ...]]:

@@ -1,7 +1,7 @@
 """Messages between a worker and its other ranks: plain pipes within one machine, msgpack, no pickle.
 
-worker -> rank: one RankOrder as the first line of standard input, then a StepPlan for each step on a pipe of its
-                own, whose end means the worker's orderly end. The end of standard input means that the worker is gone.
+worker -> rank: one RankOrder as the first line on the rank's life line, then a StepPlan for each step on a pipe of its
+                own, whose end means the worker's orderly end. The life line's end means that the worker is gone.
 rank -> worker: RankReady once, and RankFailed if it ends with an error
 both ways:      the link between the worker's connector and the rank's; the connectors define its messages
 """
@@ -16,7 +16,8 @@ class RankOrder(msgspec.Struct, frozen=True, kw_only=True):
     """The identity and settings of a rank. ``engine`` and ``affinity`` are the worker's, with all settings that depend
     on the device decided.
 
-    ``store_port``: the port of the ranks' store. ``steps_fd``, ``reports_fd``: its pipes; ``link_fd``: a socket.
+    ``store_port``: the port of the ranks' store. ``environment``: variables that the worker has set for itself and its
+    ranks; one that was forked before has them from here.
     """
 
     party: Party
@@ -25,9 +26,7 @@ class RankOrder(msgspec.Struct, frozen=True, kw_only=True):
     engine: EngineConfig
     affinity: CoreAffinity
     store_port: int
-    steps_fd: int
-    reports_fd: int
-    link_fd: int
+    environment: dict[str, str]
     log_level: str
 
     @property

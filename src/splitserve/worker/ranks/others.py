@@ -4,17 +4,14 @@ Ranks stand and fall together. When one is lost, the others' collectives fail to
 first failure that isn't the consequence of another one, and then the worker ends.
 """
 
-import contextlib
-import fcntl
+import functools
 import logging
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable
-from multiprocessing.connection import Connection, Pipe
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
 
 import msgspec
 
@@ -25,6 +22,7 @@ from splitserve.protocol.config import CoreAffinity, EngineConfig
 from splitserve.protocol.request import Party, Role
 from splitserve.protocol.step import StepPlan
 from splitserve.worker.ranks.messages import RankFailed, RankOrder, RankReport
+from splitserve.worker.ranks.starts import StartedRank, start_program, start_rank
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +30,6 @@ BLAME_SECONDS = 1.0
 """The time to wait for the cause of a failure that looks like a consequence."""
 
 CLOSE_SECONDS = 2.0
-_STEPS_PIPE_BYTES = 1 << 20
 
 
 class RankError(SplitserveError):
@@ -42,30 +39,11 @@ class RankError(SplitserveError):
 class _Rank:
     """One rank's process."""
 
-    def __init__(self, order: RankOrder, environment: dict[str, str]) -> None:
+    def __init__(self, order: RankOrder, started: StartedRank) -> None:
         self.name = order.name
-        steps_reader, self._steps = Pipe(duplex=False)
-        if hasattr(fcntl, "F_SETPIPE_SZ"):  # so that no step waits for a rank to read the last one
-            with contextlib.suppress(OSError):  # above what the system allows
-                fcntl.fcntl(self._steps.fileno(), fcntl.F_SETPIPE_SZ, _STEPS_PIPE_BYTES)
-        self.link, link = Pipe(duplex=True)
-        reports_fd, reports_write_fd = os.pipe()
-        self.reports = os.fdopen(reports_fd, "rb")
-        fds = {"steps_fd": steps_reader.fileno(), "reports_fd": reports_write_fd, "link_fd": link.fileno()}
-        order = msgspec.structs.replace(order, **fds)
-        try:
-            self._popen = subprocess.Popen(
-                [sys.executable, "-m", "splitserve.worker.ranks.process"],
-                stdin=subprocess.PIPE,
-                pass_fds=tuple(fds.values()),
-                env=environment,
-            )
-        finally:
-            steps_reader.close()
-            link.close()
-            os.close(reports_write_fd)
-        assert self._popen.stdin is not None
-        self._life_line = self._popen.stdin
+        self.link, self.reports = started.link, started.reports
+        self._steps, self._life_line, self._process = started.steps, started.life_line, started.process
+        self._ended = threading.Event()
         try:
             self._life_line.write(msgspec.json.encode(order) + b"\n")
             self._life_line.flush()
@@ -74,29 +52,29 @@ class _Rank:
 
     @property
     def pid(self) -> int:
-        return self._popen.pid
+        return self._process.pid
 
     def send(self, step: bytes) -> None:
         """Raises OSError if it is gone."""
         self._steps.send_bytes(step)
 
     def wait(self) -> int:
-        """Wait for the process to end; return its exit status."""
-        return self._popen.wait()
+        """Wait for the process to end; return its exit status. Called by the thread that watches it."""
+        status = self._process.wait()
+        self._ended.set()
+        return status
 
     def kill(self) -> None:
         """End it at once, if it hasn't ended yet."""
-        self._popen.kill()
+        self._process.kill()
 
     def end(self, deadline: float) -> None:
         """Let it end, and if it hasn't by ``deadline`` (monotonic), kill it."""
         self._steps.close()
-        try:
-            self._popen.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
+        if not self._ended.wait(max(0.0, deadline - time.monotonic())):
             logger.warning("%s doesn't end: killing it", self.name)
             self.kill()
-            self._popen.wait()
+            self._ended.wait()
         self._life_line.close()
         self.link.close()
 
@@ -113,9 +91,11 @@ class Ranks:
         on_failure: Callable[[RankError], None],
         *,
         affinity: CoreAffinity | None = None,
+        started: Sequence[StartedRank] = (),
     ) -> None:
         """``engine``: with the number of threads of one rank. ``on_failure`` is called once, from a thread.
-        ``affinity`` of the worker; None: its processes go where they like."""
+        ``affinity`` of the worker; None: its processes go where they like. ``started``: ranks to use, before others
+        are started."""
         self._engine_id = party.engine_id
         self._on_failure = on_failure
         self._changed = threading.Condition()
@@ -124,7 +104,9 @@ class Ranks:
         self._broken = False  # no step can run any more
         self._closing = False
         self._encoder = msgspec.msgpack.Encoder(enc_hook=list)
-        environment = {**os.environ, **dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(engine.threads))}
+        threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(engine.threads))
+        start = functools.partial(start_program, environment={**os.environ, **threads})
+        waiting = list(started)
         self._ranks: list[_Rank] = []
         for rank in range(1, engine.tensor_parallel_size):
             order = RankOrder(
@@ -134,12 +116,10 @@ class Ranks:
                 engine=engine,
                 affinity=affinity or CoreAffinity(),
                 store_port=store_port,
-                steps_fd=-1,
-                reports_fd=-1,
-                link_fd=-1,
+                environment={**threads, **{name: os.environ[name] for name in os.environ if name.startswith("UCX_")}},
                 log_level=logging.getLevelName(logging.getLogger().getEffectiveLevel()).lower(),
             )
-            self._ranks.append(_Rank(order, environment))
+            self._ranks.append(_Rank(order, waiting.pop(0) if waiting else start_rank(start)))
         self._threads = [threading.Thread(target=self._watch, args=(rank,), daemon=True) for rank in self._ranks]
         self._threads.append(threading.Thread(target=self._tell_failure, daemon=True))
         for thread in self._threads:

@@ -1,7 +1,7 @@
-"""Main of a worker's rank 1 and up: ``python -m splitserve.worker.ranks.process``. :mod:`.others` alone starts it.
+"""Main of a worker's rank 1 and up, which :mod:`.starts` alone starts: as a program, or forked from the worker.
 
 It runs the steps that it receives, in their order, and ends with its worker: in order when the steps' pipe ends, at
-once when standard input ends. It ignores signals meant for the worker.
+once when its life line ends. It ignores signals meant for the worker.
 """
 
 import ctypes
@@ -14,6 +14,7 @@ import threading
 import time
 from io import FileIO
 from multiprocessing.connection import Connection
+from typing import NamedTuple, NoReturn
 
 import msgspec
 import torch
@@ -41,16 +42,25 @@ _GONE_SECONDS = 0.3  # by then this process has ended with its worker, if that's
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 
+class RankEnds(NamedTuple):
+    """Descriptors of a rank's ends of its pipes. ``life_line``: standard input of a program."""
+
+    life_line: int
+    steps: int
+    reports: int
+    link: int
+
+
 class RankProcess:
     """One rank: it receives steps, and reports that it is ready or has failed."""
 
-    def __init__(self, order: RankOrder) -> None:
+    def __init__(self, order: RankOrder, ends: RankEnds) -> None:
         self._order = order
-        self._steps = Connection(order.steps_fd, writable=False)
-        self._link = Connection(order.link_fd)
-        for fd in (order.steps_fd, order.reports_fd, order.link_fd):
+        self._steps = Connection(ends.steps, writable=False)
+        self._link = Connection(ends.link)
+        for fd in (ends.steps, ends.reports, ends.link):
             os.set_inheritable(fd, False)
-        self._reports = os.fdopen(order.reports_fd, "wb", buffering=0)
+        self._reports = os.fdopen(ends.reports, "wb", buffering=0)
         self._decoder = msgspec.msgpack.Decoder(StepPlan)
 
     def run(self) -> None:
@@ -156,15 +166,20 @@ def _ask_kernel_for_death_signal() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
-def main() -> None:
+def run_rank(ends: RankEnds) -> NoReturn:
+    """Be the rank of the order on the life line."""
     for signal_number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signal_number, signal.SIG_IGN)
     _ask_kernel_for_death_signal()
-    life_line = FileIO(sys.stdin.fileno(), closefd=False)
-    order = msgspec.json.decode(life_line.readline(), type=RankOrder)
+    life_line = FileIO(ends.life_line, closefd=False)
+    line = life_line.readline()
+    if not line:  # the worker has ended before its ranks' start
+        os._exit(0)
+    order = msgspec.json.decode(line, type=RankOrder)
+    os.environ.update(order.environment)
     set_up_logging(order.name, order.log_level)
     threading.Thread(target=_end_with_worker, args=(life_line,), name="life-line", daemon=True).start()
-    process = RankProcess(order)
+    process = RankProcess(order, ends)
     try:
         process.run()
     except BaseException as error:
@@ -174,4 +189,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_rank(RankEnds(sys.stdin.fileno(), *map(int, sys.argv[1:])))
