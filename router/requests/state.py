@@ -199,10 +199,12 @@ class RequestState:
         return self._without(sender, failure, self._culprit(sender, failure))
 
     def on_worker_lost(self, worker: Party, why: str) -> Update | None:
-        """Handle the loss of a worker. Returns None if it has no part in the current attempt."""
+        """Handle the loss of a worker. Returns None if it has no part in the current attempt, or its part is over."""
         if self.ended or self.placement is None or worker not in self.placement.parties:
             return None
-        return self._without(worker, Failure(FailureReason.WORKER_LOST, f"worker {worker.engine_id} {why}"), worker)
+        failure = Failure(FailureReason.WORKER_LOST, f"worker {worker.engine_id} {why}")
+        update = self._without(worker, failure, worker)
+        return None if update is NOTHING else update
 
     def finish_at_stop_string(self) -> Update:
         """Finish the request, since its text reached a stop string; its workers may still compute tokens."""

@@ -105,6 +105,15 @@ def test_a_worker_that_is_back_aborts_what_others_do_now() -> None:
     assert core.join(MIXED) == [], "once is enough"
 
 
+def test_a_prefill_worker_that_is_back_is_not_told_to_abort_what_decode_goes_on_with() -> None:
+    core = Core(PREFILL, DECODE)
+    first, second = core.submit("first").state.key, core.submit("second").state.key
+    core.tokens(DECODE, first, 0, 7)
+    core.lose(PREFILL)
+    assert Send(DECODE, Abort(second)) in core.effects and Send(DECODE, Abort(first)) not in core.effects
+    assert core.join(PREFILL) == [Send(PREFILL, Abort(second))]
+
+
 def test_a_message_that_a_link_does_not_take_fails_the_attempt() -> None:
     core = Core(PREFILL, DECODE, MIXED)
     core.submit()

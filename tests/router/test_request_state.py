@@ -149,7 +149,7 @@ def test_the_next_attempt_goes_on_after_the_delivered_tokens():
 def test_prefill_may_die_once_decode_has_the_prompt():
     state = begin()
     state.on_delta(D, delta(state, 0, [5]))
-    assert state.on_worker_lost(P, "died") is NOTHING
+    assert state.on_worker_lost(P, "died") is None
     assert state.on_request_failed(P, failed(state)) is NOTHING
     assert state.cancel().aborts == (D,)
 

@@ -49,6 +49,8 @@ WINDOWS = (1, 4, 5, 6, 9)
 LONG_WAITS = {"dead_after_seconds": 30.0, "lease_seconds": 30.0, "request_deadline_seconds": 300.0}
 EXPIRING_LEASES = {"lease_seconds": 0.4, "renew_interval_seconds": 0.3, "host_offer_after_seconds": 0.05}
 IMPATIENT_READS = {"read_deadline_seconds": 0.2}  # a peer is given up while others still read, and greeted anew
+CROWD = 64  # answers, at most, that a schedule asks for: from so many on, its requests may take CROWD_WAITS
+CROWD_WAITS = {"request_deadline_seconds": 200.0}  # on slow, lossy links a crowd was served in 71 s
 FEW_MAY_WAIT = {"max_requests_waiting": 2, "no_worker_wait_seconds": 0.3}
 SHORT_LEASES = {"lease_seconds": 1.0, "renew_interval_seconds": 0.3}
 
@@ -87,7 +89,8 @@ def run_schedule(schedule: Schedule) -> Simulator:
 
 
 def prepare(schedule: Schedule) -> Simulator:
-    protocol = ProtocolConfig(**(msgspec.structs.asdict(PROTOCOL) | schedule.protocol))
+    waits = CROWD_WAITS if schedule.num_requests * schedule.max_choices >= CROWD else {}
+    protocol = ProtocolConfig(**(msgspec.structs.asdict(PROTOCOL) | waits | schedule.protocol))
     model = sampled_model() if schedule.features else None
     sim = Simulator(schedule.seed, schedule.faults, schedule.shape, protocol, model)
     has_tiers = schedule.shape.tier_slots or schedule.shape.shared_chunk
