@@ -40,10 +40,11 @@ class Entries:
     router: str = "splitserve.router.server:run_router"
     worker: str = "splitserve.worker.entry:run_worker"
     lmcache: str = "splitserve.orchestration.lmcache.server:run_lmcache"
-    ranks: str = "splitserve.worker.ranks.starts:fork_ranks"
 
 
 ENTRIES = Entries()
+FORK_RANKS = "splitserve.worker.ranks.starts:fork_ranks"
+"""What a worker calls that a fork server starts: see :attr:`splitserve.orchestration.hosts.child.Order.forks`."""
 
 
 def _module_of(entry: str, known: str) -> str:
@@ -180,7 +181,7 @@ class LocalHost:
                 runs_on=runs_on,
                 log_file=self._log_file(name),
                 preloaded=self._preloaded(pool),
-                forks=self._entries.ranks if self._preloaded(pool) else "",
+                forks=FORK_RANKS if self._preloaded(pool) else "",
             )
         except OSError:
             self.release(name)
