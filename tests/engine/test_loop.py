@@ -76,9 +76,14 @@ def test_a_worker_whose_device_is_lost_tells_everybody_why_and_ends(caplog: pyte
         failures = [run.failure(), run.failure()]
         run.thread.join(PATIENCE_SECONDS)
         assert not run.thread.is_alive(), "it goes by itself"
-        leave = run.router.heard_by_membership()[-1]
-        assert isinstance(leave, Leave), "so that the router needn't miss its heartbeats"
-        assert leave.error == str(run.error)
+        heard: list[object] = []
+
+        def has_left() -> bool:
+            heard.extend(run.router.heard_by_membership())
+            return any(isinstance(message, Leave) for message in heard)
+
+        wait_until(has_left, "it leaves without a word: the router has to miss its heartbeats")
+        assert [message.error for message in heard if isinstance(message, Leave)] == [str(run.error)]
     for failure in failures:
         assert ILLEGAL in failure.message and "unspecified" not in failure.message
     assert isinstance(run.error, DeviceLostError)
