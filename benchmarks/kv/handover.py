@@ -29,7 +29,7 @@ from splitserve.common.cores import awake_cpus, usable_cpus
 from splitserve.common.errors import ConfigError
 from splitserve.kvconnector.layout.shape import num_blocks_for
 from splitserve.kvconnector.transfer.read_settings import MIB, ReadSettings
-from splitserve.models.demo.published import NAMES, named_config
+from splitserve.models.demo.published import NAMES, PUBLISHED, named_config
 from splitserve.orchestration.cli.command_parser import CommandParser
 from splitserve.orchestration.cli.option_types import bytes_option, positive_bytes
 from splitserve.orchestration.hosts.affinity import bind_process
@@ -43,6 +43,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "cuda": {"shape": "llama-3.1-8b", "dtype": "bfloat16", "prompt_tokens": [1024, 4096, 8192], "block_size": [64]},
 }
 NOT_SERVED = ("threads", "split_size", "path", "poll_us", "serve_poll_us", "naive")
+ONLY_SERVED = ("against_mixed", "attention_backend", "model", "ray")
 NAIVE_PIECE_BYTES = 32 << 10  # pieces of a layout per layer for Llama-3.1-8B with 16 tokens per block
 
 
@@ -291,6 +292,13 @@ def parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _given(options: argparse.Namespace, names: Sequence[str]) -> str:
+    """Return the first option of ``names`` that isn't at its default; "" if all are."""
+    defaults = parser().parse_args([])
+    given = [name for name in names if getattr(options, name) != getattr(defaults, name)]
+    return f"--{given[0].replace('_', '-')}" if given else ""
+
+
 def main(argv: Sequence[str]) -> int:
     options = parser().parse_args(list(argv))
     device = options.device
@@ -302,12 +310,14 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError("--keep-cores-awake is for GPUs; copies between processes need the cores themselves")
     if options.one_rank and (options.served or (device == "cuda" and torch.cuda.device_count() < 2)):
         raise ConfigError("--one-rank is for two GPUs, and not for --served")
-    if options.served:
-        defaults = parser().parse_args([])
-        given = [name for name in NOT_SERVED if getattr(options, name) != getattr(defaults, name)]
-        if given:
-            raise ConfigError(f"--{given[0].replace('_', '-')} isn't for --served: workers read as in production")
-    elif options.naive and (1, 1) not in options.tp:
+    given = _given(options, NOT_SERVED if options.served else ONLY_SERVED)
+    if given and options.served:
+        raise ConfigError(f"{given} isn't for --served: workers read as in production")
+    if given:
+        raise ConfigError(f"{given} is for --served: without it no worker runs")
+    if not options.served and options.shape in PUBLISHED:
+        raise ConfigError(f"--shape {options.shape} is for --served: its KV isn't heads of one kind in all layers")
+    if options.naive and (1, 1) not in options.tp:
         raise ConfigError("--naive is measured for the pair 1:1; add it to --tp")
     for name, default in DEFAULTS[device].items():
         if getattr(options, name) is None:

@@ -46,6 +46,20 @@ def test_a_load_without_a_request_is_refused() -> None:
         router_overhead.main(["--rate", "100", "0.1", "--seconds", "1"])
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--against-mixed"], "--against-mixed is for --served: without it no worker runs"),
+        (["--model", "m"], "--model is for --served: without it no worker runs"),
+        (["--shape", "gpt-oss-20b"], "--shape gpt-oss-20b is for --served: its KV isn't heads of one kind"),
+        (["--served", "--threads", "2"], "--threads isn't for --served: workers read as in production"),
+    ],
+)
+def test_options_of_the_other_kind_of_hand_over_are_refused(options: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        handover.main(["--device", "cpu", *options])
+
+
 def test_a_place_for_results_is_tried_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "file"
     file.touch()

@@ -72,6 +72,17 @@ def test_any_other_token_is_found(cases: list[Case], answers: list[Answer], refe
             )
 
 
+def test_wrong_tokens_are_found_at_the_bound_of_bfloat16(
+    cases: list[Case], answers: list[Answer], tiny_qwen3: Path
+) -> None:
+    """Of single wrong tokens one in a hundred is near enough; never all of an answer from the middle on."""
+    lenient = Referee(tiny_qwen3, NEAR_TIE_SHARES["bfloat16"])
+    for case, answer in zip(cases, answers, strict=True):
+        middle = len(answer.token_ids) // 2
+        wrong = [*answer.token_ids[:middle], *((token + 700) % 1500 for token in answer.token_ids[middle:])]
+        assert "no near-tie" in lenient.problem(case.body, replace(answer, token_ids=wrong)), case.name
+
+
 @pytest.mark.parametrize("number", [0, 3], ids=["greedy", "sampled"])
 @pytest.mark.parametrize(("share", "passes"), [(0.5, True), (4.0, False)])
 def test_a_gap_decides(
