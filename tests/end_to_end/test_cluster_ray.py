@@ -47,6 +47,7 @@ from splitserve.orchestration.ray.client import RayClient, connect, start_on_ray
 from splitserve.orchestration.ray.commands import client_on_ray, up_on_ray
 from splitserve.orchestration.ray.host import RayChild, RayHost, groups_of
 from splitserve.orchestration.ray.names import CLUSTER_VARIABLE, NAMESPACE, controller_name
+from splitserve.orchestration.spec.cluster_spec import NetworkSpec
 from splitserve.orchestration.spec.document import read_spec
 from splitserve.orchestration.spec.shorthand import simple_spec
 from splitserve.protocol.config import EngineConfig
@@ -347,19 +348,21 @@ def test_a_process_that_was_adopted_takes_signals_before_its_events_are_read(
     spec = simple_spec(EngineConfig(model=str(tiny_qwen3)), port=0, num_mixed=1)
     path = os.pathsep.join((str(Path(launcher_children.__file__).parent), str(Path(package.__file__).parent.parent)))
     pool = msgspec.structs.replace(spec.pools[0], environment={"PYTHONPATH": path})
-    spec = msgspec.structs.replace(spec, pools=[pool])
+    spec = msgspec.structs.replace(spec, pools=[pool], network=NetworkSpec(host="127.0.0.1"))
     entries = Entries(worker="launcher_children:run_worker")
-    home = ray.get_runtime_context().get_node_id()
     events: queue.Queue[Event] = queue.Queue()
-    started = RayHost("back", home, entries=entries)
-    started.start_worker("mixed-0", spec, pool, "tcp://127.0.0.1:1", events.put)
-    while (event := events.get(timeout=PATIENCE_SECONDS)).stage != "ready":
-        assert isinstance(event, ChildProgress)
+    started = RayHost("back", "", entries=entries)
+    worker = started.start_worker("mixed-0", spec, pool, "tcp://127.0.0.1:1", events.put)
+    stage = ""
+    while stage != "ready":
+        event = events.get(timeout=PATIENCE_SECONDS)
+        assert isinstance(event, ChildProgress), worker.describe_exit(event.returncode)
+        stage = event.stage
 
     gate = threading.Event()
     listen = RayChild._listen
     monkeypatch.setattr(RayChild, "_listen", lambda child: gate.wait() and listen(child))
-    adopted = RayHost("back", home, entries=entries).adopt(spec, {"mixed-0"}, lambda _event: None)["mixed-0"]
+    adopted = RayHost("back", "", entries=entries).adopt(spec, {"mixed-0"}, lambda _event: None)["mixed-0"]
     adopted.send_signal(signal.SIGTERM)
     while not isinstance(event := events.get(timeout=PATIENCE_SECONDS), ChildExited):
         pass
