@@ -84,6 +84,7 @@ def measure(order: Order) -> Measured:
         threads=1,
         max_num_seqs=conditions.max_num_seqs,
         kv_memory_bytes=conditions.kv_memory,
+        max_num_batched_tokens=arm.chunk_tokens,
     )
     spec = simple_spec(
         engine,
