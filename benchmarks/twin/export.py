@@ -19,10 +19,8 @@ WORKLOAD_FILE = "workload.jsonl"
 
 def spec_of(arm: Arm, engine: EngineConfig, ttft_ms: float, tpot_ms: float) -> ClusterSpec:
     """Return the cluster spec of an arrangement with these objectives; 0: none."""
-    if arm.chunk_tokens:
-        engine = msgspec.structs.replace(engine, max_num_batched_tokens=arm.chunk_tokens)
     return simple_spec(
-        engine,
+        arm.engine(engine),
         num_prefill=arm.num_prefill,
         num_decode=arm.num_decode,
         num_mixed=arm.num_mixed,

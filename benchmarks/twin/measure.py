@@ -84,10 +84,9 @@ def measure(order: Order) -> Measured:
         threads=1,
         max_num_seqs=conditions.max_num_seqs,
         kv_memory_bytes=conditions.kv_memory,
-        max_num_batched_tokens=arm.chunk_tokens,
     )
     spec = simple_spec(
-        engine,
+        arm.engine(engine),
         num_prefill=arm.num_prefill,
         num_decode=arm.num_decode,
         num_mixed=arm.num_mixed,

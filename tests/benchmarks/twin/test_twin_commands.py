@@ -50,7 +50,8 @@ def test_specs_and_requests_of_a_comparison_can_be_exported(tmp_path: Path, caps
         assert [(turn.num_new_tokens, turn.num_output_tokens) for turn in one.turns] == [(300, 5)]
     pair, mixed = (read_spec(str(folder / name)) for name in ("1P1D-prefix.yaml", "2M-chunks-256-prefix.yaml"))
     assert [(pool.role, pool.count) for pool in pair.pools] == [("prefill", 1), ("decode", 1)]
-    assert mixed.engine.max_num_batched_tokens == 256 and mixed.objectives.tpot_ms == 9
+    assert mixed.engine.max_num_batched_tokens == mixed.engine.max_num_prefill_tokens_beside_decode == 256
+    assert mixed.objectives.tpot_ms == 9
     assert mixed.model.path == "tiny" and mixed.router.policy == "prefix"
 
 
