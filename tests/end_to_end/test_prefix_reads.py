@@ -140,6 +140,7 @@ def test_a_source_that_dies_before_the_read_costs_time_only(
     before, turn = worker_metrics(pairs.url)["prefill-1"], new_turn(21)
     (answer,) = ask(pairs, tiny_qwen3, FIRST, turn)
     conversation, answers = [*turn, *answer, *new_turn(22)], []
+    wait_until_quiet(pairs.url)  # its last heartbeat stays for a while
     pairs.send_signal("decode-0", signal.SIGSTOP)
     client = threading.Thread(target=lambda: answers.extend(ask(pairs, tiny_qwen3, SECOND, conversation)))
     client.start()

@@ -50,7 +50,7 @@ def schedule(seed: int, faults: Faults, shape: Shape, **options: Any) -> Schedul
 
 @pytest.mark.parametrize("faults", FAULTS.values(), ids=FAULTS)
 @given(seed=seeds, shape=st.sampled_from(SHAPES), leases=st.sampled_from([{}, SHORT_LEASES]))
-@settings(max_examples=num_schedules(6))
+@settings(max_examples=num_schedules(4))
 def test_tokens_and_counts_survive(faults: Faults, seed: int, shape: Shape, leases: dict[str, float]) -> None:
     run_schedule(schedule(seed, faults, shape, protocol=leases))
 
