@@ -5,8 +5,8 @@ read and written), the fastest of several operations that only read, and a large
 floors are the times to read weights and KV once at the copy's and at the read bandwidth; a prefill's share is its
 floating-point operations over its time and the product's rate (:mod:`.step_costs`). Of experts, floors count those that
 the steps hit, which are counted before graphs are captured. Steps are launched as in a worker: the next one while the
-last one runs, its tokens looked up on the device; with a grammar, once the last token is known. Ways to draw take
-turns, so that each is compared with greedy steps of the same round.
+last one runs, its tokens looked up on the device. Ways to draw take turns, so that each is compared with greedy steps
+of the same round.
 """
 
 import argparse

@@ -8,8 +8,7 @@ import torch
 from llguidance import LLMatcher
 from torch import Tensor
 
-FORBIDDEN = -1e30
-"""The logit of a token that isn't allowed: finite, and below whatever a ban by another feature leaves."""
+from splitserve.kernels.api import FORBIDDEN, MaskLogits
 
 _BITS = 32
 _SPARSE = 8  # a mask is sparse if at most one word in so many allows a token
@@ -47,17 +46,24 @@ class MaskMaker:
         return self._room[: num_rows * num_words].view(num_rows, num_words)
 
 
-def apply_masks(logits: Tensor, rows: Tensor, bits: Tensor) -> None:
-    """Set the logits, float32 [R, vocab], of tokens that ``bits`` [n, words] doesn't allow in ``rows`` (int64 [n]) to
-    :data:`FORBIDDEN`, in place, on a GPU, which isn't waited for."""
-    logits[rows] = masked(logits[rows], bits)
+class DeviceMasks:
+    """Masks for logits on a GPU. They are copied beside the steps' stream, which computes the logits meanwhile."""
 
+    def __init__(self, device: torch.device, mask_logits: MaskLogits) -> None:
+        self._device = device
+        self._mask_logits = mask_logits
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
-def masked(logits: Tensor, bits: Tensor) -> Tensor:
-    """Return ``logits`` [n, vocab] under the masks ``bits`` [n, words], by operations that suit any device."""
-    shifts = torch.arange(_BITS, dtype=torch.int32, device=bits.device)
-    allowed = ((bits.unsqueeze(2) >> shifts) & 1).view(bits.shape[0], -1)[:, : logits.shape[1]].bool()
-    return logits.masked_fill(~allowed, FORBIDDEN)
+    def apply(self, logits: Tensor, rows: Sequence[int], bits: Tensor) -> None:
+        """Set the logits of tokens that ``bits`` [n, words], pinned, doesn't allow in ``rows`` of ``logits``, float32
+        [R, vocab], to :data:`FORBIDDEN`, in place. The current stream waits for the copies, the host for nothing."""
+        with torch.cuda.stream(self._stream):
+            copies = [each.to(self._device, non_blocking=True) for each in (torch.tensor(rows).pin_memory(), bits)]
+        steps = torch.cuda.current_stream(self._device)
+        steps.wait_stream(self._stream)
+        for copy in copies:
+            copy.record_stream(steps)
+        self._mask_logits(logits, *copies)
 
 
 class HostMasks:
@@ -68,7 +74,7 @@ class HostMasks:
         self._lowering: Mask = np.empty(0, np.uint32)  # that mask
 
     def apply(self, logits: Tensor, rows: Sequence[int], bits: Tensor) -> None:
-        """Apply the masks ``bits`` [n, words] to ``rows`` of the logits, as :func:`apply_masks` does."""
+        """Apply the masks ``bits`` [n, words] to ``rows`` of the logits, as :class:`.DeviceMasks` does."""
         values = logits.numpy()
         for row, mask in zip(rows, bits.numpy().view(np.uint32), strict=True):
             is_used = mask != 0

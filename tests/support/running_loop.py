@@ -19,6 +19,8 @@ ILLEGAL = "CUDA error: an illegal memory access was encountered"
 
 
 class FailedStep:
+    queued_at = 0.0
+
     def __init__(self, error: Exception) -> None:
         self.error = error
 

@@ -9,8 +9,10 @@ import torch
 
 from byte_vocabulary import token_bytes
 from splitserve.common.grammars import GRAMMAR_LIMITS
+from splitserve.kernels.api import FORBIDDEN
+from splitserve.kernels.reference.sampling import mask_logits
 from splitserve.models.constraints.grammars import ConstraintError, Grammars
-from splitserve.models.constraints.masks import FORBIDDEN, HostMasks, MaskMaker, masked
+from splitserve.models.constraints.masks import HostMasks, MaskMaker
 from splitserve.models.constraints.progress import Progress
 from splitserve.models.demo.tokenizer import QWEN_TOKENS, train_tokenizer
 from splitserve.protocol.sampling_features import Constraint
@@ -48,7 +50,9 @@ def mask_after(grammars, constraint, output_ids):
 
 def allowed_after(grammars, constraint, output_ids):
     bits = mask_after(grammars, constraint, output_ids)
-    return set((masked(torch.zeros(1, VOCAB_SIZE), bits)[0] == 0).nonzero().squeeze(1).tolist())
+    logits = torch.zeros(1, VOCAB_SIZE)
+    mask_logits(logits, torch.tensor([0]), bits)
+    return set((logits[0] == 0).nonzero().squeeze(1).tolist())
 
 
 LANGUAGES = {
@@ -187,7 +191,7 @@ def test_masks_on_the_host_equal_those_of_tensor_operations():
     bits[1] = -1
     bits[2, 31] = 1 << 7  # token 999 alone
     expected = logits.clone()
-    expected[rows] = masked(logits[rows], bits)
+    mask_logits(expected, rows, bits)
     HostMasks().apply(logits, rows.tolist(), bits)
     assert torch.equal(logits, expected)
     assert (logits[4] != FORBIDDEN).nonzero().tolist() == [[999]]
