@@ -271,8 +271,8 @@ class EngineBench:
                 seconds[name].append(run.seconds(self._runner, _WARM_UP_STEPS, options.steps) / options.steps)
         spans: dict[str, list[Span]] = {}
         for name, run in runs.items() if options.busy or options.profile else ():
-            case = f"decode {batch}x{context}" + ("" if name == GREEDY else f" {name}")
-            spans[name] = self._profile(case, partial(self._profiled_steps, run), _PROFILED_STEPS)
+            title = f"decode {batch}x{context}" + ("" if name == GREEDY else f" {name}")
+            spans[name] = self._profile(title, partial(self._profiled_steps, run), _PROFILED_STEPS)
         hit = self._experts_hit[batch, context]
         num_bytes = decode_bytes(self._config, batch, context, self._itemsize, hit)
         return [

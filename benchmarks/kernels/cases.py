@@ -165,7 +165,11 @@ def _masks(target: Target, rows: int) -> Iterator[Case]:
         bits = torch.zeros((rows, -(-vocab_size // 32)), dtype=torch.int32, device=target.device)
 
         def make_calls(kernels: Kernels) -> list[Call]:
-            return [partial(kernels.mask_logits, logits, numbers, bits) for logits in inputs]
+            def call(logits: Tensor) -> Tensor:
+                kernels.mask_logits(logits, numbers, bits)
+                return logits
+
+            return [partial(call, logits) for logits in inputs]
 
         yield Case("mask_logits", f"of {vocab_size}", rows, num_bytes, 0, make_calls)
 
@@ -178,7 +182,10 @@ def _scores(target: Target, rows: int) -> Iterator[Case]:
         token_ids = torch.arange(rows, device=target.device)
 
         def make_calls(kernels: Kernels) -> list[Call]:
-            return [partial(kernels.score_tokens, logits, token_ids, _NUM_TOP) for logits in inputs]
+            def call(logits: Tensor) -> Tensor:
+                return kernels.score_tokens(logits, token_ids, _NUM_TOP)[0]
+
+            return [partial(call, logits) for logits in inputs]
 
         yield Case("score_tokens", f"best {_NUM_TOP} of {vocab_size}", rows, num_bytes, 0, make_calls)
 

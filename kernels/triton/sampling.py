@@ -2,7 +2,8 @@
 synchronisation; masks and log-probabilities.
 
 For a draw: thresholds of rows with top-k or top-p (:mod:`.thresholds`), then two kernels: the best token of each part
-of the vocabulary, and the best of the parts. The Gumbel noise is the reference's, in float64, from the same Philox words.
+of the vocabulary, and the best of the parts. The Gumbel noise is the reference's, in float64, from the same Philox
+words.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 

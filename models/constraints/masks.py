@@ -5,12 +5,13 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 import torch
-from llguidance import LLMatcher
+from llguidance import LLExecutor, LLMatcher
 from torch import Tensor
 
 from splitserve.kernels.api import FORBIDDEN, MaskLogits
 
 _BITS = 32
+_FEW = 8  # rows that one thread makes sooner than several threads wake up
 _SPARSE = 8  # a mask is sparse if at most one word in so many allows a token
 
 Float32Array = npt.NDArray[np.float32]
@@ -18,24 +19,30 @@ Mask = npt.NDArray[np.uint32]  # [words]
 
 
 class MaskMaker:
-    """Maker of masks for the steps of one runner."""
+    """Maker of masks for the steps of one runner. ``num_threads``: cores that are free for it meanwhile, 1 where these
+    compute the step."""
 
-    def __init__(self, *, pin_memory: bool) -> None:
+    def __init__(self, *, pin_memory: bool, num_threads: int = 1) -> None:
         self._pin_memory = pin_memory
+        self._executor = LLExecutor(num_threads=num_threads) if num_threads > 1 else None
         self._room = torch.empty(0, dtype=torch.int32)  # for masks that aren't pinned; new memory would cost more
 
     def make(self, matchers: Sequence[LLMatcher], vocab_size: int) -> Tensor:
         """Return the masks of ``matchers``: int32 [n, vocab_size / 32, rounded up], on the host; bit i of a row allows
-        token i. Takes 5 us a row on this thread: another thread would cost more than it saves. Masks that aren't pinned
-        are valid up to the next call.
+        token i. A row takes 5 us in usual grammars, and milliseconds in the worst. Masks that aren't pinned are valid
+        up to the next call.
 
         The matchers' vocabulary has at least ``vocab_size`` tokens. A matcher that can't go on has an error afterwards.
         """
         num_words = -(-vocab_size // _BITS)
         bits = self._new_bits(len(matchers), num_words)
         address, num_bytes = bits.data_ptr(), num_words * _BITS // 8
-        for index, matcher in enumerate(matchers):
-            matcher.unsafe_compute_mask_ptr(address + index * num_bytes, num_bytes)
+        if self._executor is None or len(matchers) < _FEW:
+            for index, matcher in enumerate(matchers):
+                matcher.unsafe_compute_mask_ptr(address + index * num_bytes, num_bytes)
+        else:
+            numbered = [(matcher, index) for index, matcher in enumerate(matchers)]
+            self._executor.unsafe_compute_mask_ptr(numbered, address, num_bytes, len(matchers))
         return bits
 
     def _new_bits(self, num_rows: int, num_words: int) -> Tensor:

@@ -9,12 +9,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from splitserve.common.cores import available_cores
 from splitserve.kernels.api import MaskLogits
 from splitserve.models.constraints.grammars import Grammars
 from splitserve.models.constraints.masks import DeviceMasks, HostMasks, MaskMaker
 from splitserve.models.constraints.progress import Progress
 from splitserve.models.sampling.feature import Draw, Feature, Rows
 from splitserve.protocol.step import FeatureStart
+
+_MAX_THREADS = 8
 
 
 class Grammar(Feature):
@@ -24,14 +27,18 @@ class Grammar(Feature):
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         super().__init__(vocab_size, device)
         self._grammars: Grammars | None = None
-        self._masks = MaskMaker(pin_memory=device.type == "cuda")
+        self._masks = MaskMaker(pin_memory=False)
         self._applied: HostMasks | DeviceMasks | None = None  # None: not opened
         self._progress: dict[int, Progress] = {}  # by slot
 
     def open_model(self, model_dir: Path, mask_logits: MaskLogits) -> None:
         """See :meth:`Feature.open_model`."""
         self._grammars = Grammars(model_dir, self.vocab_size)
-        self._applied = HostMasks() if self.device.type == "cpu" else DeviceMasks(self.device, mask_logits)
+        if self.device.type == "cpu":
+            self._applied = HostMasks()
+        else:
+            self._applied = DeviceMasks(self.device, mask_logits)
+            self._masks = MaskMaker(pin_memory=True, num_threads=min(_MAX_THREADS, available_cores()))
 
     def begin(self, slot: int, start: FeatureStart) -> None:
         """See :meth:`Feature.begin`. Compiling a new grammar takes milliseconds, loading the tokenizer a second."""

@@ -108,6 +108,19 @@ def test_after_the_end_only_end_tokens_are_allowed(tokenizer, grammars, ends):
         assert not progress.error
 
 
+def test_masks_made_by_several_threads_are_those_of_one(tokenizer, grammars, ends):
+    constraint = Constraint('start: "abcdefgh" "xyz"?', ends)
+    text = encode(tokenizer, "abcdefgh")
+    matchers = []
+    for number in range(3 * len(text)):
+        progress = Progress(constraint, grammars)
+        progress.advance(text[: number % (len(text) + 1)])
+        matchers.append(progress.matcher)
+    expected = MaskMaker(pin_memory=False).make(matchers, VOCAB_SIZE)
+    assert torch.equal(MaskMaker(pin_memory=False, num_threads=2).make(matchers, VOCAB_SIZE), expected)
+    assert len({tuple(row) for row in expected.tolist()}) > 1
+
+
 def test_a_state_is_a_function_of_the_output(tokenizer, grammars, ends):
     schema = '{"grammars":[{"json_schema":{"type":"object"}}]}'
     for marker in ((), tuple(encode(tokenizer, "</think>"))):
@@ -156,15 +169,19 @@ def test_errors_end_the_state(grammar, output, message, tokenizer, grammars, end
     assert (progress.matcher is None) == bool(message)
 
 
-def test_a_grammar_that_becomes_too_complex_is_an_error(grammars, ends, tokenizer, monkeypatch):
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_a_grammar_that_becomes_too_complex_is_an_error(grammars, ends, tokenizer, monkeypatch, num_threads):
     monkeypatch.setitem(GRAMMAR_LIMITS, "max_items_in_row", 60)
     progress = Progress(Constraint('start: e\ne: e e | "a" | "aa" | "aaa"', ends), grammars)
+    maker = MaskMaker(pin_memory=False, num_threads=num_threads)
+    others = [grammars.new_matcher(Constraint('start: "b"', ends)) for _ in range(9)]
     for _ in range(200):
         progress.advance(encode(tokenizer, "a"))
         if progress.matcher is None:
             break
-        MaskMaker(pin_memory=False).make([progress.matcher], VOCAB_SIZE)
+        maker.make([*others, progress.matcher], VOCAB_SIZE)
         progress.check()
+    assert not any(other.is_error() for other in others)
     assert "max is 60" in progress.error
 
 
