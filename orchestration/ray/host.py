@@ -55,15 +55,17 @@ class RayChild:
         group: PlacementGroup | None,
         emit: Callable[[Event], None],
         target_id: str = "",
+        node_id: str = "",
         uses_lmcache: bool = False,
     ) -> None:
-        """Start to follow the agent. ``target_id``: node requested from Ray. ``uses_lmcache``: worker with a server."""
+        """Start to follow the agent. ``target_id``: node requested from Ray. ``node_id``: node on which the agent runs
+        already. ``uses_lmcache``: worker with a server."""
         self._uses_lmcache = uses_lmcache
         self.target_id = target_id
         self.name = name
         self.pid = 0
         self.runs_on = "waiting for a node"
-        self.node_id = ""
+        self.node_id = node_id
         self.agent = agent
         self._group = group
         self._emit = emit
@@ -268,7 +270,10 @@ class RayHost:
             groups.pop(agent_name, None)
             pool = next((pool for pool in spec.pools if pool.name == name.rpartition("-")[0]), None)
             uses_lmcache = pool is not None and spec.keeps_lmcache_for(pool)
-            self._children[name] = RayChild(name, agent, group=group, emit=emit, uses_lmcache=uses_lmcache)
+            node_id = _node_of(agent)  # now, not with its first event: it may get a signal before
+            self._children[name] = RayChild(
+                name, agent, group=group, emit=emit, node_id=node_id, uses_lmcache=uses_lmcache
+            )
             if pool is not None:
                 self._pools[name] = pool.name
         end_agents(strangers, CALL_SECONDS)
@@ -321,6 +326,12 @@ def _agent_class(
         memory=memory,
         scheduling_strategy=strategy,
     )
+
+
+def _node_of(agent: Any) -> str:
+    """Return the node on which an agent runs; "" if Ray hasn't started it yet, or it is gone."""
+    actor = ray._private.state.actors(agent._actor_id.hex())
+    return str(actor["Address"]["NodeID"]) if actor.get("State") == "ALIVE" else ""
 
 
 def ray_nodes() -> list[Node]:

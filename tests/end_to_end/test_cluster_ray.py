@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import queue
 import signal
 import subprocess
 import threading
@@ -18,6 +19,8 @@ import ray
 from ray.cluster_utils import Cluster
 from ray.util.placement_group import placement_group
 
+import launcher_children
+import splitserve as package
 from cluster_load import bodies, right_tokens, steady_load
 from command_line import command, splitserve
 from lmcache_metrics import CHUNK_TOKENS, availability
@@ -26,6 +29,7 @@ from serving import complete_all, wait_until_quiet
 from splitserve.benchmarks.cluster.recovery_times import recoveries
 from splitserve.common.errors import ConfigError
 from splitserve.orchestration.cli.client import ClusterClient, follow, log_lines, status_of
+from splitserve.orchestration.cluster.host import ChildExited, ChildProgress, Event
 from splitserve.orchestration.cluster.launch_errors import LaunchError
 from splitserve.orchestration.cluster.launcher import LocalCluster
 from splitserve.orchestration.control.requests import (
@@ -37,12 +41,16 @@ from splitserve.orchestration.control.requests import (
     accepted,
 )
 from splitserve.orchestration.control.state_folder import StateFolder
+from splitserve.orchestration.hosts.local import Entries
 from splitserve.orchestration.ray.access import accepts_strangers
 from splitserve.orchestration.ray.client import RayClient, connect, start_on_ray
 from splitserve.orchestration.ray.commands import client_on_ray, up_on_ray
-from splitserve.orchestration.ray.host import groups_of
+from splitserve.orchestration.ray.host import RayChild, RayHost, groups_of
 from splitserve.orchestration.ray.names import CLUSTER_VARIABLE, NAMESPACE, controller_name
+from splitserve.orchestration.spec.cluster_spec import NetworkSpec
 from splitserve.orchestration.spec.document import read_spec
+from splitserve.orchestration.spec.shorthand import simple_spec
+from splitserve.protocol.config import EngineConfig
 from waiting import wait_until
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -330,6 +338,37 @@ network: {{host: 127.0.0.1}}
     pids |= {keeper.pid for keeper in keepers_of("near").values()}
     client.down(print)
     assert not processes_of("near") and not client.leftovers() and not segments_of(pids)
+
+
+@pytest.mark.usefixtures("left_alone")
+def test_a_process_that_was_adopted_takes_signals_before_its_events_are_read(
+    tiny_qwen3: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker that is drained just after its controller has come back would be killed otherwise."""
+    spec = simple_spec(EngineConfig(model=str(tiny_qwen3)), port=0, num_mixed=1)
+    path = os.pathsep.join((str(Path(launcher_children.__file__).parent), str(Path(package.__file__).parent.parent)))
+    pool = msgspec.structs.replace(spec.pools[0], environment={"PYTHONPATH": path})
+    spec = msgspec.structs.replace(spec, pools=[pool], network=NetworkSpec(host="127.0.0.1"))
+    entries = Entries(worker="launcher_children:run_worker")
+    events: queue.Queue[Event] = queue.Queue()
+    started = RayHost("back", "", entries=entries)
+    worker = started.start_worker("mixed-0", spec, pool, "tcp://127.0.0.1:1", events.put)
+    stage = ""
+    while stage != "ready":
+        event = events.get(timeout=PATIENCE_SECONDS)
+        assert isinstance(event, ChildProgress), worker.describe_exit(event.returncode)
+        stage = event.stage
+
+    gate = threading.Event()
+    listen = RayChild._listen
+    monkeypatch.setattr(RayChild, "_listen", lambda child: gate.wait() and listen(child))
+    adopted = RayHost("back", "", entries=entries).adopt(spec, {"mixed-0"}, lambda _event: None)["mixed-0"]
+    adopted.send_signal(signal.SIGTERM)
+    while not isinstance(event := events.get(timeout=PATIENCE_SECONDS), ChildExited):
+        pass
+    assert event == ChildExited("mixed-0", 0)
+    gate.set()
+    assert adopted.join(PATIENCE_SECONDS)
 
 
 def knows_that_it_is_back(client: ClusterClient, worker: str) -> bool:
