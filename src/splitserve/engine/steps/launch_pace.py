@@ -13,7 +13,7 @@ MARGIN_SECONDS = 0.0001
 FEWEST = 16
 _REMEMBERED_STEPS = 32
 _REMEMBERED_LAUNCHES = 128
-_SELDOM = 0.05  # launches may take longer than expected as often as that
+_SELDOM = 0.02  # launches may take longer than expected as often as that
 
 
 class LaunchPace:
