@@ -6,7 +6,9 @@ objectives every second counts.
 
 A prompt's own computing keeps later prompts waiting, those that a cached prefix saves doesn't. By Pollaczek and
 Khinchine, the wait of a queue with utilisation u is the mean residual work times u / (1 - u): a second of computing
-counts so much more than a second in the queue. So the busier the workers are, the farther a prompt goes for its prefix.
+counts u / (1 - u) / 2 seconds more than one in the queue. So the busier a worker is, the farther a prompt goes to spare
+it; of idle workers without a prefix, the one with the lowest utilisation takes the prompt. The utilisation is the
+worker's own: with the pool's mean, prompts would queue at the fast workers of a pool while the slow ones have time.
 
 A conversation is known by the deepest match of its prompt with what was sent to a worker. Where nothing matches (its
 first turn; this router is new; another one had the turns before), a session that the client names stands in for the
@@ -52,9 +54,8 @@ WHY_SPARE = "spare time of a prefill worker"
 SESSION_TRUST = 0.25
 """Share of a prompt's computing that its session's own worker is taken to save where no worker is known to have a
 prefix: little, since a worker with a shorter queue is better than a wrong guess."""
-RESIDUAL = 0.7
-"""Share of a prompt's computing that is left when another one arrives meanwhile: 0.5 for prompts of one length, more
-for mixed ones."""
+RESIDUAL = 0.5
+"""Share of a prompt's computing that is left, on average, when another one arrives meanwhile."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -81,7 +82,6 @@ class _Request:
     ttft: float
     gap: float
     own_workers: frozenset[Party]  # of its session, one per role; none if a prefix tells more
-    burden: float  # seconds that a second of computing adds to the waits of later prompts
 
     def late(self, seconds: float) -> float:
         return max(0.0, seconds - self.ttft)
@@ -128,7 +128,6 @@ def cost(snapshot: Snapshot, shape: RequestShape) -> Placement:
         ttft=snapshot.objectives.ttft_seconds,
         gap=snapshot.objectives.tpot_seconds,
         own_workers=_own_workers(fitting, shape),
-        burden=_burden(snapshot.workers),
     )
     best = min(_routes(snapshot, fitting, request, shape), key=lambda route: route[0], default=None)
     return NoWorker(why_not(snapshot, fitting, shape)) if best is None else best[1]
@@ -143,9 +142,9 @@ def _own_workers(workers: Iterable[WorkerView], shape: RequestShape) -> frozense
     return frozenset(worker.party for worker in first if worker is not None)
 
 
-def _burden(workers: Iterable[WorkerView]) -> float:
-    busy = [worker.prefill_busy for worker in workers if worker.role is not Role.DECODE]
-    utilisation = min(MAX_UTILISATION, sum(busy) / len(busy)) if busy else 0.0
+def _burden(worker: WorkerView) -> float:
+    """Return the seconds that a second of computing adds to the waits of the worker's later prompts."""
+    utilisation = min(MAX_UTILISATION, worker.prefill_busy)
     return RESIDUAL * utilisation / (1.0 - utilisation)
 
 
@@ -188,7 +187,7 @@ def _prompt(worker: WorkerView, request: _Request, read: PrefixRead | None = Non
     ttft = worker.queue_seconds + own + (0.0 if read is None else read.read_seconds)
     is_own = worker.party in request.own_workers and worker.role is not Role.DECODE  # a guess makes no route local
     guessed = SESSION_TRUST * own if is_own else 0.0
-    return _Prompt(worker, matched, own, ttft, ttft + request.burden * own - guessed, read)
+    return _Prompt(worker, matched, own, ttft, ttft + _burden(worker) * own - guessed, read)
 
 
 def _decode(worker: WorkerView, request: _Request) -> _Decode:
