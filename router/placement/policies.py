@@ -43,7 +43,7 @@ class WorkerView:
     ``shared_chunk_tokens`` the prompt tokens of one that also decodes, ``queue_seconds`` the time until it has computed
     the prompts placed there, ``prefill_busy`` the share of its recent time that prompts took, ``num_decoding`` the
     requests that decode there, ``token_bytes`` the KV of a token, and ``link_rates`` the bytes per second at which it
-    reads from peers, by their engine ids.
+    reads from peers, by their engine ids. ``reads_prefixes``: it can read prefixes from other workers.
     """
 
     party: Party
@@ -65,6 +65,7 @@ class WorkerView:
     num_decoding: int = 0
     token_bytes: int = 0
     link_rates: Mapping[str, float] = field(default_factory=dict)
+    reads_prefixes: bool = True
 
     @property
     def context_tokens_limit(self) -> int:
@@ -187,7 +188,9 @@ def prefix_read(snapshot: Snapshot, prefill: WorkerView, shape: RequestShape) ->
     takes to compute the same; else None."""
     source, num_tokens = snapshot.prefix_source, shape.num_prompt_tokens + shape.num_output_tokens
     matched = min(prefill.prefix_match_tokens, num_tokens - 1)
-    if source is None or source.num_tokens <= matched or source.party == prefill.party:
+    if source is None or not prefill.reads_prefixes:
+        return None
+    if source.num_tokens <= matched or source.party == prefill.party:
         return None
     rate = prefill.link_rates.get(source.party.engine_id) or USUAL_LINK_RATE
     read_seconds = READ_SECONDS + (source.num_tokens - matched) * prefill.token_bytes / rate

@@ -64,6 +64,7 @@ def test_a_long_prefix_is_read_from_the_worker_that_wrote_it(policy):
         ({"prefix_match_tokens": 6000}, 6000),
         ({"prefix_match_tokens": 5990}, 6000),  # a round trip for ten tokens
         ({"step_model": StepModel()}, 6000),
+        ({"reads_prefixes": False}, 6000),
     ],
 )
 def test_what_is_sooner_computed_is_computed(policy, prefill, num_tokens):

@@ -136,11 +136,6 @@ class Sequence:
         return len(self.token_ids) + 1 < self.end_length
 
     @property
-    def may_run_ahead(self) -> bool:
-        """Return whether the next token can be drawn by a step that is launched before the last one is known."""
-        return self.may_go_on and (self.features is None or not self.features.needs_last_token)
-
-    @property
     def draws_no_more(self) -> bool:
         """Return whether it draws no more tokens here."""
         return self.has_ended or self.stage is Stage.OFFERED
