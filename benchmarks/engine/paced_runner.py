@@ -37,6 +37,7 @@ class _Step:
 @dataclass(frozen=True, slots=True)
 class _Pending:
     output: StepOutput
+    queued_at: float
     end: float
 
     def wait(self) -> StepOutput:
@@ -80,7 +81,7 @@ class PacedRunner:
             )
         )
         drawn = [None if chunk.sample is None else next(self.tokens) % self.vocab_size for chunk in plan.chunks]
-        return _Pending(StepOutput.of(drawn), self.free_at)
+        return _Pending(StepOutput.of(drawn), time.monotonic(), self.free_at)
 
     def report(self) -> DeviceReport | None:
         """Report on the longest run of decode steps with the largest number of sequences; None without one."""

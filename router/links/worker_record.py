@@ -87,11 +87,13 @@ class WorkerRecord:
     kv_capacity_tokens: int = field(init=False)
     token_bytes: int = field(init=False)  # of KV
     num_kept_blocks: int = field(init=False)  # that fit into its KV memory and its host tier
+    reads_prefixes: bool = field(init=False)  # see SinkPart: one rank reads blocks of one full group
     _view: WorkerView | None = field(default=None, init=False)  # the last one, made for no other routers' requests
 
     def __post_init__(self) -> None:
         layout = self.info.layout
         self.kv_capacity_tokens = self.info.num_blocks * layout.block_size
+        self.reads_prefixes = layout.tensor_parallel_size == 1 and not layout.groups
         self.token_bytes = layout.block_bytes // layout.block_size
         self.num_kept_blocks = self.info.num_blocks + self.info.setup.host_kv_bytes // max(1, layout.block_bytes)
 
@@ -168,6 +170,7 @@ class WorkerRecord:
             num_decoding=self.num_requests - self.num_prefilling,
             token_bytes=self.token_bytes,
             link_rates=self.link_rates,
+            reads_prefixes=self.reads_prefixes,
         )
 
 

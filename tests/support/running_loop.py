@@ -21,6 +21,8 @@ ILLEGAL = "CUDA error: an illegal memory access was encountered"
 
 
 class FailedStep:
+    queued_at = 0.0
+
     def __init__(self, error: Exception) -> None:
         self.error = error
 

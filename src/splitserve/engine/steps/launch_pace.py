@@ -31,7 +31,8 @@ class LaunchPace:
             self._like(plan).append(seconds)
 
     def note_launch(self, seconds: float) -> None:
-        """Note the time from when a step could be planned until it was on the device, while another one ran there."""
+        """Note the time from when a step could be planned until it was on the device, while another one ran there. The
+        device begins before the draws are queued, too: their time is a reserve for launches that take longer."""
         self._launch_seconds.append(seconds)
 
     def seconds_to_wait(self, plan: StepPlan) -> float:
