@@ -34,7 +34,7 @@ from splitserve.router.placement.policies import (
     Snapshot,
     WorkerView,
     alone,
-    fits,
+    fitting_workers,
     least_loaded,
     of_role,
     pair,
@@ -121,7 +121,7 @@ def cost(snapshot: Snapshot, shape: RequestShape) -> Placement:
     """
     if all(worker.step_model == NO_STEP_MODEL for worker in snapshot.workers):
         return least_loaded(snapshot, shape)
-    fitting = [worker for worker in snapshot.workers if fits(worker, shape)]
+    fitting = fitting_workers(snapshot, shape)
     request = _Request(
         num_tokens=shape.num_prompt_tokens + shape.num_output_tokens,
         output_tokens=max(1.0, min(shape.max_tokens, snapshot.output_tokens)),
