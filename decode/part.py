@@ -1,15 +1,19 @@
-"""Decode's part of a worker: requests that decode here, with KV from a peer, a prefix of it, or none."""
+"""Decode's part of a worker: requests that decode here, with KV from a peer, a prefix of it, or none; and prefixes that
+are read from peers for prompts that are to be handed out."""
 
+import itertools
 from collections.abc import Mapping
 
 import msgspec
 
 from splitserve.common.bounded import ExpiringMap
-from splitserve.decode.peers import PeerTable
+from splitserve.decode.peers import PeerState, PeerTable
 from splitserve.decode.sink import SinkSide
 from splitserve.engine.parts import Handler, Part
 from splitserve.engine.requests import Requests
+from splitserve.engine.scheduling import MAX_LOADS_AHEAD
 from splitserve.engine.sequence import Sequence
+from splitserve.kvconnector.layout.shape import num_blocks_for
 from splitserve.kvconnector.transfer.connector import PeerConnected
 from splitserve.protocol.counters import WorkerLoad
 from splitserve.protocol.handover.reads import ReadResult
@@ -29,6 +33,7 @@ from splitserve.protocol.messages.requests import (
     HandoverReport,
     Introduce,
     LocalRequest,
+    PeerRef,
     TokenDelta,
 )
 from splitserve.protocol.request import Party, RequestKey
@@ -91,9 +96,7 @@ class SinkPart(Part):
         sequence = self._requests.accept(request, sender, now, decodes_here=True)
         if sequence is None:
             return
-        # Slots of a host tier are read whole, and a prefix of several groups can't be read.
-        is_alone = self._state.layout.tensor_parallel_size == 1 and not self._state.blocks.others
-        if request.prefix is not None and request.prefix.party != self._state.me and is_alone:
+        if request.prefix is not None and self._can_read_prefix(request.prefix):
             self.sink.add(sequence, request.prefix, now, is_prefix=True)
             self.admit(now)
         else:
@@ -166,6 +169,50 @@ class SinkPart(Part):
         """End the attempt. The router decides what comes next; verified blocks stay in the prefix index."""
         self._requests.fail(sequence, FailureCode.HANDOVER, reason, now)
 
+    # ---- prefixes ----
+
+    def _can_read_prefix(self, peer: PeerRef) -> bool:
+        """Return whether prefixes can be read from a peer: slots of a host tier are read whole, and a prefix of several
+        groups can't be read."""
+        is_simple = self._state.layout.tensor_parallel_size == 1 and not self._state.blocks.others
+        return is_simple and peer.party != self._state.me
+
+    def _read_prefixes(self, now: float) -> None:
+        """Let the first prompts of the queue read their prefixes from peers. They hold their room meanwhile, as long as
+        there's room for all before them, too."""
+        prompts, blocks = self._scheduler.prompts, self._state.blocks
+        first = list(itertools.islice(prompts.waiting, MAX_LOADS_AHEAD))
+        if all(sequence.prefix is None for sequence in first):
+            return
+        ahead = self._scheduler.num_running
+        slots = self._scheduler.budget.max_num_seqs - ahead - self.sink.num_granted - len(prompts.active)
+        for sequence in first:
+            if sequence.block_ids:
+                continue
+            peer = self._prefix_peer(sequence, now) if slots > 0 else None
+            if peer is None or not blocks.reserve(sequence, headroom=ahead):
+                ahead += num_blocks_for(len(sequence.token_ids), blocks.block_size)
+                continue
+            prompts.remove(sequence)
+            sequence.prefix = None
+            self.sink.read_prefix(sequence, peer, now)
+            slots -= 1
+
+    def _prefix_peer(self, sequence: Sequence, now: float) -> Party | None:
+        """Return the peer that the prefix of a queued prompt is to be read from, if it can be read at once. A prompt
+        doesn't wait for a connection: that is made for those after it."""
+        ref = sequence.prefix
+        if ref is None:
+            return None
+        peer = self.peers.get(ref.party)
+        if peer is not None and peer.state is PeerState.READY:
+            return ref.party
+        if not self._can_read_prefix(ref) or (peer is not None and peer.state is PeerState.FAILED):
+            sequence.prefix = None
+        if self._can_read_prefix(ref):
+            self.peers.introduce(ref, now)
+        return None
+
     # ---- sequences that it owns ----
 
     def owns(self, sequence: Sequence) -> bool:
@@ -192,6 +239,7 @@ class SinkPart(Part):
         if not self._scheduler.owes_blocks:
             running = self._scheduler.num_running
             self.sink.admit(running, self._scheduler.budget.max_num_seqs - running - self.sink.num_granted, now)
+            self._read_prefixes(now)
 
     def next_deadline(self) -> float:
         return self.sink.next_deadline()

@@ -1,4 +1,4 @@
-"""The prefill workers that a decode worker pulls from: greeting, matching layouts, connecting. No I/O."""
+"""The workers that a worker pulls KV from: greeting, matching layouts, connecting. No I/O."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -32,6 +32,7 @@ class Peer:
     has_host_tier: bool = False
     failure: str = ""
     link: Link | None = None
+    prefix_blocks: int = 0  # of prompts' prefixes that were read from it
 
 
 class PeerTable:
@@ -53,8 +54,8 @@ class PeerTable:
         links = []
         for party, peer in self._peers.items():
             if peer.state is PeerState.READY and peer.link is not None:
-                link = peer.link
-                links.append(PeerLink(party.engine_id, link.transport, link.bytes_per_second, link.problem))
+                link, count = peer.link, peer.prefix_blocks
+                links.append(PeerLink(party.engine_id, link.transport, link.bytes_per_second, link.problem, count))
             elif peer.state is PeerState.FAILED:
                 links.append(PeerLink(party.engine_id, "", 0.0, peer.failure))
         return links
@@ -63,6 +64,12 @@ class PeerTable:
         """Return the transport of KV from ``party``, like ``nixl/cma``; the connector's name if it isn't known."""
         peer = self._peers.get(party)
         return self._connector if peer is None or peer.link is None else f"{self._connector}/{peer.link.transport}"
+
+    def note_prefix(self, party: Party, num_blocks: int) -> None:
+        """Count blocks of a prefix that were read from a peer."""
+        peer = self._peers.get(party)
+        if peer is not None:
+            peer.prefix_blocks += num_blocks
 
     def get(self, party: Party) -> Peer | None:
         return self._peers.get(party)

@@ -31,15 +31,14 @@ class DecodeScheduler:
     def plan(self, budget: int) -> list[Planned]:
         """Return a chunk of one token for each of at most ``budget`` sequences.
 
-        A sequence whose last token a launched step draws is left out; so is one whose next draw needs the host to know
-        the token that a launched step draws.
+        A sequence whose last token a launched step draws is left out.
         """
         planned: list[Planned] = []
         block_size = self._blocks.block_size
         for sequence in list(self.running):
             if sequence not in self.running:
                 break  # preempted just now, and all behind it
-            if sequence.launched.num_steps and not sequence.may_run_ahead:
+            if sequence.launched.num_steps and not sequence.may_go_on:
                 continue
             if len(planned) >= budget:
                 break

@@ -136,6 +136,13 @@ class SinkSide:
         """Return whether the sequence's KV is to come from ``peer``."""
         return sequence.key in self._incoming and self._incoming[sequence.key].peer == peer
 
+    def read_prefix(self, sequence: Sequence, peer: Party, now: float) -> None:
+        """Read the prefix of a prompt that holds its room from a peer, after what tiers have of it."""
+        sequence.enter(Stage.PULLING)
+        incoming = self._incoming[sequence.key] = Incoming(sequence, peer, is_prefix=True)
+        if sequence.load is None:
+            self._grant(incoming, now)
+
     # ---- time ----
 
     def admit(self, headroom: int, slots: int, now: float) -> None:
@@ -290,6 +297,7 @@ class SinkSide:
         sequence = incoming.sequence
         self._state.counters.peer_prefixes += 1
         self._state.counters.peer_prefix_blocks += handover.statistics.num_blocks
+        self._peers.note_prefix(incoming.peer, handover.statistics.num_blocks)
         if incoming.first_token is None:
             sequence.num_cached_tokens = min(sequence.num_computed, sequence.num_prompt_tokens)
             self._on_prefix(sequence, now)
@@ -357,6 +365,7 @@ class SinkSide:
             self._report_mismatches(incoming, handover.mismatches)
         self._let_go(incoming, complete=False)
         if incoming.is_prefix and incoming.first_token is None:
+            self._state.counters.peer_prefix_misses += handover.was_declined
             self._state.counters.peer_prefix_failures += not handover.was_declined
             self._on_prefix(incoming.sequence, now)
             return

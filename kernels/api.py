@@ -17,6 +17,9 @@ from splitserve.kernels.experts.spec import RouterSpec
 from splitserve.kernels.experts.weights import ExpertWeights
 from splitserve.kernels.latent.shape import LatentShape
 
+FORBIDDEN = -1e30
+"""The logit of a token that a grammar doesn't allow: finite, and below whatever a ban by another feature leaves."""
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
@@ -311,6 +314,27 @@ class Sample(Protocol):
         ...
 
 
+class MaskLogits(Protocol):
+    def __call__(self, logits: Tensor, rows: Tensor, bits: Tensor) -> None:
+        """Set the logits of forbidden tokens to :data:`FORBIDDEN`, in place.
+
+        ``logits`` float32 [R, vocab]; ``rows`` int64 [n], distinct; ``bits`` int32 [n, vocab / 32, rounded up]: bit
+        ``t % 32`` of word ``t // 32`` allows token ``t`` in that row.
+        """
+        ...
+
+
+class ScoreTokens(Protocol):
+    def __call__(self, logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, Tensor]:
+        """Return log-probabilities of tokens and of the likeliest ones -> float32 [N, 1 + K], ids int64 [N, K].
+
+        ``logits`` [N, vocab], any float dtype; ``token_ids`` int64 [N], within the vocabulary. K is ``num_top``, or the
+        vocabulary's size if that is less. A token's own stands first, those of the likeliest follow, best first. All
+        are NaN in a row that holds NaN, +inf, or nothing but -inf.
+        """
+        ...
+
+
 class GatherKV(Protocol):
     def __call__(self, kv_cache: Tensor, block_ids: Tensor, first_head: int, out: Tensor) -> None:
         """Copy heads ``first_head : first_head + g`` of the blocks ``block_ids``, in order, into one buffer.
@@ -339,6 +363,8 @@ class Kernels:
     prepare_qkv: PrepareQkv
     silu_mul: SiluMul
     sample: Sample
+    mask_logits: MaskLogits
+    score_tokens: ScoreTokens
     pack_linear: Callable[[Tensor], Linear]
     route: Route
     pack_experts: Callable[[ExpertWeights], Experts]

@@ -90,6 +90,14 @@ _CANDIDATES: Mapping[str, tuple[Candidate, ...]] = {
     ),
     "silu_mul": (_triton("triton.operations", "silu_mul"), Candidate("reference", _always, lambda: reference.silu_mul)),
     "sample": (_triton("triton.sampling", "sample"), Candidate("reference", _always, lambda: sampling.sample)),
+    "mask_logits": (
+        _triton("triton.sampling", "mask_logits"),
+        Candidate("reference", _always, lambda: sampling.mask_logits),
+    ),
+    "score_tokens": (
+        _triton("triton.sampling", "score_tokens"),
+        Candidate("reference", _always, lambda: sampling.score_tokens),
+    ),
     "pack_linear": (
         _triton("triton.linear", "TritonLinear"),
         Candidate("onednn", _onednn_missing, lambda: linear.OneDnnLinear),

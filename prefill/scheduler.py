@@ -4,13 +4,11 @@ import itertools
 from collections import deque
 
 from splitserve.engine.block_manager import BlockManager, Shortage
-from splitserve.engine.scheduling import Planned, StepBudget
+from splitserve.engine.scheduling import MAX_LOADS_AHEAD, Planned, StepBudget
 from splitserve.engine.sequence import Sequence
 from splitserve.engine.stage import Stage
 from splitserve.kvconnector.layout.shape import num_blocks_for
 
-MAX_LOADS_AHEAD = 8
-"""The number of waiting sequences that may have their KV onboarded, and hold blocks for it, at the same time."""
 TAIL_SPLIT_FACTOR = 4  # prompts shorter than this many tail chunks move fast enough in one piece
 
 
@@ -58,13 +56,18 @@ class PrefillScheduler:
 
     def begin_loads(self, num_running: int = 0) -> None:
         """Onboard KV from the tiers for the first ones that wait, from the moment they are here. They keep their
-        turn, and hold their blocks meanwhile: as long as there's room for all before them, too.
+        turn, and hold their blocks meanwhile: as long as there's room for all before them, too. Those that are to read
+        a prefix from a peer begin with that.
         """
         ahead = num_running
         for waiting in list(itertools.islice(self.waiting, MAX_LOADS_AHEAD)):
             if waiting.block_ids:
                 continue
-            if not self._blocks.would_load(waiting) or not self._blocks.reserve(waiting, headroom=ahead):
+            if (
+                waiting.prefix is not None
+                or not self._blocks.would_load(waiting)
+                or not self._blocks.reserve(waiting, headroom=ahead)
+            ):
                 ahead += num_blocks_for(len(waiting.token_ids), self._blocks.block_size)
 
     def plan(self, budget: int, num_running: int = 0) -> list[Planned]:

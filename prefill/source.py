@@ -9,7 +9,7 @@ from itertools import takewhile
 from splitserve.common.bounded import ExpiringMap
 from splitserve.engine.effects import Incident, Serve
 from splitserve.engine.parts import Handler, Part
-from splitserve.engine.requests import Requests
+from splitserve.engine.requests import NO_PART, Requests
 from splitserve.engine.sequence import Sequence
 from splitserve.engine.stage import Stage
 from splitserve.engine.state import DRAINING_REASON, Tombstone
@@ -104,6 +104,7 @@ class SourcePart(Part):
         if sequence is None:
             return
         key = sequence.key
+        sequence.prefix = request.prefix
         sequence.enter(Stage.UNGRANTED)
         self._ungranted.add(sequence, request.decode.party, now, is_asked=not request.late_grant)
         parked = self._parked_grants.pop(key, now)
@@ -326,14 +327,16 @@ class SourcePart(Part):
         del self._handovers[handover.key]
         self._stop_offering(handover.key)
         sequence = self._state.sequences[handover.key]
-        self._scheduler.remove(sequence)
         if handover.release_reason == "lease expired":
             # Prefill doesn't report it. If decode is alive and cut off from prefill alone, it reports the failure to
             # the router itself; if it died, membership informs the router.
-
             self._state.counters.handover_failures += 1
             self._state.outbox.send(handover.peer, Withdrawn(key=handover.key, reason="the lease expired"))
-        self._requests.forget(sequence, handover.release_reason, now, attempt_over=handover.attempt_over)
+        if self._requests.owner(sequence) is NO_PART:
+            self._scheduler.remove(sequence)
+            self._requests.forget(sequence, handover.release_reason, now, attempt_over=handover.attempt_over)
+        else:  # a prefix is being read into its blocks
+            self._requests.end(sequence, handover.release_reason, now, attempt_over=handover.attempt_over)
 
     def _offer(self, sequence: Sequence, handover: SourceHandover, now: float) -> None:
         """Offer what is computed, as far as its digests are known; :meth:`poll` tries again with the rest."""

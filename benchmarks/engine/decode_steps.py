@@ -29,35 +29,30 @@ class DecodeRun:
     def seconds(self, runner: LaunchingRunner, warm_up: int, count: int) -> float:
         """Return the seconds of ``count`` steps, from the end of the last of ``warm_up`` steps to that of the last.
 
-        Each step is launched while the one before it runs, unless the draw has to wait for its token.
+        Each step is launched while the one before it runs.
         """
         pending: deque[LaunchedStep] = deque()
         ends: list[float] = []
-        tokens: list[int] | None = [1] * len(self.tables)
 
-        def finish() -> list[int]:
-            drawn = [token for token in pending.popleft().wait().token_ids if token is not None]
+        def finish() -> None:
+            pending.popleft().wait()
             ends.append(time.perf_counter())
-            return drawn
 
         for step in range(warm_up + count):
-            pending.append(runner.launch(StepPlan(self._chunks(step, tokens))))
-            tokens = None
-            if self.mode.waits:
-                tokens = finish()
-            elif len(pending) > 1:
+            pending.append(runner.launch(StepPlan(self._chunks(step))))
+            if len(pending) > 1:
                 finish()
         while pending:
             finish()
         return ends[-1] - ends[warm_up - 1]
 
-    def _chunks(self, step: int, tokens: Sequence[int] | None) -> list[ScheduledChunk]:
+    def _chunks(self, step: int) -> list[ScheduledChunk]:
         at = self.first + step
         chunks = []
         for index, sequence in enumerate(self.tables):
             table, others = sequence.upto(at, at + 1)
             spec = self.mode.spec(index, at + 1, self.prompt_ids if step == 0 else None)
-            token, previous = (UNKNOWN_TOKEN, index) if tokens is None else (tokens[index], None)
+            token, previous = (UNKNOWN_TOKEN, index) if step else (1, None)
             chunks.append(ScheduledChunk([token], at, table, spec, previous, other_tables=others))
         return chunks
 

@@ -5,8 +5,8 @@ read and written), the fastest of several operations that only read, and a large
 floors are the times to read weights and KV once at the copy's and at the read bandwidth; a prefill's share is its
 floating-point operations over its time and the product's rate (:mod:`.step_costs`). Of experts, floors count those that
 the steps hit, which are counted before graphs are captured. Steps are launched as in a worker: the next one while the
-last one runs, its tokens looked up on the device; with a grammar, once the last token is known. Ways to draw take
-turns, so that each is compared with greedy steps of the same round.
+last one runs, its tokens looked up on the device. Ways to draw take turns, so that each is compared with greedy steps
+of the same round.
 """
 
 import argparse
@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from itertools import starmap
 from pathlib import Path
 from typing import Any
@@ -268,22 +269,23 @@ class EngineBench:
         for _ in range(options.repeat):
             for name, run in runs.items():
                 seconds[name].append(run.seconds(self._runner, _WARM_UP_STEPS, options.steps) / options.steps)
-        spans: list[Span] = []
-        if options.busy or options.profile:
-            greedy, runner = runs[GREEDY], self._runner
-            profiled = _PROFILED_STEPS - _WARM_UP_STEPS
-            spans = self._profile(
-                f"decode {batch}x{context}", lambda: greedy.seconds(runner, _WARM_UP_STEPS, profiled), _PROFILED_STEPS
-            )
+        spans: dict[str, list[Span]] = {}
+        for name, run in runs.items() if options.busy or options.profile else ():
+            title = f"decode {batch}x{context}" + ("" if name == GREEDY else f" {name}")
+            spans[name] = self._profile(title, partial(self._profiled_steps, run), _PROFILED_STEPS)
         hit = self._experts_hit[batch, context]
         num_bytes = decode_bytes(self._config, batch, context, self._itemsize, hit)
         return [
             decode_figure(
                 batch, context, num_bytes, seconds[name], ceilings=self._ceilings, sampling=name,
-                spans=spans if name == GREEDY else [], greedy_seconds=seconds[GREEDY], experts_hit=hit,
+                spans=spans.get(name, []), greedy_seconds=seconds[GREEDY], experts_hit=hit,
             )
             for name in self._names
         ]  # fmt: skip
+
+    def _profiled_steps(self, run: DecodeRun) -> None:
+        assert self._runner is not None
+        run.seconds(self._runner, _WARM_UP_STEPS, _PROFILED_STEPS - _WARM_UP_STEPS)
 
     def _decoded(self, batch: int, context: int) -> Sequences:
         """Return the sequences of a case: its timed steps see ``context`` tokens on average."""

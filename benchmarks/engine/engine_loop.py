@@ -34,7 +34,7 @@ from splitserve.benchmarks.common.children import child_process, next_line, writ
 from splitserve.benchmarks.common.report import add_result_options, keep_result, table
 from splitserve.benchmarks.common.stats import percentiles_ms, summarise
 from splitserve.benchmarks.engine.direct_router import READY_SECONDS, DirectRouter
-from splitserve.benchmarks.engine.paced_worker import DeviceReport
+from splitserve.benchmarks.engine.paced_runner import DeviceReport
 from splitserve.benchmarks.serving.load import Endpoint, run_load
 from splitserve.benchmarks.serving.workload import token_prompts
 from splitserve.common.errors import ConfigError

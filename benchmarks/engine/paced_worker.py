@@ -1,25 +1,23 @@
 """A mixed worker whose device is a timer: engine loop, core, sockets and executor are the real ones.
 
-A step takes as long as it would on a GPU, ``step_seconds`` plus ``prefill_seconds_per_token``, and draws arbitrary
-tokens; launching it holds the interpreter for ``launch_seconds``, like building and launching a real step. The rest is
-the host's work. Run one with ``python -m splitserve.benchmarks.engine.paced_worker --membership tcp://127.0.0.1:PORT``.
-On SIGTERM it ends and prints one line of JSON: :class:`DeviceReport`.
+A step takes as long as it would on a GPU, ``--step-ms`` plus ``--prefill-us-per-token``, and draws arbitrary tokens;
+launching it holds the interpreter for ``--launch-us``, like building and launching a real step. The rest is the host's
+work. Run one with ``python -m splitserve.benchmarks.engine.paced_worker --membership tcp://127.0.0.1:PORT``.
+On SIGTERM it ends and prints one line of JSON: a :class:`splitserve.benchmarks.engine.paced_runner.DeviceReport`.
 """
 
 import argparse
-import itertools
 import secrets
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
 import msgspec
 import numpy as np
 
-from splitserve.benchmarks.common.stats import percentiles_ms
+from splitserve.benchmarks.engine.paced_runner import PacedRunner
 from splitserve.engine.io.membership_client import MembershipClient
 from splitserve.engine.io.sockets import WorkerSockets
 from splitserve.engine.io.waker import Waker
@@ -34,8 +32,9 @@ from splitserve.protocol.config import EngineConfig, ProtocolConfig, WorkerConfi
 from splitserve.protocol.memory_records import LayoutRecord
 from splitserve.protocol.messages.membership import WorkerInfo
 from splitserve.protocol.messages.requests import PeerRef
+from splitserve.protocol.placement.step_model import StepModel
 from splitserve.protocol.request import Party, Role
-from splitserve.protocol.step import LaunchingRunner, StepOutput, StepPlan
+from splitserve.protocol.step import LaunchingRunner
 from splitserve.worker.build import BlockMemory, ModelBounds, build_core
 
 ENGINE_ID = "paced-0"
@@ -50,97 +49,6 @@ _LAYOUT = LayoutRecord(
     head_dim=1,
 )
 _NUM_BLOCKS = 12_000  # an H200's number for an 8B model: the pool's work depends on it
-
-
-class DeviceReport(msgspec.Struct, frozen=True, kw_only=True):
-    """Report of consecutive steps with a full batch: the device's busy time and the host's processor time."""
-
-    steps: int
-    busy_share: float  # share of the time in which the device had work
-    idle_ms: dict[str, float]  # time that the device waited for a step that it could have begun
-    loop_cpu_us: float  # processor time per step of the loop's thread, launching included
-    process_cpu_us: float  # processor time per step of all threads, launching included
-
-
-@dataclass(frozen=True, slots=True)
-class _Step:
-    num_chunks: int
-    is_decode: bool
-    launched: float
-    begin: float
-    end: float
-    loop_cpu_seconds: float
-    process_cpu_seconds: float
-
-
-@dataclass(frozen=True, slots=True)
-class _Pending:
-    output: StepOutput
-    end: float
-
-    def wait(self) -> StepOutput:
-        time.sleep(max(0.0, self.end - time.perf_counter()))
-        return self.output
-
-
-@dataclass(slots=True)
-class PacedRunner:
-    """Launching runner (:class:`splitserve.engine.steps.executor.LaunchingRunner`) whose device is a timer. ``steps``:
-    the steps that it ran."""
-
-    step_seconds: float
-    prefill_seconds_per_token: float
-    launch_seconds: float
-    vocab_size: int
-    loop_clock: int = time.CLOCK_PROCESS_CPUTIME_ID
-    free_at: float = 0.0
-    steps: list[_Step] = field(default_factory=list)
-    tokens: "itertools.count[int]" = field(default_factory=itertools.count)
-
-    def launch(self, plan: StepPlan) -> _Pending:
-        ready = time.perf_counter() + self.launch_seconds
-        while time.perf_counter() < ready:
-            pass
-        num_prefill_tokens = plan.num_tokens - len(plan.chunks)
-        seconds = self.step_seconds + num_prefill_tokens * self.prefill_seconds_per_token
-        launched = time.perf_counter()
-        begin = max(launched, self.free_at)
-        self.free_at = begin + seconds
-        self.steps.append(
-            _Step(
-                num_chunks=len(plan.chunks),
-                is_decode=num_prefill_tokens == 0,
-                launched=launched,
-                begin=begin,
-                end=self.free_at,
-                loop_cpu_seconds=time.clock_gettime(self.loop_clock),
-                process_cpu_seconds=time.process_time(),
-            )
-        )
-        drawn = [None if chunk.sample is None else next(self.tokens) % self.vocab_size for chunk in plan.chunks]
-        return _Pending(StepOutput.of(drawn), self.free_at)
-
-    def report(self) -> DeviceReport | None:
-        """Report on the longest run of decode steps with the largest number of sequences; None without one."""
-        decodes = [step.num_chunks for step in self.steps if step.is_decode]
-        full = max(decodes, default=0)
-        runs = [
-            list(run)
-            for is_full, run in itertools.groupby(self.steps, key=lambda s: s.is_decode and s.num_chunks == full)
-            if is_full
-        ]
-        steps = max(runs, key=len, default=[])
-        if len(steps) < 3:
-            return None
-        first, last, count = steps[0], steps[-1], len(steps) - 1
-        idle = [late.begin - early.end for early, late in itertools.pairwise(steps)]
-        return DeviceReport(
-            steps=len(steps),
-            busy_share=sum(step.end - step.begin for step in steps) / (last.end - first.begin),
-            idle_ms=percentiles_ms(idle),
-            loop_cpu_us=1e6 * (last.loop_cpu_seconds - first.loop_cpu_seconds) / count,
-            process_cpu_us=1e6 * (last.process_cpu_seconds - first.process_cpu_seconds) / count,
-        )
 
 
 def build_loop(
@@ -198,10 +106,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--late-launch", action=argparse.BooleanOptionalAction, default=True)
     options = parser.parse_args(argv)
     runner = PacedRunner(
-        step_seconds=options.step_ms / 1e3,
-        prefill_seconds_per_token=options.prefill_us_per_token / 1e6,
-        launch_seconds=options.launch_us / 1e6,
+        model=StepModel(base=options.step_ms / 1e3, per_token=options.prefill_us_per_token / 1e6),
         vocab_size=options.vocab_size,
+        launch_seconds=options.launch_us / 1e6,
         loop_clock=time.pthread_getcpuclockid(threading.get_ident()),
     )
     loop, where = build_loop(

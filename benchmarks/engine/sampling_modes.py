@@ -25,12 +25,11 @@ _SCHEMA = {
 
 @dataclass(frozen=True, slots=True)
 class SamplingMode:
-    """The parameters of every request of a step, and whether its next token needs the last one on the host."""
+    """The parameters of every request of a step."""
 
     name: str
     params: SamplingParams
     has_features: bool = False
-    waits: bool = False  # no step is launched before the last token is known
 
     def spec(self, sequence: int, position: int, prompt_ids: Sequence[int] | None) -> SampleSpec:
         """Return how a sequence's token at ``position`` is drawn; ``prompt_ids``: at its first draw."""
@@ -69,7 +68,7 @@ def _json_mode(vocab_size: int, model_dir: Path) -> SamplingMode:
 
     write_vocabulary(model_dir, vocab_size)
     constraint = Constraint(LLMatcher.grammar_from_json_schema(_SCHEMA), (vocab_size - 2, vocab_size - 1))
-    return SamplingMode("json", _params(constraint=constraint), has_features=True, waits=True)
+    return SamplingMode("json", _params(constraint=constraint), has_features=True)
 
 
 NAMES = (GREEDY, "top-p", "logprobs", "penalties", "json")

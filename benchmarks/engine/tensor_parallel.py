@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -193,15 +194,16 @@ class _AtOnce:
         self._runner = runner
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
-        return _Done(self._runner.run(plan))
+        return _Done(self._runner.run(plan), time.monotonic())
 
 
+@dataclass(frozen=True, slots=True)
 class _Done:
-    def __init__(self, output: StepOutput) -> None:
-        self._output = output
+    output: StepOutput
+    queued_at: float
 
     def wait(self) -> StepOutput:
-        return self._output
+        return self.output
 
 
 class _Stepper:

@@ -19,6 +19,7 @@ from splitserve.models.declared import stored_weights
 from splitserve.models.layers.weight import Role
 
 _POSITIONS = 4096
+_NUM_TOP = 5
 
 
 def cases(target: Target, rows: int, operations: Sequence[str]) -> Iterator[Case]:
@@ -155,12 +156,48 @@ def _sample(target: Target, rows: int, name: str, temperature: float, top_p: flo
     return Case("sample", f"{name} of {vocab_size}", rows, num_bytes, 0, make_calls, can_be_captured=False)
 
 
+def _masks(target: Target, rows: int) -> Iterator[Case]:
+    if rows <= MAX_SEQUENCES:
+        vocab_size = target.config.vocab_size
+        num_bytes = 4 * rows * vocab_size  # nearly all logits are written
+        inputs = target.copies(num_bytes, lambda: target.normal(rows, vocab_size).float())
+        numbers = torch.arange(rows, device=target.device)
+        bits = torch.zeros((rows, -(-vocab_size // 32)), dtype=torch.int32, device=target.device)
+
+        def make_calls(kernels: Kernels) -> list[Call]:
+            def call(logits: Tensor) -> Tensor:
+                kernels.mask_logits(logits, numbers, bits)
+                return logits
+
+            return [partial(call, logits) for logits in inputs]
+
+        yield Case("mask_logits", f"of {vocab_size}", rows, num_bytes, 0, make_calls)
+
+
+def _scores(target: Target, rows: int) -> Iterator[Case]:
+    if rows <= MAX_SEQUENCES:
+        vocab_size = target.config.vocab_size
+        num_bytes = rows * vocab_size * target.dtype.itemsize
+        inputs = target.copies(num_bytes, lambda: target.normal(rows, vocab_size, scale=4.0))
+        token_ids = torch.arange(rows, device=target.device)
+
+        def make_calls(kernels: Kernels) -> list[Call]:
+            def call(logits: Tensor) -> Tensor:
+                return kernels.score_tokens(logits, token_ids, _NUM_TOP)[0]
+
+            return [partial(call, logits) for logits in inputs]
+
+        yield Case("score_tokens", f"best {_NUM_TOP} of {vocab_size}", rows, num_bytes, 0, make_calls)
+
+
 _MAKERS: dict[str, Callable[[Target, int], Iterator[Case]]] = {
     "begin_step": _begin_step,
     "rms_norm": _rms_norm,
     "prepare_qkv": _prepare_qkv,
     "silu_mul": _silu_mul,
     "sample": _samples,
+    "mask_logits": _masks,
+    "score_tokens": _scores,
     "pack_linear": _linears,
     "route": expert_routes,
     "pack_experts": expert_products,

@@ -13,6 +13,7 @@ from splitserve.router.placement.policies import (
     decode_load,
     of_role,
     pair,
+    prefix_read,
 )
 
 ALWAYS, NEVER = 0, math.inf
@@ -22,7 +23,8 @@ ALWAYS, NEVER = 0, math.inf
 def unweighted(snapshot: Snapshot, shape: RequestShape) -> Placement:
     """Place prefill where queue and missed part together take the least time, decode by load."""
     prefill = min(of_role(snapshot.workers, Role.PREFILL), key=lambda worker: _delay(worker, shape))
-    return pair(prefill, min(of_role(snapshot.workers, Role.DECODE), key=decode_load), "unweighted")
+    decode = min(of_role(snapshot.workers, Role.DECODE), key=decode_load)
+    return pair(prefill, decode, "unweighted", read=prefix_read(snapshot, prefill, shape))
 
 
 def fixed_threshold(tokens: float) -> Policy:
@@ -36,7 +38,7 @@ def fixed_threshold(tokens: float) -> Policy:
         if shape.num_prompt_tokens - decode.prefix_match_tokens <= tokens:
             return alone(decode, "below the threshold")
         prefill = min(of_role(snapshot.workers, Role.PREFILL), key=lambda worker: _delay(worker, shape))
-        return pair(prefill, decode, "above the threshold")
+        return pair(prefill, decode, "above the threshold", read=prefix_read(snapshot, prefill, shape))
 
     return policy
 

@@ -13,7 +13,7 @@ from splitserve.benchmarks.common.report import RESULTS_DIRECTORY
 from splitserve.benchmarks.tables import more_sections as results_more
 from splitserve.benchmarks.tables import readme as results_readme
 from splitserve.benchmarks.tables import sections as results_sections
-from splitserve.benchmarks.tables import simulations
+from splitserve.benchmarks.tables import simulations, twins
 from splitserve.benchmarks.tables.cells import Section
 from splitserve.benchmarks.tables.runs import Run, read_runs
 
@@ -61,6 +61,9 @@ SECTIONS: Sequence[Callable[[Sequence[Run]], Section]] = (
     results_more.awake_cores,
     results_more.chaos,
     simulations.simulations,
+    twins.accuracy,
+    twins.rankings,
+    twins.cases,
 )
 
 
@@ -101,6 +104,9 @@ def users_block(runs: Sequence[Run]) -> str:
     parts = [conditions, "### Under load", results_readme.LOADED_CONDITIONS, loaded, "### Others", rest]
     if rows := simulations.user_rows(runs):
         parts += ["### Simulated", simulations.CONDITIONS, markdown([*simulations.HEADERS, "run"], rows)]
+    tables = [markdown(headers, rows) for headers, rows in twins.user_parts(runs) if rows]
+    if tables:
+        parts += ["### Twins beside real runs", twins.CONDITIONS, *tables]
     return "\n\n".join(parts)
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import msgspec
 
+from splitserve.benchmarks.twin.residuals import Reads, StepTotals
 from splitserve.protocol.placement.step_model import StepModel
 from splitserve.protocol.request import Role
 from splitserve.simulation.twin.worker import WorkerSetup
@@ -52,9 +53,11 @@ class Measured(msgspec.Struct, kw_only=True):
     figures: dict[str, Any]  # as of `splitserve bench serve`
     stages: dict[str, float]  # mean of each stage of requests, by the router's timelines
     usual_stages: dict[str, float]  # their medians
+    reads: list[Reads]  # of each hand-over
     router_ttft: float  # median TTFT by the router's timelines
     shortest_gap: float  # tenth percentile of the gaps between tokens, as the client saw them
     workers: list[WorkerSetup]  # with the models that they fitted
+    step_totals: dict[Role, StepTotals]  # of this load
     step_errors: dict[Role, float]
     link_bytes_per_second: float
     num_cpus: int

@@ -7,7 +7,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from splitserve.benchmarks.twin.cases import Case, Measured
-from splitserve.benchmarks.twin.fits import Figures, figures_of, fitted, others_of, simulated, stages_of, summary_of
+from splitserve.benchmarks.twin.fits import (
+    Figures,
+    figures_of,
+    fitted,
+    observed,
+    observed_twin,
+    others_of,
+    simulated,
+    summary_of,
+)
 from splitserve.benchmarks.twin.residuals import Residual, residuals_of, verdict
 
 NOISE_FACTOR = 1.5
@@ -53,6 +62,7 @@ class Compared:
     rate: float
     predictions: list[Prediction]
     residuals: list[Residual]
+    num_runs: int  # among which those were that the twin is fitted on
 
     @property
     def verdict(self) -> str:
@@ -71,32 +81,34 @@ def bound_of(figure: str, load: float) -> float | None:
 
 
 def compare(case: Case, runs: Sequence[Measured]) -> Compared | None:
-    """Compare a case with its twin; None if no other case's runs can be fitted."""
-    by_case: dict[Case, list[Measured]] = {}
-    for run in runs:
-        by_case.setdefault(run.case, []).append(run)
-    others = others_of(case, runs)
-    return _compare(case, by_case[case], others, _usual_noise(by_case)) if others else None
+    """Compare a case with its twin; None if it has no run, or no other case's runs can be fitted."""
+    repeats, others = [run for run in runs if run.case == case], others_of(case, runs)
+    if not repeats or not others:
+        return None
+    predictions, residuals = _compare(case, repeats, others)
+    return Compared(case, repeats[0].rate, predictions, residuals, len(runs))
 
 
-def _compare(case: Case, repeats: Sequence[Measured], others: Sequence[Measured], noise: Figures) -> Compared:
+def _compare(
+    case: Case, repeats: Sequence[Measured], others: Sequence[Measured]
+) -> tuple[list[Prediction], list[Residual]]:
+    noise = _usual_noise(others)
     parts = [others, *(part for part in _parts(others) if others_of(case, part))][:MAX_TWINS]
     real = [figures_of(run.figures) for run in repeats]
     twins: list[Figures] = []
     residuals: list[Residual] = []
     for number, part in enumerate(parts):
-        run = repeats[number % len(repeats)]
-        result = simulated(run, fitted(part), number)
-        figures = figures_of(summary_of(result))
-        twins.append(figures)
+        run, calibration = repeats[number % len(repeats)], fitted(part)
+        result = simulated(run, calibration, number)
+        twins.append(figures_of(summary_of(result)))
         if not number:
-            residuals = residuals_of(stages_of(run.stages, real[0]), stages_of(result.stages, figures))
+            residuals = residuals_of(observed(run), observed_twin(result, run.workers), calibration)
     predictions = [
         _predicted(name, [each[name] for each in real], [each[name] for each in twins if name in each], noise, case)
         for name in real[0]
         if name in twins[0]
     ]
-    return Compared(case, repeats[0].rate, predictions, residuals)
+    return predictions, residuals
 
 
 def _predicted(
@@ -123,8 +135,11 @@ def difference(values: Sequence[float]) -> float:
     return (max(values) - min(values)) / mean if mean else 0.0
 
 
-def _usual_noise(by_case: Mapping[Case, Sequence[Measured]]) -> Figures:
-    """Return each figure's standard deviation between repeats, relative to it: the median over the cases."""
+def _usual_noise(others: Sequence[Measured]) -> Figures:
+    """Return each figure's standard deviation between repeats, relative to it: the median over the other cases."""
+    by_case: dict[Case, list[Measured]] = {}
+    for run in others:
+        by_case.setdefault(run.case, []).append(run)
     found: dict[str, list[float]] = {}
     for repeats in by_case.values():
         if len(repeats) > 1:
@@ -143,6 +158,10 @@ def plain(compared: Compared) -> dict[str, Any]:
     """Return what a kept result holds of a comparison."""
     return {
         "case": compared.case.name,
+        "device": compared.case.device,
+        "arm": compared.case.arm,
+        "workload": compared.case.workload,
+        "load": compared.case.load,
         "rate": compared.rate,
         "predictions": [
             {
@@ -151,6 +170,7 @@ def plain(compared: Compared) -> dict[str, Any]:
                 "repeats_differ_by": each.noise,
                 "twin": each.twin,
                 "interval": [each.low, each.high],
+                "is_inside": each.is_inside,
                 "error": each.error,
                 "bound": each.bound,
                 "holds": each.holds,

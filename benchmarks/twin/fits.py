@@ -9,11 +9,12 @@ from splitserve.benchmarks.common.stats import summarise
 from splitserve.benchmarks.goodput.arms import parse_arm
 from splitserve.benchmarks.twin.cases import Case, Measured
 from splitserve.benchmarks.twin.loads import records_of
-from splitserve.benchmarks.twin.residuals import TPOT
+from splitserve.benchmarks.twin.residuals import Observed, StepTotals
 from splitserve.protocol.placement.step_model import StepModel, StepWork
 from splitserve.protocol.request import Role
 from splitserve.simulation.twin.cluster import TwinCluster, TwinResult, TwinSpec
 from splitserve.simulation.twin.models import Calibration, HostModel, LinkModel
+from splitserve.simulation.twin.worker import WorkerSetup
 from splitserve.workloads.named import parse_workload
 
 Figures = dict[str, float]
@@ -86,9 +87,30 @@ def summary_of(result: TwinResult) -> dict[str, Any]:
     return summarise([turn.record for turn in records_of(result)], None)
 
 
-def stages_of(stages: dict[str, float], figures: Figures) -> dict[str, float]:
-    """Return the means that residuals are computed from."""
-    return {**stages, TPOT: figures.get("TPOT mean", 0.0) / 1e3}
+def observed(run: Measured) -> Observed:
+    """Return the figures of a measured load that residuals are computed from."""
+    return Observed(run.num_requests, run.stages, _gap_seconds(run.figures), run.reads, run.step_totals)
+
+
+def observed_twin(result: TwinResult, workers: Sequence[WorkerSetup]) -> Observed:
+    """Return the same of a simulated load on these workers."""
+    steps: dict[Role, StepTotals] = {}
+    for worker in workers:
+        own = StepTotals(
+            result.num_steps[worker.name], result.busy_seconds[worker.name], result.step_tokens[worker.name]
+        )
+        steps[worker.role] = steps.get(worker.role, StepTotals()) + own
+    return Observed(
+        num_requests=len(result.turns),
+        stages=result.stages,
+        gap_seconds=_gap_seconds(summary_of(result)),
+        reads=[(each.bytes, each.reads, each.read_seconds) for each in result.handovers if each.bytes],
+        steps=steps,
+    )
+
+
+def _gap_seconds(summary: dict[str, Any]) -> float:
+    return float(summary["tpot_ms"].get("mean", 0.0)) / 1e3
 
 
 def _host(quiet: Sequence[Measured], steps: dict[Role, StepModel]) -> HostModel:

@@ -21,6 +21,7 @@ from splitserve.benchmarks.serving.load import Endpoint
 from splitserve.benchmarks.twin.calibration import report_of
 from splitserve.benchmarks.twin.cases import PACED, Case, Conditions, Measured
 from splitserve.benchmarks.twin.paced import ENTRY, STEPS_VARIABLE
+from splitserve.benchmarks.twin.residuals import Reads, StepTotals
 from splitserve.benchmarks.twin.setups import setups_of_cluster
 from splitserve.common.errors import SplitserveError
 from splitserve.orchestration.cluster.launcher import Entries, LocalCluster
@@ -35,8 +36,9 @@ from splitserve.workloads.conversation import Conversation, Workload
 from splitserve.workloads.named import parse_workload
 
 WARM_UPS = 4
-REPORT_SECONDS = 2.0
-"""Time in which heartbeats bring the last fits to the router."""
+POLL_SECONDS = 0.1
+REPORT_SECONDS = 30.0
+"""Time in which each worker must send a heartbeat."""
 VOCABULARY = range(20, 1000)
 
 
@@ -97,10 +99,10 @@ def measure(order: Order) -> Measured:
         endpoint = Endpoint(cluster.url, "")
         prompts = Prompts(VOCABULARY, seed, completion_body(cluster.spec.served_model_name))
         _warm_up(endpoint, prompts)
+        before = _step_totals(_fresh_report(cluster.url))
         turns = run_in_processes(endpoint, workload, prompts, 1, f"t{seed}-")
         traces = traces_of(cluster.url, "", f"t{seed}-")
-        time.sleep(REPORT_SECONDS)
-        report = report_of(cluster.url, "")
+        report = _fresh_report(cluster.url)
     records = [turn.record for turn in turns]
     gaps = np.concatenate([record.gaps for record in records])
     return Measured(
@@ -113,18 +115,51 @@ def measure(order: Order) -> Measured:
         figures=summarise(records, None),
         stages=_stages(traces, statistics.fmean),
         usual_stages=_stages(traces, statistics.median),
+        reads=_reads(traces),
         router_ttft=statistics.median([t.summary.ttft_seconds for t in traces if t.summary.ttft_seconds] or [0.0]),
         shortest_gap=float(np.percentile(gaps, 10)) if len(gaps) else 0.0,
         workers=setups_of_cluster(report, Calibration(steps={Role.MIXED: StepModel()})),
+        step_totals={role: totals - before[role] for role, totals in _step_totals(report).items()},
         step_errors={worker.info.role: worker.load.step_error for worker in report.workers},
         link_bytes_per_second=_link_rate(report),
         num_cpus=len(os.sched_getaffinity(0)),
     )
 
 
+def _fresh_report(url: str) -> ClusterReport:
+    """Return the cluster's report once each worker has sent another heartbeat, with its last fits and counts. Raises
+    :class:`SplitserveError` if one sends none."""
+    time.sleep(2 * POLL_SECONDS)  # heartbeats that are on their way
+    seen = {worker.info.party: worker.num_heartbeats for worker in report_of(url, "").workers}
+    ends_at = time.monotonic() + REPORT_SECONDS
+    while time.monotonic() < ends_at:
+        report = report_of(url, "")
+        if all(worker.num_heartbeats > seen[worker.info.party] for worker in report.workers):
+            return report
+        time.sleep(POLL_SECONDS)
+    raise SplitserveError(f"a worker of {url} has sent no heartbeat for {REPORT_SECONDS:.0f} s")
+
+
+def _step_totals(report: ClusterReport) -> dict[Role, StepTotals]:
+    """Return the sums over the steps of all workers with a role, from their start on."""
+    found: dict[Role, StepTotals] = {}
+    for worker in report.workers:
+        load, role = worker.load, worker.info.role
+        own = StepTotals(load.steps, load.step_seconds, load.step_tokens.total)
+        found[role] = found.get(role, StepTotals()) + own
+    return found
+
+
 def _link_rate(report: ClusterReport) -> float:
     rates = [link.bytes_per_second for worker in report.workers for link in worker.links if link.bytes_per_second > 0]
     return statistics.median(rates) if rates else 0.0
+
+
+def _reads(traces: list[RequestTrace]) -> list[Reads]:
+    found = (trace.summary for trace in traces)
+    return [
+        (each.handover_bytes, each.handover_reads, each.handover_read_seconds) for each in found if each.handover_bytes
+    ]
 
 
 def _stages(traces: list[RequestTrace], middle: Callable[[list[float]], float]) -> dict[str, float]:

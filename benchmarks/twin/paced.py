@@ -5,14 +5,14 @@ machine's cores can be compared with their twin. The step-time model comes in :d
 """
 
 import os
-import time
 from dataclasses import replace
+from itertools import repeat
 
 import msgspec
 import torch
 
+from splitserve.benchmarks.engine.paced_runner import PacedRunner
 from splitserve.common.errors import ConfigError
-from splitserve.engine.steps.step_fit import work_of
 from splitserve.kvconnector.transfer.owner_thread import wait_precisely
 from splitserve.models.parallel.ranks import Collectives
 from splitserve.models.runner.runner import ModelRunner
@@ -28,23 +28,21 @@ STEPS_VARIABLE = "SPLITSERVE_PACED_STEPS"
 OUTPUT_TOKEN = 11
 
 
-class PacedRunner(ModelRunner):
-    """Runner whose steps sleep; each draws :data:`OUTPUT_TOKEN`, and writes no KV."""
+class PacedModel(ModelRunner):
+    """Runner of a served model whose device is a timer; each step draws :data:`OUTPUT_TOKEN`, and writes no KV."""
 
     def __init__(self, served: ServedModel, steps: StepModel) -> None:
         super().__init__(served.runner.model, served.memory.kernel_views)
-        self._steps = steps
+        self._device = PacedRunner(steps, served.vocab_size, tokens=repeat(OUTPUT_TOKEN))
         self._is_precise = False
 
     def run(self, plan: StepPlan) -> StepOutput:
-        """Sleep for as long as the step takes by the model."""
-        ends_at = time.perf_counter() + self._steps.seconds(work_of(plan))
+        """Wait for as long as the step takes by the model."""
+        pending = self._device.launch(plan)
         if not self._is_precise:  # of the thread that runs steps
             wait_precisely()
             self._is_precise = True
-        drawn = [None if chunk.sample is None else OUTPUT_TOKEN for chunk in plan.chunks]
-        time.sleep(max(0.0, ends_at - time.perf_counter()))
-        return StepOutput.of(drawn)
+        return pending.wait()
 
 
 def run_paced_worker(config: WorkerConfig, progress: Progress) -> None:
@@ -62,6 +60,6 @@ def run_paced_worker(config: WorkerConfig, progress: Progress) -> None:
         clock: StartClock | None = None,
     ) -> ServedModel:
         served = load_served_model(engine, device, group, report, clock)
-        return replace(served, runner=PacedRunner(served, steps))
+        return replace(served, runner=PacedModel(served, steps))
 
     run_worker(config, progress, load)

@@ -1,4 +1,6 @@
-"""Batched sampling: greedy, temperature, top-k, top-p, with draws that depend only on their key.
+"""Operations on logits: masks, log-probabilities, and draws.
+
+Batched sampling: greedy, temperature, top-k, top-p, with draws that depend only on their key.
 
 A draw is Gumbel-max: the token with the largest ``logit / temperature + gumbel``, where the Gumbel noise of a token is
 a function of (seed, choice, position, token id) (:mod:`splitserve.kernels.reference.philox`). It is an exact draw from
@@ -11,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from splitserve.kernels.api import SamplingBatch
+from splitserve.kernels.api import FORBIDDEN, SamplingBatch
 from splitserve.kernels.reference import philox
 
 NOT_FINITE = -1
@@ -91,3 +93,17 @@ def _threshold(logits: Tensor, top_k: int, top_p: float) -> Tensor:
     mass_before = weights.cumsum(0).sub_(weights)
     num_kept = (mass_before < top_p).sum().clamp_(min=1)
     return candidates[num_kept - 1]
+
+
+def mask_logits(logits: Tensor, rows: Tensor, bits: Tensor) -> None:
+    """See :class:`splitserve.kernels.api.MaskLogits`."""
+    shifts = torch.arange(32, dtype=torch.int32, device=bits.device)
+    allowed = ((bits.unsqueeze(2) >> shifts) & 1).view(bits.shape[0], -1)[:, : logits.shape[1]].bool()
+    logits[rows] = logits[rows].masked_fill(~allowed, FORBIDDEN)
+
+
+def score_tokens(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, Tensor]:
+    """See :class:`splitserve.kernels.api.ScoreTokens`."""
+    logprobs = torch.log_softmax(logits, dim=1, dtype=torch.float32)
+    top = logprobs.topk(min(num_top, logits.shape[1]), dim=1)
+    return torch.cat((logprobs.gather(1, token_ids[:, None]), top.values), dim=1), top.indices

@@ -1,8 +1,9 @@
-"""Sampling as Triton kernels: the same draws as :mod:`splitserve.kernels.reference.sampling`, without host
-synchronisation.
+"""Operations on logits as Triton kernels: the same draws as :mod:`splitserve.kernels.reference.sampling`, without host
+synchronisation; masks and log-probabilities.
 
-Thresholds of rows with top-k or top-p (:mod:`.thresholds`), then two kernels: the best token of each part of the
-vocabulary, and the best of the parts. The Gumbel noise is the reference's, in float64, from the same Philox words.
+For a draw: thresholds of rows with top-k or top-p (:mod:`.thresholds`), then two kernels: the best token of each part
+of the vocabulary, and the best of the parts. The Gumbel noise is the reference's, in float64, from the same Philox
+words.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
@@ -12,11 +13,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from splitserve.kernels.api import SamplingBatch
+from splitserve.kernels.api import FORBIDDEN, SamplingBatch
 from splitserve.kernels.triton.launch import overlapped, wait
 from splitserve.kernels.triton.thresholds import keep_thresholds
 
 _PART = 2048  # token ids per program
+_SCORED_PART = 4096  # likewise, of a program that looks for the likeliest tokens
+_ROOM = 32  # of them, for which the kernels are compiled once
 
 
 def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
@@ -146,3 +149,127 @@ def _join_kernel(best_ptr, ids_ptr, drawn_ptr, NUM_PARTS: tl.constexpr, PARTS: t
     first = tl.min(tl.where((best == top) & inside, part, PARTS))
     token = tl.sum(tl.where(part == first, ids, 0))
     tl.store(drawn_ptr + row, tl.where(is_finite, token, -1))
+
+
+def mask_logits(logits: Tensor, rows: Tensor, bits: Tensor) -> None:
+    """See :class:`splitserve.kernels.api.MaskLogits`."""
+    vocab_size = logits.shape[1]
+    assert logits.stride(1) == 1 and logits.dtype == torch.float32
+    assert bits.is_contiguous() and 32 * bits.shape[1] >= vocab_size
+    _mask_kernel[(len(rows), triton.cdiv(vocab_size, _PART))](
+        logits, rows, bits, logits.stride(0),
+        VOCAB_SIZE=vocab_size, NUM_WORDS=bits.shape[1], FORBIDDEN_LOGIT=FORBIDDEN, PART=_PART,
+    )  # fmt: skip
+
+
+def score_tokens(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, Tensor]:
+    """See :class:`splitserve.kernels.api.ScoreTokens`. Of equal logits the lower token id comes first."""
+    num_rows, vocab_size = logits.shape
+    assert logits.stride(1) == 1
+    num_top, num_parts = min(num_top, vocab_size), triton.cdiv(vocab_size, _SCORED_PART)
+    device, options = logits.device, overlapped(logits.device)
+    masses = torch.empty((num_rows, num_parts, 2), dtype=torch.float32, device=device)  # largest logit, sum of weights
+    found = torch.empty((num_rows, num_parts, num_top), dtype=torch.float32, device=device)
+    found_ids = torch.empty((num_rows, num_parts, num_top), dtype=torch.int32, device=device)
+    scores = torch.empty((num_rows, 1 + num_top), dtype=torch.float32, device=device)
+    top_ids = torch.empty((num_rows, num_top), dtype=torch.int64, device=device)
+    _tops_kernel[(num_rows, num_parts)](
+        logits, masses, found, found_ids, logits.stride(0), num_top,
+        VOCAB_SIZE=vocab_size, NUM_PARTS=num_parts, PART=_SCORED_PART, **options,
+    )  # fmt: skip
+    _scores_kernel[(num_rows,)](
+        logits, token_ids, masses, found, found_ids, scores, top_ids, logits.stride(0), num_top,
+        NUM_PARTS=num_parts, PARTS=triton.next_power_of_2(num_parts),
+        ROOM=triton.next_power_of_2(num_parts * max(_ROOM, num_top)), **options,
+    )  # fmt: skip
+    return scores, top_ids
+
+
+@triton.jit
+def _mask_kernel(
+    logits_ptr,
+    rows_ptr,
+    bits_ptr,
+    row_stride,
+    VOCAB_SIZE: tl.constexpr,
+    NUM_WORDS: tl.constexpr,
+    FORBIDDEN_LOGIT: tl.constexpr,
+    PART: tl.constexpr,
+):
+    """Write the logits that aren't allowed; no others are touched. The masks come from a copy, which no kernel launched
+    early would wait for."""
+    row = tl.load(rows_ptr + tl.program_id(0))
+    columns = tl.program_id(1) * PART + tl.arange(0, PART)
+    inside = columns < VOCAB_SIZE
+    words = tl.load(bits_ptr + tl.program_id(0).to(tl.int64) * NUM_WORDS + columns // 32, mask=inside, other=-1)
+    is_forbidden = ((words >> (columns % 32)) & 1) == 0
+    tl.store(logits_ptr + row * row_stride + columns, FORBIDDEN_LOGIT, mask=inside & is_forbidden)
+
+
+@triton.jit(do_not_specialize=["num_top"])
+def _tops_kernel(
+    logits_ptr,
+    masses_ptr,
+    found_ptr,
+    ids_ptr,
+    row_stride,
+    num_top,
+    VOCAB_SIZE: tl.constexpr,
+    NUM_PARTS: tl.constexpr,
+    PART: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
+):
+    """Write the largest logits of a part with their ids, and the sum of all weights relative to the largest."""
+    wait(OVERLAPPED)
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    lanes = tl.arange(0, PART)
+    columns = part * PART + lanes
+    x = tl.load(logits_ptr + row * row_stride + columns, mask=columns < VOCAB_SIZE, other=float("-inf")).to(tl.float32)
+    largest = tl.max(x)
+    total = tl.sum(tl.exp(x - tl.where(largest == float("-inf"), 0.0, largest)))
+    at = row * NUM_PARTS + part
+    tl.store(masses_ptr + 2 * at, largest)
+    tl.store(masses_ptr + 2 * at + 1, total)
+    for number in range(num_top):
+        best, lane = tl.max(x, axis=0, return_indices=True)
+        tl.store(found_ptr + at * num_top + number, best)
+        tl.store(ids_ptr + at * num_top + number, tl.minimum(part * PART + lane, VOCAB_SIZE - 1))
+        x = tl.where(lanes == lane, float("-inf"), x)
+
+
+@triton.jit(do_not_specialize=["num_top"])
+def _scores_kernel(
+    logits_ptr,
+    token_ids_ptr,
+    masses_ptr,
+    found_ptr,
+    ids_ptr,
+    scores_ptr,
+    top_ids_ptr,
+    row_stride,
+    num_top,
+    NUM_PARTS: tl.constexpr,
+    PARTS: tl.constexpr,
+    ROOM: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
+):
+    """Write a row's log-probabilities: its token's, then those of the largest of what the parts have found."""
+    wait(OVERLAPPED)
+    row = tl.program_id(0).to(tl.int64)
+    parts = tl.arange(0, PARTS)
+    inside = parts < NUM_PARTS
+    of_parts = tl.load(masses_ptr + 2 * (row * NUM_PARTS + parts), mask=inside, other=float("-inf"))
+    sums = tl.load(masses_ptr + 2 * (row * NUM_PARTS + parts) + 1, mask=inside, other=0.0)
+    largest = tl.max(of_parts)
+    log_total = largest + tl.log(tl.sum(tl.where(inside, sums * tl.exp(of_parts - largest), 0.0)))
+    own = tl.load(logits_ptr + row * row_stride + tl.load(token_ids_ptr + row)).to(tl.float32)
+    tl.store(scores_ptr + row * (1 + num_top), own - log_total)
+    lanes = tl.arange(0, ROOM)
+    first = row * NUM_PARTS * num_top
+    found = tl.load(found_ptr + first + lanes, mask=lanes < NUM_PARTS * num_top, other=float("-inf"))
+    for number in range(num_top):
+        best, lane = tl.max(found, axis=0, return_indices=True)
+        tl.store(scores_ptr + row * (1 + num_top) + 1 + number, best - log_total)
+        tl.store(top_ids_ptr + row * num_top + number, tl.load(ids_ptr + first + lane).to(tl.int64))
+        found = tl.where(lanes == lane, float("-inf"), found)

@@ -5,13 +5,13 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 import torch
-from llguidance import LLMatcher
+from llguidance import LLExecutor, LLMatcher
 from torch import Tensor
 
-FORBIDDEN = -1e30
-"""The logit of a token that isn't allowed: finite, and below whatever a ban by another feature leaves."""
+from splitserve.kernels.api import FORBIDDEN, MaskLogits
 
 _BITS = 32
+_FEW = 8  # rows that one thread makes sooner than several threads wake up
 _SPARSE = 8  # a mask is sparse if at most one word in so many allows a token
 
 Float32Array = npt.NDArray[np.float32]
@@ -19,24 +19,30 @@ Mask = npt.NDArray[np.uint32]  # [words]
 
 
 class MaskMaker:
-    """Maker of masks for the steps of one runner."""
+    """Maker of masks for the steps of one runner. ``num_threads``: cores that are free for it meanwhile, 1 where these
+    compute the step."""
 
-    def __init__(self, *, pin_memory: bool) -> None:
+    def __init__(self, *, pin_memory: bool, num_threads: int = 1) -> None:
         self._pin_memory = pin_memory
+        self._executor = LLExecutor(num_threads=num_threads) if num_threads > 1 else None
         self._room = torch.empty(0, dtype=torch.int32)  # for masks that aren't pinned; new memory would cost more
 
     def make(self, matchers: Sequence[LLMatcher], vocab_size: int) -> Tensor:
         """Return the masks of ``matchers``: int32 [n, vocab_size / 32, rounded up], on the host; bit i of a row allows
-        token i. Takes 5 us a row on this thread: another thread would cost more than it saves. Masks that aren't pinned
-        are valid up to the next call.
+        token i. A row takes 5 us in usual grammars, and milliseconds in the worst. Masks that aren't pinned are valid
+        up to the next call.
 
         The matchers' vocabulary has at least ``vocab_size`` tokens. A matcher that can't go on has an error afterwards.
         """
         num_words = -(-vocab_size // _BITS)
         bits = self._new_bits(len(matchers), num_words)
         address, num_bytes = bits.data_ptr(), num_words * _BITS // 8
-        for index, matcher in enumerate(matchers):
-            matcher.unsafe_compute_mask_ptr(address + index * num_bytes, num_bytes)
+        if self._executor is None or len(matchers) < _FEW:
+            for index, matcher in enumerate(matchers):
+                matcher.unsafe_compute_mask_ptr(address + index * num_bytes, num_bytes)
+        else:
+            numbered = [(matcher, index) for index, matcher in enumerate(matchers)]
+            self._executor.unsafe_compute_mask_ptr(numbered, address, num_bytes, len(matchers))
         return bits
 
     def _new_bits(self, num_rows: int, num_words: int) -> Tensor:
@@ -47,17 +53,24 @@ class MaskMaker:
         return self._room[: num_rows * num_words].view(num_rows, num_words)
 
 
-def apply_masks(logits: Tensor, rows: Tensor, bits: Tensor) -> None:
-    """Set the logits, float32 [R, vocab], of tokens that ``bits`` [n, words] doesn't allow in ``rows`` (int64 [n]) to
-    :data:`FORBIDDEN`, in place, on a GPU, which isn't waited for."""
-    logits[rows] = masked(logits[rows], bits)
+class DeviceMasks:
+    """Masks for logits on a GPU. They are copied beside the steps' stream, which computes the logits meanwhile."""
 
+    def __init__(self, device: torch.device, mask_logits: MaskLogits) -> None:
+        self._device = device
+        self._mask_logits = mask_logits
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
-def masked(logits: Tensor, bits: Tensor) -> Tensor:
-    """Return ``logits`` [n, vocab] under the masks ``bits`` [n, words], by operations that suit any device."""
-    shifts = torch.arange(_BITS, dtype=torch.int32, device=bits.device)
-    allowed = ((bits.unsqueeze(2) >> shifts) & 1).view(bits.shape[0], -1)[:, : logits.shape[1]].bool()
-    return logits.masked_fill(~allowed, FORBIDDEN)
+    def apply(self, logits: Tensor, rows: Sequence[int], bits: Tensor) -> None:
+        """Set the logits of tokens that ``bits`` [n, words], pinned, doesn't allow in ``rows`` of ``logits``, float32
+        [R, vocab], to :data:`FORBIDDEN`, in place. The current stream waits for the copies, the host for nothing."""
+        with torch.cuda.stream(self._stream):
+            copies = [each.to(self._device, non_blocking=True) for each in (torch.tensor(rows).pin_memory(), bits)]
+        steps = torch.cuda.current_stream(self._device)
+        steps.wait_stream(self._stream)
+        for copy in copies:
+            copy.record_stream(steps)
+        self._mask_logits(logits, *copies)
 
 
 class HostMasks:
@@ -68,7 +81,7 @@ class HostMasks:
         self._lowering: Mask = np.empty(0, np.uint32)  # that mask
 
     def apply(self, logits: Tensor, rows: Sequence[int], bits: Tensor) -> None:
-        """Apply the masks ``bits`` [n, words] to ``rows`` of the logits, as :func:`apply_masks` does."""
+        """Apply the masks ``bits`` [n, words] to ``rows`` of the logits, as :class:`.DeviceMasks` does."""
         values = logits.numpy()
         for row, mask in zip(rows, bits.numpy().view(np.uint32), strict=True):
             is_used = mask != 0

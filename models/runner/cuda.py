@@ -29,7 +29,7 @@ from splitserve.models.decoder import ForwardBatch, RunnableModel
 from splitserve.models.layers.step import BeforeLayer
 from splitserve.models.runner.graph_sizes import MAX_MIXED_CHUNKS, MixedSize, batch_sizes
 from splitserve.models.runner.graphs import DecodeGraph, MixedGraph
-from splitserve.models.runner.launched import Gates, PendingStep
+from splitserve.models.runner.launched import Gates, PendingStep, StepBefore
 from splitserve.models.runner.runner import ModelRunner
 from splitserve.models.sampling.logprobs import PromptRows
 from splitserve.protocol.step import ChunkTable, LaunchingRunner, SampleSpec, ScheduledChunk, StepOutput, StepPlan
@@ -66,6 +66,7 @@ class CudaRunner(ModelRunner):
         self._stream.wait_stream(torch.cuda.current_stream(model.device))
         self._drawn = torch.zeros(2 * max_num_seqs, dtype=torch.int64, device=model.device)  # of the last launched step
         self._row_of_chunk: dict[int, int] = {}  # row of _drawn, for each chunk of the last launched step
+        self._before = StepBefore(None, {})  # that step
         self._pool = torch.cuda.graph_pool_handle()
         self._graphs: dict[int, DecodeGraph] = {}
         self._mixed_graphs: dict[MixedSize, MixedGraph] = {}
@@ -91,25 +92,30 @@ class CudaRunner(ModelRunner):
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> PendingStep:
         """Queue the step behind those launched before, and return at once. A step that waits for copies on the device
-        returns when these are queued, too."""
+        returns when these are queued, too; one with grammars waits for the tokens of the step before, and makes its
+        masks while the device computes its logits."""
+        before, self._before = self._before, StepBefore(None, {})
         sampled = tuple(index for index, chunk in enumerate(plan.chunks) if chunk.sample is not None)
         with torch.cuda.stream(self._stream):
             self.sampler.prepare(plan)
             self.cache.copy_blocks(plan.chunks)
-            prompts = PromptRows.of(plan.chunks, self.model.device, is_lead=self.model.is_lead)
+            prompts = self._prompts(plan)
             logits = self._logits(plan.chunks, prompts)
+            queued_at = time.monotonic()
             drawn = None
             if logits is not None:
-                drawn = self.sampler.draw(logits, plan.chunks)
+                drawn = self.sampler.draw(logits, plan.chunks, before.tokens)
                 self._drawn[: len(sampled)].copy_(drawn[: len(sampled)])
             numbers, scores = self._results(drawn, prompts)
             host = torch.empty(numbers.shape, dtype=torch.int64, pin_memory=True)
             host.copy_(numbers, non_blocking=True)
             done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             done.record(self._stream)
-        self._row_of_chunk = {chunk: row for row, chunk in enumerate(sampled)}
         errors = {} if logits is None else self.sampler.errors
-        return PendingStep(plan, host, scores, done, errors)
+        pending = PendingStep(plan, host, scores, done, errors, queued_at)
+        self._row_of_chunk = {chunk: row for row, chunk in enumerate(sampled)}
+        self._before = StepBefore(pending, self._row_of_chunk)
+        return pending
 
     def _logits(self, chunks: Sequence[ScheduledChunk], prompts: PromptRows | None) -> Tensor | None:
         """Return float logits [R, vocab] of the chunks that draw, or None if there are none. Graphs score no prompt."""

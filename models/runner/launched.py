@@ -33,8 +33,25 @@ class PendingStep:
     scores: StepScores | None
     done: torch.cuda.Event
     errors: Mapping[int, str]  # by row of the drawn tokens
+    queued_at: float  # see :class:`splitserve.protocol.step.LaunchedStep`
 
     def wait(self) -> StepOutput:
         """Block until the step has completed. Raises :class:`NonFiniteLogitsError`, or the device's own error."""
         self.done.synchronize()
         return output_of_step(self.plan, self.numbers.numpy(), self.scores, self.errors)
+
+
+@dataclass(frozen=True, slots=True)
+class StepBefore:
+    """The step launched before another one, whose draws may need its tokens on the host."""
+
+    pending: PendingStep | None  # None: there was none, or its launch failed
+    rows: Mapping[int, int]  # of the drawn tokens, by chunk
+
+    def tokens(self) -> Mapping[int, int]:
+        """Wait for the step, and return its tokens by chunk; 0 of a draw that failed. Raises the device's error."""
+        if self.pending is None:
+            return {}
+        self.pending.done.synchronize()
+        numbers = self.pending.numbers[: len(self.rows)].tolist()
+        return {chunk: max(0, numbers[row]) for chunk, row in self.rows.items()}

@@ -55,7 +55,13 @@ class ModelRunner:
         self.cache = RunnerCache.of(model, kv_cache)
         self.block_size = self.cache.block_size
         self.sampler = Sampler(
-            model.kernels.sample, model.config.vocab_size, model.device, model_dir, is_lead=model.is_lead
+            model.kernels.sample,
+            model.config.vocab_size,
+            model.device,
+            model_dir,
+            is_lead=model.is_lead,
+            mask_logits=model.kernels.mask_logits,
+            score_tokens=model.kernels.score_tokens,
         )
 
     @property
@@ -79,7 +85,7 @@ class ModelRunner:
         """
         self.sampler.prepare(plan)
         self.cache.copy_blocks(plan.chunks)
-        prompts = PromptRows.of(plan.chunks, self.model.device, is_lead=self.model.is_lead)
+        prompts = self._prompts(plan)
         logits = self._forward(self._batch(plan.chunks, prompts))
         drawn = None if logits is None else self.sampler.draw(logits, plan.chunks)
         numbers, scores = self._results(drawn, prompts)
@@ -89,6 +95,10 @@ class ModelRunner:
     def logits(self, chunks: Sequence[ScheduledChunk]) -> Tensor | None:
         """Compute a step, and return logits [R, vocab] of the chunks that draw; None if there are none."""
         return self._forward(self._batch(chunks))
+
+    def _prompts(self, plan: StepPlan) -> PromptRows | None:
+        model = self.model
+        return PromptRows.of(plan.chunks, model.device, model.kernels.score_tokens, is_lead=model.is_lead)
 
     def _forward(self, batch: ForwardBatch, before_layer: BeforeLayer | None = None) -> Tensor | None:
         return self.model.forward(batch, self.cache.kv_layers, self.cache.attention, before_layer)

@@ -15,6 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from splitserve.kernels.api import MaskLogits
 from splitserve.protocol.request import SamplingParams
 from splitserve.protocol.step import FeatureStart
 
@@ -90,14 +91,16 @@ class Feature:
         self.vocab_size = vocab_size
         self.device = device
 
-    def open_model(self, model_dir: Path) -> None:
-        """Note where the checkpoint's files are, for a feature that needs them. Called once, before all else."""
+    def open_model(self, model_dir: Path, mask_logits: MaskLogits) -> None:
+        """Note where the checkpoint's files are, and a kernel, for a feature that needs them. Called once, before all
+        else."""
 
     def begin(self, slot: int, start: FeatureStart) -> None:
         """Make the slot's state from a request and its ids; what the slot held before is void."""
 
     def note_token(self, slot: int, token_id: int) -> None:
-        """Carry the state on with the token before the next draw: only features that need it on the host are told."""
+        """Carry the state on with the token before the next draw, for a feature that needs it on the host. Called once
+        the step that draws the token is over: the step of the next draw has been launched by then."""
 
     def apply(self, logits: Tensor, rows: Rows) -> None:
         """Change, in place, the rows ``rows.rows`` of the raw logits, float32 [R, vocab]. A feature on a CPU may use

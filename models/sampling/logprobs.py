@@ -12,6 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from splitserve.kernels.api import ScoreTokens
 from splitserve.models.sampling.feature import to_device
 from splitserve.protocol.messages.logprobs import Logprobs
 from splitserve.protocol.step import SampleSpec, ScheduledChunk
@@ -30,11 +31,10 @@ class Scores:
     top_ids: Tensor  # int64 [N, K]
 
     @classmethod
-    def of(cls, logprobs: Tensor, token_ids: Tensor, num_top: int) -> "Scores":
-        """Pick from ``logprobs``, float32 [N, vocab], those of ``token_ids``, int64 [N], and the ``num_top`` best."""
-        own = logprobs.gather(1, token_ids[:, None])
-        top = logprobs.topk(min(num_top, logprobs.shape[1]), dim=1)
-        return cls(torch.cat((own, top.values), dim=1).clamp(min=LOWEST), top.indices)
+    def of(cls, logits: Tensor, token_ids: Tensor, num_top: int, score_tokens: ScoreTokens) -> "Scores":
+        """Score ``token_ids``, int64 [N], and the ``num_top`` best by raw logits [N, vocab]."""
+        values, top_ids = score_tokens(logits, token_ids, num_top)
+        return cls(values.clamp_(min=LOWEST), top_ids)
 
     def packed(self) -> Tensor:
         """Return all numbers as int64 [N * (1 + 2 K)], for :func:`unpacked`."""
@@ -51,26 +51,37 @@ def unpacked(numbers: Int64Array, num_rows: int) -> Logprobs:
 
 
 class RawDraws:
-    """The raw log-probabilities of the draws that want them, kept while features change the logits."""
+    """The raw logits of the draws that want log-probabilities, kept while features change the step's logits."""
 
-    def __init__(self, logits: Tensor, rows: Sequence[int], num_tops: Sequence[int]) -> None:
+    def __init__(self, logits: Tensor, rows: Sequence[int], num_tops: Sequence[int], score_tokens: ScoreTokens) -> None:
+        """``logits`` [n, vocab] are those of ``rows``; nothing changes them any more."""
         self.rows = rows  # in the logits of the step's draws
         self.num_tops = num_tops
         self.num_numbers = len(rows) * (1 + 2 * min(max(num_tops), logits.shape[1]))  # in the packed scores
-        self._on_device = to_device(torch.tensor(rows, dtype=torch.int64), logits.device)
-        self._logprobs = torch.log_softmax(logits[self._on_device], dim=1, dtype=torch.float32)
+        self._logits = logits
+        self._score_tokens = score_tokens
 
     @classmethod
-    def of(cls, logits: Tensor, specs: Sequence[SampleSpec]) -> "RawDraws | None":
-        """Take those of a step's draws, ``logits`` [R, vocab]; None if none wants any."""
+    def of(
+        cls, logits: Tensor, specs: Sequence[SampleSpec], score_tokens: ScoreTokens, *, changes: bool
+    ) -> "RawDraws | None":
+        """Take those of a step's draws, ``logits`` [R, vocab]; None if none wants any. ``changes``: whether ``logits``
+        do before :meth:`scores` is called."""
         wanted = [(row, spec.num_top_logprobs) for row, spec in enumerate(specs) if spec.num_top_logprobs is not None]
         if not wanted:
             return None
-        return cls(logits, [row for row, _ in wanted], [num_top for _, num_top in wanted])
+        rows = [row for row, _ in wanted]
+        if len(rows) < len(specs):
+            logits = logits[to_device(torch.tensor(rows), logits.device)]
+        elif changes:
+            logits = logits.clone()
+        return cls(logits, rows, [num_top for _, num_top in wanted], score_tokens)
 
     def scores(self, drawn: Tensor) -> Scores:
         """Return those of the drawn tokens, int64 [R]; a failed row has any token's."""
-        return Scores.of(self._logprobs, drawn[self._on_device].clamp(min=0), max(self.num_tops))
+        if len(self.rows) < len(drawn):
+            drawn = drawn[to_device(torch.tensor(self.rows), drawn.device)]
+        return Scores.of(self._logits, drawn.clamp(min=0), max(self.num_tops), self._score_tokens)
 
     def split(self, numbers: Int64Array) -> Mapping[int, Logprobs]:
         """Return the packed scores by row of the step's draws."""
@@ -82,7 +93,10 @@ class RawDraws:
 class PromptRows:
     """The rows of a step that score prompt tokens. The model passes their logits to :meth:`take`, in pieces."""
 
-    def __init__(self, chunks: Sequence[ScheduledChunk], device: torch.device, *, is_lead: bool) -> None:
+    def __init__(
+        self, chunks: Sequence[ScheduledChunk], device: torch.device, score_tokens: ScoreTokens, *, is_lead: bool
+    ) -> None:
+        self._score_tokens = score_tokens
         self._is_lead = is_lead
         self.num_drawing = sum(chunk.sample is not None for chunk in chunks)
         self.counts: dict[int, tuple[int, int]] = {}  # tokens and alternatives of each chunk that scores any
@@ -102,18 +116,22 @@ class PromptRows:
         self._num_taken = 0
 
     @classmethod
-    def of(cls, chunks: Sequence[ScheduledChunk], device: torch.device, *, is_lead: bool) -> "PromptRows | None":
+    def of(
+        cls, chunks: Sequence[ScheduledChunk], device: torch.device, score_tokens: ScoreTokens, *, is_lead: bool
+    ) -> "PromptRows | None":
         """Return the rows of a step's chunks; None if they score no prompt tokens. Unless ``is_lead`` nothing is kept:
         the rank only takes part in the computation of logits."""
-        return cls(chunks, device, is_lead=is_lead) if any(chunk.scored is not None for chunk in chunks) else None
+        if all(chunk.scored is None for chunk in chunks):
+            return None
+        return cls(chunks, device, score_tokens, is_lead=is_lead)
 
     def take(self, logits: Tensor) -> None:
         """Score the next rows by their raw logits [N, vocab]."""
         if not self._is_lead:
             return
         end = self._num_taken + logits.shape[0]
-        logprobs = torch.log_softmax(logits, dim=1, dtype=torch.float32)
-        self._pieces.append(Scores.of(logprobs, self._token_ids[self._num_taken : end], self._num_top))
+        token_ids = self._token_ids[self._num_taken : end]
+        self._pieces.append(Scores.of(logits, token_ids, self._num_top, self._score_tokens))
         self._num_taken = end
 
     def scores(self) -> Scores:

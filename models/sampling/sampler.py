@@ -5,7 +5,7 @@ launched before the tokens of the step before it are known, since features learn
 """
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -13,12 +13,20 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from splitserve.kernels.api import Sample, SamplingBatch
+from splitserve.kernels.api import MaskLogits, Sample, SamplingBatch, ScoreTokens
+from splitserve.kernels.reference import sampling as reference
 from splitserve.models.sampling.feature import Draw, Feature, Rows, to_device
 from splitserve.models.sampling.logprobs import RawDraws
 from splitserve.protocol.request import SamplingParams
 from splitserve.protocol.sampling_features import SAMPLING_FEATURES, wanted_features
 from splitserve.protocol.step import FeatureStart, FeatureUse, SampleSpec, ScheduledChunk, StepPlan, draws_of
+
+TokensBefore = Callable[[], Mapping[int, int]]
+"""Returns the tokens that the step before drew, by chunk, once that step is over."""
+
+
+def _no_step_before() -> Mapping[int, int]:
+    return {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +54,14 @@ class Sampler:
         model_dir: Path | None = None,
         *,
         is_lead: bool = True,
+        mask_logits: MaskLogits = reference.mask_logits,
+        score_tokens: ScoreTokens = reference.score_tokens,
     ) -> None:
         """``model_dir``: the checkpoint's, for features that need its files. ``is_lead``: this rank's log-probabilities
         count."""
         self._sample = sample
+        self._mask_logits = mask_logits
+        self._score_tokens = score_tokens
         self._vocab_size = vocab_size
         self._device = device
         self._model_dir = model_dir
@@ -58,6 +70,9 @@ class Sampler:
         self.errors: dict[int, str] = {}  # of the last draw, by row: why the request can't draw a token
         self._features: dict[str, Feature] = {}  # those that any request wanted so far, in no order
         self._states: dict[int, _States] = {}  # by their ids
+        self._to_note: list[
+            tuple[_States, int]
+        ] = []  # the draws whose token before is drawn by a chunk of the last step
         self._free_slots: list[int] = []  # a heap of slots below len(_states) + len(_free_slots)
 
     @property
@@ -65,41 +80,60 @@ class Sampler:
         """Sequences whose features have states here."""
         return len(self._states)
 
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Trigger the compilation of the kernel that features alone call."""
+        logits = torch.zeros((1, self._vocab_size), device=self._device)
+        rows = torch.zeros(1, dtype=torch.int64, device=self._device)
+        bits = torch.zeros((1, -(-self._vocab_size // 32)), dtype=torch.int32, device=self._device)
+        self._mask_logits(logits, rows, bits)
+
     def prepare(self, plan: StepPlan) -> None:
         """Give up states that no step uses any more, and make those that begin."""
+        self._to_note = []
         for state_id in plan.released:
             self._release(state_id)
         for chunk in plan.chunks:
             if chunk.sample is not None and chunk.sample.features is not None:
-                self._prepare(chunk.sample.features, chunk.token_ids[-1])
+                self._prepare(chunk.sample.features, chunk)
             for other in chunk.others:
                 if other.features is not None:
-                    self._prepare(other.features, chunk.token_ids[-1])
+                    self._prepare(other.features, chunk)
 
-    def _prepare(self, use: FeatureUse, last_token: int) -> None:
-        """Make the states that begin, or let present ones know the token before the draw."""
+    def _prepare(self, use: FeatureUse, chunk: ScheduledChunk) -> None:
+        """Make the states that begin, or carry present ones on with the token before the draw, if that is known."""
         if use.start is not None:
             self._release(use.state_id)
             self._states[use.state_id] = self._begin(use.start)
-        else:
-            states = self._states[use.state_id]
-            for feature in states.noting:
-                feature.note_token(states.slot, last_token)
+            return
+        states = self._states[use.state_id]
+        if chunk.previous_chunk is None:
+            _note(states, chunk.token_ids[-1])
+        elif states.noting:
+            self._to_note.append((states, chunk.previous_chunk))
 
-    def draw(self, logits: Tensor, chunks: Sequence[ScheduledChunk]) -> Tensor:
+    def draw(
+        self, logits: Tensor, chunks: Sequence[ScheduledChunk], tokens_before: TokensBefore = _no_step_before
+    ) -> Tensor:
         """Return the tokens of the step's draws (:func:`draws_of`) -> int64 [N]; -1 for a row that isn't finite.
 
         ``logits`` [R, vocab], which may be changed, are the raw ones of the chunks that draw; with draws of other
-        choices they are repeated.
+        choices they are repeated. ``tokens_before`` is called only if a feature needs on the host a token that a step
+        in flight draws; of a draw that failed there, any token will do, since its sequence ends.
         """
+        if self._to_note:
+            tokens = tokens_before()
+            for states, chunk in self._to_note:
+                _note(states, tokens.get(chunk, 0))
         specs = [chunk.sample for chunk in chunks if chunk.sample is not None]
         if any(chunk.others for chunk in chunks):
             draws = draws_of(chunks)
             row_of_chunk = {index: row for row, (index, _) in enumerate(draws[: len(specs)])}
             logits = logits[to_device(torch.tensor([row_of_chunk[index] for index, _ in draws]), logits.device)]
             specs = [spec for _, spec in draws]
-        self.raw = RawDraws.of(logits, specs) if self._is_lead else None
         wanted = self._rows(specs)
+        changes = bool(wanted) and logits.dtype == torch.float32  # otherwise features change a copy
+        self.raw = RawDraws.of(logits, specs, self._score_tokens, changes=changes) if self._is_lead else None
         if wanted:
             logits = logits.float()
             for name, rows in wanted.items():
@@ -131,7 +165,7 @@ class Sampler:
             feature = getattr(module, declared.class_name)(self._vocab_size, self._device)
             assert isinstance(feature, Feature), f"{declared.class_name} isn't a Feature"
             if self._model_dir is not None:
-                feature.open_model(self._model_dir)
+                feature.open_model(self._model_dir, self._mask_logits)
             self._features[name] = feature
         return feature
 
@@ -155,6 +189,11 @@ class Sampler:
                 for name in states.names:
                     draws.setdefault(name, []).append(draw)
         return {name: Rows(draws[name], self._device) for name in SAMPLING_FEATURES if name in draws}
+
+
+def _note(states: _States, token_id: int) -> None:
+    for feature in states.noting:
+        feature.note_token(states.slot, token_id)
 
 
 def sampling_batch(specs: Sequence[SampleSpec]) -> SamplingBatch:

@@ -327,7 +327,7 @@ def _identities(records: list[WorkerRecord]) -> GaugeMetricFamily:
 
 
 def _links(records: list[WorkerRecord]) -> Iterator[Family]:
-    """Yield gauges of the links: an unintended transport can be a hundred times slower, and only these show it."""
+    """Yield metrics of the links: an unintended transport can be a hundred times slower, and only these show it."""
     labels = (*_LABELS, "peer", "transport")
     speed = GaugeMetricFamily(
         "splitserve_link_bytes_per_second", "One thread's large read of the peer's KV when connecting", labels=labels
@@ -335,13 +335,20 @@ def _links(records: list[WorkerRecord]) -> Iterator[Family]:
     slow = GaugeMetricFamily(
         "splitserve_link_slow", "1 if KV isn't transferred as fast as it should be; the log says why", labels=labels
     )
+    prefixes = CounterMetricFamily(
+        "splitserve_link_prefix_blocks",
+        "Blocks of prompts' prefixes that the worker has read from the peer instead of computing them",
+        labels=labels,
+    )
     for record in records:
         for link in (link for link in record.links if link.transport):
             values = (*_labels(record), link.peer, link.transport)
             speed.add_metric(values, link.bytes_per_second)
             slow.add_metric(values, float(bool(link.problem)))
+            prefixes.add_metric(values, link.prefix_blocks)
     yield speed
     yield slow
+    yield prefixes
 
 
 def _labels(record: WorkerRecord) -> tuple[str, str]:

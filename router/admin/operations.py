@@ -7,11 +7,11 @@ from typing import Any
 
 from splitserve.protocol.cluster_report import WorkerState
 from splitserve.protocol.messages.operators import BeginDrain
-from splitserve.router.http.api_error import ApiError
 from splitserve.router.links.fleet import Fleet
 from splitserve.router.requests.core import RouterCore
 from splitserve.router.requests.events import Event, PauseMode, PauseRequests, ResetCaches, ResumeRequests
 from splitserve.router.requests.operations.drains import check_drain, worker_named
+from splitserve.router.requests.operations.refusal import OperationRefusedError, RefusalReason
 
 RESET_SECONDS = 10.0
 """Time in which workers should have confirmed a reset; later confirmations count as well."""
@@ -72,14 +72,15 @@ class Operations:
             done.set()
 
     def drain(self, engine_id: str, *, force: bool) -> dict[str, Any]:
-        """Let a worker finish its requests and leave. Raises :class:`ApiError` as :func:`check_drain` does, and 503 if
-        its link doesn't take the message."""
+        """Let a worker finish its requests and leave. Raises :class:`OperationRefusedError` as :func:`check_drain`
+        does, and if its link doesn't take the message."""
         membership = self._fleet.membership
         record = worker_named(membership, engine_id)
         check_drain(membership, record, force=force, is_frozen=self._core.pause.freezes)
         if record.state is not WorkerState.DRAINING:
             if not self._fleet.send(record.info.party, BeginDrain()):
-                raise ApiError(503, f"{engine_id} takes no messages now: try again", code="no_worker")
+                message = f"{engine_id} takes no messages now: try again"
+                raise OperationRefusedError(RefusalReason.NO_WORKER, message)
             membership.drain(record.info.party)
         return {"worker": engine_id, "state": record.state, "requests_running": record.num_requests_of_all}
 

@@ -56,8 +56,8 @@ class Profiles:
     async def take(self, num_steps: int, timeout_seconds: float, worker: str = "") -> dict[str, Any]:
         """Let every ready worker, or one of them, record its next ``num_steps`` steps, for at most ``timeout_seconds``.
 
-        Returns a report for each worker, by engine id: the recording, or ``{"error": ...}``. Raises :class:`ApiError`
-        404 for a worker that isn't known.
+        Returns a report for each worker, by engine id: the recording, or ``{"error": ...}``. Raises
+        :class:`OperationRefusedError` for a worker that isn't known.
         """
         profile_id = secrets.token_hex(8)
         membership = self._fleet.membership

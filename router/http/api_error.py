@@ -4,6 +4,7 @@ from typing import Any
 
 import msgspec
 
+from splitserve.router.requests.operations.refusal import OperationRefusedError, RefusalReason
 from splitserve.router.requests.state import Failure, FailureReason
 
 RETRY_AFTER_SECONDS = 1
@@ -76,3 +77,18 @@ _STATUS_BY_REASON = {
 def error_of_failure(failure: Failure) -> ApiError:
     """Return the answer for a request that failed after its placement."""
     return ApiError(_STATUS_BY_REASON[failure.reason], failure.message, code=failure.reason.value)
+
+
+_STATUS_AND_PARAM_BY_REFUSAL = {
+    RefusalReason.UNKNOWN_WORKER: (404, "worker"),
+    RefusalReason.PAUSED: (409, None),
+    RefusalReason.NOT_READY: (409, None),
+    RefusalReason.LAST_WORKER: (409, "force"),
+    RefusalReason.NO_WORKER: (503, None),
+}
+
+
+def error_of_refusal(refusal: OperationRefusedError) -> ApiError:
+    """Return the answer to an operator whose act was refused."""
+    status, param = _STATUS_AND_PARAM_BY_REFUSAL[refusal.reason]
+    return ApiError(status, str(refusal), param=param, code=refusal.reason.value)

@@ -22,7 +22,7 @@ from splitserve.router.http.access.cross_origin import allow_origins
 from splitserve.router.http.access.local_origin import RequireLocal
 from splitserve.router.http.access.refusals import Refusals, internal_error
 from splitserve.router.http.access.request_id import GiveRequestIds, arrival_of, request_id_of
-from splitserve.router.http.api_error import ApiError
+from splitserve.router.http.api_error import ApiError, error_of_refusal
 from splitserve.router.http.formats import ChatFormat, ChoicesFormat, CompletionFormat
 from splitserve.router.http.openapi import openapi_document
 from splitserve.router.http.schema import ChatCompletionRequest, CompletionRequest, GenerationRequest
@@ -30,6 +30,7 @@ from splitserve.router.http.serving import Serving
 from splitserve.router.peers.sums import joined_metrics
 from splitserve.router.placement.policies import Disaggregated, NoWorker, RequestShape
 from splitserve.router.requests.operations.pause import PAUSED
+from splitserve.router.requests.operations.refusal import OperationRefusedError
 from splitserve.router.requests.queue.tenants import Tenants
 from splitserve.router.text.preparation import check_not_empty
 
@@ -149,7 +150,10 @@ class Api:
         check_json(request)
         async with self._bodies.read(request, MAX_PROFILE_BODY_BYTES) as content:
             body = parse_profile_request(content)
-        reports = await self._dispatcher.profiles.take(body.num_steps, body.timeout_seconds, body.worker)
+        try:
+            reports = await self._dispatcher.profiles.take(body.num_steps, body.timeout_seconds, body.worker)
+        except OperationRefusedError as refusal:
+            raise error_of_refusal(refusal) from refusal
         if not reports:
             raise ApiError(503, "no worker is ready: try again", code="no_worker")
         return JSONResponse({"workers": reports})

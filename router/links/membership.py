@@ -25,7 +25,7 @@ from splitserve.protocol.counters import WorkerLoad
 from splitserve.protocol.memory_records import LayoutRecord
 from splitserve.protocol.messages.membership import PeerLink, WorkerInfo
 from splitserve.protocol.placement.step_model import StepModel
-from splitserve.protocol.request import Party
+from splitserve.protocol.request import Party, Role
 from splitserve.router.links.worker_record import Charge, WorkerRecord
 from splitserve.router.placement.policies import (
     NO_STEP_MODEL,
@@ -218,7 +218,8 @@ class Membership:
 
     def is_connected(self) -> bool:
         """Return whether a decode worker can read from a prefill worker now; else the first request has to wait."""
-        return any(record.state is WorkerState.READY and record.load.peers_ready for record in self._records.values())
+        ready = (record for record in self._records.values() if record.state is WorkerState.READY)
+        return any(record.load.peers_ready for record in ready if record.info.role is not Role.PREFILL)
 
     def vocab_size(self) -> int | None:
         """Return the vocabulary size, which all workers share; None while there is no worker."""

@@ -6,24 +6,30 @@ objectives every second counts.
 
 A prompt's own computing keeps later prompts waiting, those that a cached prefix saves doesn't. By Pollaczek and
 Khinchine, the wait of a queue with utilisation u is the mean residual work times u / (1 - u): a second of computing
-counts so much more than a second in the queue. So the busier the workers are, the farther a prompt goes for its prefix.
+counts u / (1 - u) / 2 seconds more than one in the queue. So the busier a worker is, the farther a prompt goes to spare
+it; of idle workers without a prefix, the one with the lowest utilisation takes the prompt. The utilisation is the
+worker's own: with the pool's mean, prompts would queue at the fast workers of a pool while the slow ones have time.
 
 A conversation is known by the deepest match of its prompt with what was sent to a worker. Where nothing matches (its
 first turn; this router is new; another one had the turns before), a session that the client names stands in for the
 match: the conversation's own worker may have its KV, and counts for a share of the computing that it would save.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
 from splitserve.protocol.placement.step_model import StepWork, pairs
 from splitserve.protocol.request import Party, Role
 from splitserve.router.placement.policies import (
+    DEFAULT_CHUNK_TOKENS,
     NO_STEP_MODEL,
+    READ_SECONDS,
+    USUAL_LINK_RATE,
     NoWorker,
     Placed,
     Placement,
+    PrefixRead,
     RequestShape,
     Snapshot,
     WorkerView,
@@ -32,27 +38,24 @@ from splitserve.router.placement.policies import (
     least_loaded,
     of_role,
     pair,
+    prefill_seconds,
+    prefix_read,
     session_rank,
     why_not,
 )
 
 NUM_CANDIDATES = 4
 """Prefill and decode workers, the best of each, of which all pairs are compared."""
-HANDOVER_SECONDS = 0.003
-"""Time of a hand-over beside its bytes."""
 LAST_CHUNK_TOKENS = 1024
 """Tokens whose KV is still to be read when the first token is out; earlier chunks travel during prefill."""
-USUAL_LINK_RATE = 1e9
-DEFAULT_CHUNK_TOKENS = 512
 MAX_UTILISATION = 0.9
 WHY = "predicted latency"
 WHY_SPARE = "spare time of a prefill worker"
 SESSION_TRUST = 0.25
 """Share of a prompt's computing that its session's own worker is taken to save where no worker is known to have a
 prefix: little, since a worker with a shorter queue is better than a wrong guess."""
-RESIDUAL = 0.7
-"""Share of a prompt's computing that is left when another one arrives meanwhile: 0.5 for prompts of one length, more
-for mixed ones."""
+RESIDUAL = 0.5
+"""Share of a prompt's computing that is left, on average, when another one arrives meanwhile."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -79,7 +82,6 @@ class _Request:
     ttft: float
     gap: float
     own_workers: frozenset[Party]  # of its session, one per role; none if a prefix tells more
-    burden: float  # seconds that a second of computing adds to the waits of later prompts
 
     def late(self, seconds: float) -> float:
         return max(0.0, seconds - self.ttft)
@@ -95,8 +97,9 @@ class _Prompt:
     worker: WorkerView
     matched: int
     own: float  # computing
-    ttft: float  # queue and computing
+    ttft: float  # queue, read of a prefix, and computing
     delay: float  # the same, and the later prompts' waits for it
+    read: PrefixRead | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,10 +128,8 @@ def cost(snapshot: Snapshot, shape: RequestShape) -> Placement:
         ttft=snapshot.objectives.ttft_seconds,
         gap=snapshot.objectives.tpot_seconds,
         own_workers=_own_workers(fitting, shape),
-        burden=_burden(snapshot.workers),
     )
-    has_prefill = any(worker.role is Role.PREFILL for worker in snapshot.workers)
-    best = min(_routes(fitting, request, shape, has_prefill), key=lambda route: route[0], default=None)
+    best = min(_routes(snapshot, fitting, request, shape), key=lambda route: route[0], default=None)
     return NoWorker(why_not(snapshot, fitting, shape)) if best is None else best[1]
 
 
@@ -141,32 +142,37 @@ def _own_workers(workers: Iterable[WorkerView], shape: RequestShape) -> frozense
     return frozenset(worker.party for worker in first if worker is not None)
 
 
-def _burden(workers: Iterable[WorkerView]) -> float:
-    busy = [worker.prefill_busy for worker in workers if worker.role is not Role.DECODE]
-    utilisation = min(MAX_UTILISATION, sum(busy) / len(busy)) if busy else 0.0
+def _burden(worker: WorkerView) -> float:
+    """Return the seconds that a second of computing adds to the waits of the worker's later prompts."""
+    utilisation = min(MAX_UTILISATION, worker.prefill_busy)
     return RESIDUAL * utilisation / (1.0 - utilisation)
 
 
 def _routes(
-    workers: Iterable[WorkerView], request: _Request, shape: RequestShape, has_prefill: bool
+    snapshot: Snapshot, workers: Sequence[WorkerView], request: _Request, shape: RequestShape
 ) -> Iterator[tuple[Prediction, Placed]]:
-    workers = list(workers)
-    prompts = (_prompt(worker, request) for worker in of_role(workers, Role.PREFILL))
+    prompts = (
+        _prompt(worker, request, prefix_read(snapshot, worker, shape)) for worker in of_role(workers, Role.PREFILL)
+    )
     outputs = (_decode(worker, request) for worker in of_role(workers, Role.DECODE))
     prefills = _best(prompts, lambda prompt: prompt.delay)
     decodes = _best(outputs, lambda decode: decode.harm + decode.room)
     for prefill in prefills:
         for decode in decodes:
             prediction = _predict_pair(prefill, decode, request)
-            yield prediction, pair(prefill.worker, decode.worker, WHY, prediction.ttft_seconds)
+            yield prediction, pair(prefill.worker, decode.worker, WHY, prediction.ttft_seconds, read=prefill.read)
     mixed = [_decode(worker, request) for worker in of_role(workers, Role.MIXED)]
-    for decode in (*mixed, *(decodes if has_prefill else ())):  # the router itself lets decode do without prefill
+    for decode in (
+        *mixed,
+        *(decodes if of_role(snapshot.workers, Role.PREFILL) else ()),
+    ):  # the router itself lets decode do without prefill
         prediction = _predict_local(_prompt(decode.worker, request), decode, request)
         yield prediction, alone(decode.worker, WHY, prediction.ttft_seconds)
     whole = shape.max_context_tokens
     for prefill in prefills:
         if decodes and prefill.worker.context_tokens_limit >= whole:  # without a decode worker, a cluster waits for one
-            prediction = _predict_local(prefill, _decode(prefill.worker, request), request)
+            alone_there = prefill if prefill.read is None else _prompt(prefill.worker, request)
+            prediction = _predict_local(alone_there, _decode(prefill.worker, request), request)
             yield prediction, alone(prefill.worker, WHY_SPARE, prediction.ttft_seconds)
 
 
@@ -175,14 +181,13 @@ def _best(judged: Iterable[_JudgedT], seconds: Callable[[_JudgedT], float]) -> l
     return ranked[:NUM_CANDIDATES]
 
 
-def _prompt(worker: WorkerView, request: _Request) -> _Prompt:
-    matched = min(worker.prefix_match_tokens, request.num_tokens - 1)
-    chunk = worker.chunk_tokens or DEFAULT_CHUNK_TOKENS
-    own = worker.step_model.prefill_seconds(matched, request.num_tokens - matched, chunk)
-    ttft = worker.queue_seconds + own
+def _prompt(worker: WorkerView, request: _Request, read: PrefixRead | None = None) -> _Prompt:
+    matched = min(worker.prefix_match_tokens, request.num_tokens - 1) if read is None else read.num_tokens
+    own = prefill_seconds(worker, matched, request.num_tokens) if read is None else read.own_seconds
+    ttft = worker.queue_seconds + own + (0.0 if read is None else read.read_seconds)
     is_own = worker.party in request.own_workers and worker.role is not Role.DECODE  # a guess makes no route local
     guessed = SESSION_TRUST * own if is_own else 0.0
-    return _Prompt(worker, matched, own, ttft, ttft + request.burden * own - guessed)
+    return _Prompt(worker, matched, own, ttft, ttft + _burden(worker) * own - guessed, read)
 
 
 def _decode(worker: WorkerView, request: _Request) -> _Decode:
@@ -192,7 +197,7 @@ def _decode(worker: WorkerView, request: _Request) -> _Decode:
 def _predict_pair(prefill: _Prompt, decode: _Decode, request: _Request) -> Prediction:
     last_tokens = min(request.num_tokens - prefill.matched, LAST_CHUNK_TOKENS)
     rate = decode.worker.link_rates.get(prefill.worker.party.engine_id) or USUAL_LINK_RATE
-    handover = HANDOVER_SECONDS + last_tokens * decode.worker.token_bytes / rate
+    handover = READ_SECONDS + last_tokens * decode.worker.token_bytes / rate
     delay = prefill.delay + decode.room
     harm = request.late(delay) + request.slow(handover) + decode.harm
     num_placed = prefill.worker.num_placed + decode.worker.num_placed

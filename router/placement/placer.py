@@ -8,15 +8,17 @@ import msgspec
 from splitserve.protocol.block_hash import root_hash
 from splitserve.protocol.cluster_report import WorkerState
 from splitserve.protocol.messages.requests import PeerRef
-from splitserve.protocol.request import Party
+from splitserve.protocol.request import Party, Role
 from splitserve.router.links.membership import Membership, decode_party
 from splitserve.router.placement.policies import (
     USUAL_OUTPUT_TOKENS,
     NoWorker,
     Placement,
     Policy,
+    PrefixSource,
     RequestShape,
     Snapshot,
+    WorkerView,
     context_limits,
     least_loaded,
 )
@@ -84,9 +86,24 @@ class Placer:
 
     def snapshot(self, prompt: PromptHashes, now: float) -> Snapshot:
         """Return the workers that take requests, with what each holds of the prompt."""
-        worth = {party: match.worth_tokens for party, match in self._matches(prompt).items()}
-        snapshot = self._membership.snapshot(now, worth)
-        return replace(snapshot, objectives=self._objectives, output_tokens=self.output_tokens)
+        matches = self._matches(prompt)
+        snapshot = self._membership.snapshot(now, {party: match.worth_tokens for party, match in matches.items()})
+        source = self._prefix_source(snapshot.workers, prompt, matches) if matches else None
+        return replace(snapshot, objectives=self._objectives, output_tokens=self.output_tokens, prefix_source=source)
+
+    def _prefix_source(
+        self, workers: Iterable[WorkerView], prompt: PromptHashes, matches: Mapping[Party, PrefixMatch]
+    ) -> PrefixSource | None:
+        """Return the worker with the longest part of a prompt that others can read. A prompt that a prefill worker was
+        sent may still wait there: only what it has announced counts."""
+        announced = self._matches(prompt, certain=True) if self._prefixes.hears_events else {}
+        found = (
+            PrefixSource(worker.party, match.num_tokens)
+            for worker in workers
+            if (match := (announced if worker.role is Role.PREFILL else matches).get(worker.party)) is not None
+            and worker.party not in self.unreset
+        )
+        return max(found, key=lambda source: (source.num_tokens, source.party.engine_id), default=None)
 
     def note_sent(self, parties: Iterable[Party], prompt: PromptHashes) -> None:
         """Take into account that these workers will hold the KV of a prompt."""

@@ -8,7 +8,7 @@ import hashlib
 import importlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from splitserve.common.errors import ConfigError
 from splitserve.protocol.counters import WorkerLoad
@@ -17,8 +17,14 @@ from splitserve.protocol.placement.step_model import StepModel
 from splitserve.protocol.request import Party, Role
 from splitserve.router.requests.objectives import NO_OBJECTIVES, Objectives
 
+READ_SECONDS = 0.003
+"""Time of a read of a prefix from another worker, or of a hand-over, beside its bytes."""
+USUAL_LINK_RATE = 1e9
+"""Bytes per second of a link whose rate isn't known."""
 NO_LOAD = WorkerLoad()
 NO_STEP_MODEL = StepModel()
+DEFAULT_CHUNK_TOKENS = 512
+"""Tokens of a step of a worker that doesn't say more."""
 USUAL_OUTPUT_TOKENS = 128.0
 """Length of outputs until some have ended."""
 
@@ -66,6 +72,13 @@ class WorkerView:
         return min(self.max_model_len, self.kv_capacity_tokens)
 
 
+class PrefixSource(NamedTuple):
+    """The worker from which others can read the longest part of a request's prompt, as far as the router knows."""
+
+    party: Party
+    num_tokens: int
+
+
 @dataclass(frozen=True, slots=True)
 class Snapshot:
     """The ready workers, and what all placements depend on. ``output_tokens``: the mean length of recent outputs."""
@@ -73,6 +86,7 @@ class Snapshot:
     workers: tuple[WorkerView, ...]
     objectives: Objectives = NO_OBJECTIVES
     output_tokens: float = USUAL_OUTPUT_TOKENS
+    prefix_source: PrefixSource | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,13 +113,15 @@ class RequestShape:
 @dataclass(frozen=True, slots=True)
 class Disaggregated:
     """Prefill and decode on two workers. ``matched_tokens`` of the prompt need no computing, as far as known; ``why``:
-    the policy's reason, in a few words; ``ttft_seconds``: its prediction, if it made one."""
+    the policy's reason, in a few words; ``ttft_seconds``: its prediction, if it made one; ``prefix``: the worker that
+    prefill is to read a part of the prompt's KV from."""
 
     prefill: Party
     decode: Party
     matched_tokens: int = field(default=0, compare=False)
     why: str = field(default="", compare=False)
     ttft_seconds: float | None = field(default=None, compare=False)
+    prefix: Party | None = field(default=None, compare=False)
 
     @property
     def parties(self) -> tuple[Party, ...]:
@@ -150,15 +166,54 @@ def least_loaded(snapshot: Snapshot, shape: RequestShape) -> Placement:
     mixed = min(of_role(fitting, Role.MIXED), key=decode_load, default=None)
     pair_is_best = decode is not None and (mixed is None or used_share(decode) <= used_share(mixed))
     if decode is not None and prefill is not None and pair_is_best:
-        return pair(prefill, decode, "least loaded")
+        return pair(prefill, decode, "least loaded", read=prefix_read(snapshot, prefill, shape))
     if mixed is not None:
         return alone(mixed, "least loaded")
     return NoWorker(why_not(snapshot, fitting, shape))
 
 
-def pair(prefill: WorkerView, decode: WorkerView, why: str, ttft_seconds: float | None = None) -> Disaggregated:
-    """Return the placement on two workers."""
-    return Disaggregated(prefill.party, decode.party, prefill.prefix_match_tokens, why, ttft_seconds)
+class PrefixRead(NamedTuple):
+    """A prefix that a worker reads instead of computing it: its source, its tokens from the prompt's first one on, and
+    the predicted seconds of the read and of computing the rest."""
+
+    source: Party
+    num_tokens: int
+    read_seconds: float
+    own_seconds: float
+
+
+def prefix_read(snapshot: Snapshot, prefill: WorkerView, shape: RequestShape) -> PrefixRead | None:
+    """Return the read of a prefix from the snapshot's source if it is predicted to take less time than ``prefill``
+    takes to compute the same; else None."""
+    source, num_tokens = snapshot.prefix_source, shape.num_prompt_tokens + shape.num_output_tokens
+    matched = min(prefill.prefix_match_tokens, num_tokens - 1)
+    if source is None or source.num_tokens <= matched or source.party == prefill.party:
+        return None
+    rate = prefill.link_rates.get(source.party.engine_id) or USUAL_LINK_RATE
+    read_seconds = READ_SECONDS + (source.num_tokens - matched) * prefill.token_bytes / rate
+    own_seconds = prefill_seconds(prefill, source.num_tokens, num_tokens)
+    if read_seconds + own_seconds >= prefill_seconds(prefill, matched, num_tokens):
+        return None
+    return PrefixRead(source.party, source.num_tokens, read_seconds, own_seconds)
+
+
+def prefill_seconds(worker: WorkerView, num_known: int, num_tokens: int) -> float:
+    """Return the predicted seconds in which a worker computes the tokens of a prompt after the first ``num_known``."""
+    chunk = worker.chunk_tokens or DEFAULT_CHUNK_TOKENS
+    return worker.step_model.prefill_seconds(num_known, num_tokens - num_known, chunk)
+
+
+def pair(
+    prefill: WorkerView,
+    decode: WorkerView,
+    why: str,
+    ttft_seconds: float | None = None,
+    *,
+    read: PrefixRead | None = None,
+) -> Disaggregated:
+    """Return the placement on two workers; ``read``: what prefill reads from a third one, or from decode."""
+    matched, source = (prefill.prefix_match_tokens, None) if read is None else (read.num_tokens, read.source)
+    return Disaggregated(prefill.party, decode.party, matched, why, ttft_seconds, source)
 
 
 def alone(worker: WorkerView, why: str, ttft_seconds: float | None = None) -> Local:

@@ -184,6 +184,11 @@ class PrefixView:
 
     # ---- queries ----
 
+    @property
+    def hears_events(self) -> bool:
+        """Return whether a worker announces its blocks."""
+        return any(known.number is not None for known in self._holdings.values())
+
     def num_blocks(self, party: Party) -> Mapping[str, int]:
         """Return the number of a worker's blocks by tier, as its events say."""
         known = self._holdings.get(party)

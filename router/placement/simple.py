@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TypeAlias
 
 from splitserve.protocol.request import Role
@@ -71,5 +72,5 @@ def _first_by(rank: Rank, snapshot: Snapshot, shape: RequestShape) -> Placement:
 
 
 def _placed(drawn: list[WorkerView], snapshot: Snapshot, shape: RequestShape) -> Placement:
-    placement = least_loaded(Snapshot(tuple(drawn)), shape)
+    placement = least_loaded(replace(snapshot, workers=tuple(drawn)), shape)
     return least_loaded(snapshot, shape) if isinstance(placement, NoWorker) else placement

@@ -122,7 +122,8 @@ class Attempts:
         if sampling.prompt_logprobs is not None:
             to_decode = msgspec.structs.replace(sampling, prompt_logprobs=None)
         rest = left_seconds, delivered, salt, priority
+        source = None if placement.prefix is None else self._placer.peer(placement.prefix)
         return [
             (placement.decode, DecodeRequest(key, prompt, to_decode, prefill, *rest, late_grant, siblings)),
-            (placement.prefill, PrefillRequest(key, prompt, sampling, decode, *rest, siblings, late_grant)),
+            (placement.prefill, PrefillRequest(key, prompt, sampling, decode, *rest, siblings, late_grant, source)),
         ]

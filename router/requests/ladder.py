@@ -59,11 +59,14 @@ def next_step(snapshot: Snapshot, shape: RequestShape, policy: Policy, history: 
     culprits = {attempt.culprit for attempt in history if attempt.failure.reason is not FailureReason.WORKER_LOST}
     helpers = [worker for worker in snapshot.workers if worker.party not in culprits]
     previous = _previous_decode(history, helpers)
+    source = (
+        None if snapshot.prefix_source is None or snapshot.prefix_source.party in culprits else snapshot.prefix_source
+    )
     num_handovers = sum(isinstance(attempt.placement, Disaggregated) for attempt in history)
     if num_handovers < MAX_HANDOVERS and not shape.is_prompt_only:
         others = [worker for worker in helpers if worker.role is not Role.DECODE or worker.party == previous]
         for candidates in (others, helpers):
-            placement = policy(replace(snapshot, workers=tuple(candidates)), shape)
+            placement = policy(replace(snapshot, workers=tuple(candidates), prefix_source=source), shape)
             if isinstance(placement, Disaggregated):
                 return Step(Rung.HANDOVER, placement)
     local = local_placement(helpers, shape, previous)

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from splitserve.benchmarks.engine import engine_loop
-from splitserve.benchmarks.engine.paced_worker import PacedRunner
+from splitserve.benchmarks.engine.paced_runner import PacedRunner
+from splitserve.protocol.placement.step_model import StepModel
 from splitserve.protocol.step import SampleSpec, ScheduledChunk, StepPlan
 
 GREEDY = SampleSpec(0.0, 0, 1.0, 0, 0, 1)
@@ -30,7 +31,7 @@ def test_whole_bench(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_the_device_is_idle_while_it_waits_for_a_launch() -> None:
-    runner = PacedRunner(0.02, 0.0, 0.0, vocab_size=10)
+    runner = PacedRunner(StepModel(0.02), vocab_size=10)
     plan = StepPlan([ScheduledChunk([0], 5, [0], GREEDY)] * 2)
     for _ in range(3):
         runner.launch(plan).wait()  # never a step ahead
@@ -38,7 +39,7 @@ def test_the_device_is_idle_while_it_waits_for_a_launch() -> None:
     assert report is not None
     assert report.steps == 3 and 0.0 < report.busy_share < 1.0
     assert report.idle_ms["max"] > 0.0
-    ahead = PacedRunner(60.0, 0.0, 0.0, vocab_size=10)  # nobody waits for its steps
+    ahead = PacedRunner(StepModel(60.0), vocab_size=10)  # nobody waits for its steps
     for _ in range(3):
         ahead.launch(plan)
     report = ahead.report()
@@ -47,8 +48,8 @@ def test_the_device_is_idle_while_it_waits_for_a_launch() -> None:
 
 
 def test_prefill_takes_its_time_and_is_no_part_of_the_report() -> None:
-    runner = PacedRunner(0.001, 0.0001, 0.0, vocab_size=10)
-    pending = runner.launch(StepPlan([ScheduledChunk([0] * 101, 0, [0], None)]))
+    runner = PacedRunner(StepModel(0.001, per_token=0.0001), vocab_size=10)
+    pending = runner.launch(StepPlan([ScheduledChunk([0] * 100, 0, [0], None)]))
     assert pending.output.token_ids == [None]
     assert runner.steps[0].end - runner.steps[0].begin == pytest.approx(0.011)
     assert runner.report() is None

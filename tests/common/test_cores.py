@@ -5,7 +5,14 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from splitserve.common.cores import available_cores, awake_cpus, count_physical_cores, cpu_quota, split_cores
+from splitserve.common.cores import (
+    available_cores,
+    awake_cpus,
+    by_core,
+    count_physical_cores,
+    cpu_quota,
+    split_cores,
+)
 
 
 @given(num_cores=st.integers(1, 512), num_workers=st.integers(1, 64))
@@ -33,6 +40,7 @@ def test_hardware_threads_of_a_core_count_once(tmp_path: Path) -> None:
     assert awake_cpus([0, 2, 1], tmp_path) == {0, 1}
     assert awake_cpus([0, 1, 8, 7, 10], tmp_path) == {0, 7, 10}, "every other core"
     assert awake_cpus([5], tmp_path) == {5}
+    assert by_core([3, 9, 2, 1, 0], tmp_path) == [0, 2, 1, 3, 9]
     for cpu in range(20, 28):  # two sockets that take turns
         topology = tmp_path / f"cpu{cpu}" / "topology"
         topology.mkdir(parents=True)

@@ -34,6 +34,7 @@ class Step:
         self.token = token
         self.error = error
         self.release = threading.Event()
+        self.queued_at = time.monotonic()
 
     def wait(self) -> StepOutput:
         assert self.release.wait(PATIENCE_SECONDS)

@@ -91,6 +91,8 @@ class TestTrace:
 class Adding:
     """A runner with a few operators."""
 
+    queued_at = 0.0
+
     def run(self, plan: StepPlan) -> StepOutput:
         numbers = torch.ones(64, 64)
         for _ in range(4):

@@ -291,6 +291,48 @@ def test_draws_are_those_of_the_reference(vocab_size: int, dtype: torch.dtype) -
         assert torch.equal(triton_sampling.sample(logits, batch), sampling.sample(logits, batch))
 
 
+@pytest.mark.parametrize(("vocab_size", "num_top"), [(3, 5), (300, 0), (4096, 20), (9001, 33)])
+def test_scores_are_those_of_the_reference(vocab_size: int, num_top: int) -> None:
+    """Logits that a mask has taken out, and the likeliest tokens all in one part of the vocabulary."""
+    logits = 3 * rand(4, vocab_size)
+    logits[1, 5000:] = -math.inf
+    logits[2, -40:] += 20
+    token_ids = torch.tensor([0, 1, vocab_size - 1, vocab_size // 2], device=DEVICE)
+    values, ids = triton_sampling.score_tokens(logits, token_ids, num_top)
+    expected, expected_ids = sampling.score_tokens(logits, token_ids, num_top)
+    assert values.shape == expected.shape and torch.allclose(values, expected, atol=1e-4)
+    assert ids.dtype == torch.int64 and torch.equal(ids, expected_ids)
+
+
+def test_scores_of_equal_logits_begin_with_the_lowest_tokens() -> None:
+    logits = torch.zeros((2, 5000), dtype=NARROW, device=DEVICE)
+    logits[1, 4500:] = 1.0
+    values, ids = triton_sampling.score_tokens(logits, torch.tensor([7, 7], device=DEVICE), 3)
+    assert ids.tolist() == [[0, 1, 2], [4500, 4501, 4502]]
+    assert torch.allclose(values[0].cpu(), torch.full((4,), -math.log(5000)))
+
+
+@pytest.mark.filterwarnings("ignore:invalid value")
+def test_scores_of_rows_that_are_not_finite_are_nan() -> None:
+    logits = rand(4, 5000)
+    logits[0, 4999], logits[1, 7], logits[2] = math.nan, math.inf, -math.inf
+    values, _ = triton_sampling.score_tokens(logits, torch.ones(4, dtype=torch.int64, device=DEVICE), 2)
+    assert values[:3, 0].isnan().all() and values[3].isfinite().all()
+
+
+@pytest.mark.parametrize("vocab_size", [31, 2048, 5001])
+def test_masks_touch_forbidden_logits_alone(vocab_size: int) -> None:
+    wide = rand(5, vocab_size + 3)
+    rows, words = torch.tensor([3, 0, 4], device=DEVICE), -(-vocab_size // 32)
+    bits = torch.randint(-(2**31), 2**31 - 1, (3, words), generator=torch.Generator().manual_seed(1)).int().to(DEVICE)
+    bits[1] = 0
+    expected, found = wide.clone(), wide.clone()
+    sampling.mask_logits(expected[:, :vocab_size], rows, bits)
+    triton_sampling.mask_logits(found[:, :vocab_size], rows, bits)
+    assert torch.equal(found, expected)
+    assert torch.equal(found[:, vocab_size:], wide[:, vocab_size:]), "a part wrote beyond its row"
+
+
 def test_rows_that_are_not_finite_are_marked() -> None:
     logits = rand(4, 300)
     logits[0, 299], logits[1, 7], logits[2] = math.nan, math.inf, -math.inf

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from cpu_runner import BLOCK_SIZE, make_runner, reference_model
+from splitserve.kernels.reference.sampling import score_tokens
 from splitserve.models.layers import decoder
 from splitserve.models.runner.runner import NonFiniteLogitsError
 from splitserve.models.sampling.logprobs import LOWEST, Scores, unpacked
@@ -75,13 +76,14 @@ def test_prompts_and_draws_have_the_raw_log_probabilities(
 
 
 def test_numbers_survive_the_copy_to_the_host() -> None:
-    logprobs = torch.log_softmax(torch.randn(6, 50), dim=1)
-    logprobs[2] = -torch.inf
-    scores = Scores.of(logprobs, torch.arange(6), 20)
+    logits = torch.randn(6, 50)
+    logits[2, :2] = -torch.inf
+    logits[2, 2], logits[2, 3:] = torch.finfo(torch.float32).min, 0.0
+    scores = Scores.of(logits, torch.arange(6), 20, score_tokens)
     found = unpacked(scores.packed().numpy(), 6)
     for (values, top_ids), row, ids in zip(found.rows(), scores.values, scores.top_ids, strict=True):
         assert values == row.tolist() and top_ids == ids.tolist()
-    assert found.rows()[2][0] == [LOWEST] * 21 and found.is_finite()
+    assert found.rows()[2][0][0] == LOWEST and found.is_finite()
 
 
 def test_a_prompt_without_finite_logits_fails_its_step(tiny_qwen3: Path) -> None:

@@ -55,6 +55,21 @@ def test_fast_and_slow_workers_get_what_they_can_do():
     assert place(slow, worker("p1", Role.PREFILL, queue_seconds=0.6), decode).prefill == slow.party
 
 
+def test_the_least_busy_of_idle_workers_takes_a_prompt_and_a_busy_one_is_spared_computing():
+    decode = worker("d", Role.DECODE, num_requests=8, num_decoding=8)
+    none = Objectives(0.0, 0.0)
+    busy, quiet = (
+        worker("p0", Role.PREFILL, prefill_busy=0.6),
+        worker("p1", Role.PREFILL, prefill_busy=0.3, num_placed=9),
+    )
+    assert place(busy, quiet, decode, objectives=none).parties[0] == quiet.party
+    cached = worker("p2", Role.PREFILL, prefill_busy=0.6, prefix_match_tokens=3500, queue_seconds=0.14)
+    assert place(quiet, cached, decode, objectives=none).parties[0] == cached.party, "0.1 s saved where it is busy"
+    slow = worker("p2", Role.PREFILL, prefill_busy=0.0, prefix_match_tokens=3500, queue_seconds=0.14)
+    fresh = worker("p1", Role.PREFILL, prefill_busy=0.0)
+    assert place(fresh, slow, decode, objectives=none).parties[0] == fresh.party, "idle workers have time for it"
+
+
 def test_decode_goes_where_gaps_stay_short():
     prefill = worker("p", Role.PREFILL)
     batch, memory = {"num_requests": 60, "num_decoding": 60}, {"context_tokens": 600_000}
@@ -108,7 +123,7 @@ def test_the_first_prompt_of_a_queue_counts_less_with_time():
     queue.remove("b", 13.0)
     queue.remove("b", 13.0)
     assert queue.seconds(13.0) == 0.0 and not len(queue)
-    assert queue.busy_share(13.0) == pytest.approx(0.3, rel=0.3)
+    assert queue.busy_share(13.0) == pytest.approx(3.0 / BUSY_SECONDS, rel=0.3)
     assert queue.busy_share(13.0 + 10 * BUSY_SECONDS) < 0.001
 
 

@@ -11,7 +11,8 @@ import pytest
 import zmq
 
 from router_harness import RouterProcess, Workers, write_model_dir
-from splitserve.benchmarks.engine.paced_worker import PacedRunner, build_loop
+from splitserve.benchmarks.engine.paced_runner import PacedRunner
+from splitserve.benchmarks.engine.paced_worker import build_loop
 from splitserve.benchmarks.router.instant_worker import InstantWorker, WorkerOptions
 from splitserve.benchmarks.router.worker_script import DEFAULT_LAYOUT, default_script
 from splitserve.common.errors import HandshakeError
@@ -31,6 +32,7 @@ from splitserve.protocol.messages.membership import (
     WorkerInfo,
 )
 from splitserve.protocol.messages.requests import Introduce, PeerRef
+from splitserve.protocol.placement.step_model import StepModel
 from splitserve.protocol.request import Party, Role
 from splitserve.protocol.wire import decode, encode
 from splitserve.router.links.membership import Membership
@@ -169,7 +171,7 @@ class Loop:
 
     def __init__(self, membership: str, protocol: ProtocolConfig | None = None) -> None:
         self.loop: WorkerLoop
-        self.loop, where = build_loop(membership, PacedRunner(0.005, 0.0, 0.0, vocab_size=1000), protocol=protocol)
+        self.loop, where = build_loop(membership, PacedRunner(StepModel(0.005), vocab_size=1000), protocol=protocol)
         self.party = where.party
         self.error: Exception | None = None
         self._thread = threading.Thread(target=self._run)

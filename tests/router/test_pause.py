@@ -6,7 +6,6 @@ from router_core import DEADLINE_SECONDS, DECODE, MIXED, PREFILL, Core
 from splitserve.protocol.messages.operators import PrefixCacheReset, ResetPrefixCache, SetFrozen
 from splitserve.protocol.messages.requests import Abort, DecodeRequest, PrefillRequest
 from splitserve.protocol.request import FinishReason, Party, RequestKey, Role, SamplingParams
-from splitserve.router.http.api_error import ApiError
 from splitserve.router.placement.prefix_view import PromptHashes
 from splitserve.router.requests.active_request import ActiveRequest
 from splitserve.router.requests.effects import Begun, CachesAreReset, Deliver, Effect, Refuse, Send, SetTimer
@@ -22,6 +21,7 @@ from splitserve.router.requests.events import (
     TimerKind,
 )
 from splitserve.router.requests.operations.drains import check_drain, worker_named
+from splitserve.router.requests.operations.refusal import OperationRefusedError, RefusalReason
 
 
 def pause(core: Core, mode: PauseMode) -> None:
@@ -186,12 +186,12 @@ class TestResets:
 def test_the_last_worker_of_a_role_drains_with_force_only() -> None:
     core = Core(PREFILL, DECODE)
     record = worker_named(core.membership, "decode-0")
-    with pytest.raises(ApiError) as refused:
+    with pytest.raises(OperationRefusedError, match='"force": true') as refused:
         check_drain(core.membership, record, force=False, is_frozen=False)
-    assert refused.value.status == 409 and '"force": true' in str(refused.value)
+    assert refused.value.reason is RefusalReason.LAST_WORKER
     check_drain(core.membership, record, force=True, is_frozen=False)
-    with pytest.raises(ApiError) as unknown:
+    with pytest.raises(OperationRefusedError, match="decode-0, prefill-0") as unknown:
         worker_named(core.membership, "decode-9")
-    assert unknown.value.status == 404 and "decode-0, prefill-0" in str(unknown.value)
-    with pytest.raises(ApiError, match="resume first"):
+    assert unknown.value.reason is RefusalReason.UNKNOWN_WORKER
+    with pytest.raises(OperationRefusedError, match="resume first"):
         check_drain(core.membership, record, force=True, is_frozen=True)

@@ -14,9 +14,9 @@ from splitserve.common.errors import ConfigError
 from splitserve.protocol.placement.step_model import StepModel
 from splitserve.protocol.request import Role
 from splitserve.simulation.replay.cluster import (
-    HANDOVER_SECONDS,
     LAST_CHUNK_TOKENS,
     MESSAGE_SECONDS,
+    READ_SECONDS,
     ClusterSpec,
     ReplayCluster,
     pool,
@@ -62,7 +62,7 @@ def test_a_handover_takes_its_bytes_and_its_messages() -> None:
     result = run([ReplayRequest(0.0, 2500, 2)], *worker, policy=fixed_threshold(ALWAYS))
     (figures,) = result.requests
     assert not figures.is_local and figures.prefill == "prefill-0"
-    read = HANDOVER_SECONDS + LAST_CHUNK_TOKENS * WORKER.token_bytes / WORKER.link_rate
+    read = READ_SECONDS + LAST_CHUNK_TOKENS * WORKER.token_bytes / WORKER.link_rate
     step = 4e-3 + 1e-4 + 1e-6 * 2500
     assert figures.ended_at - figures.first_token_at == pytest.approx(read + step)
     memory = result.memories["decode-0"]

@@ -16,6 +16,8 @@ from splitserve.protocol.step import StepOutput, StepPlan
 class _Done:
     """A step that has run."""
 
+    queued_at = 0.0
+
     def __init__(self, output: StepOutput) -> None:
         self._output = output
 
@@ -45,7 +47,9 @@ class LaunchingCpuRunner(ModelRunner):
         assert len(plan.chunks) <= self.limits[0]
         assert all(chunk.start + len(chunk.token_ids) <= self.limits[1] for chunk in plan.chunks)
         chunks = [
-            chunk if chunk.previous_chunk is None else replace(chunk, token_ids=[self._last[chunk.previous_chunk]])
+            chunk
+            if chunk.previous_chunk is None
+            else replace(chunk, token_ids=[self._last[chunk.previous_chunk]], previous_chunk=None)
             for chunk in plan.chunks
         ]
         output = self.run(replace(plan, chunks=chunks))

@@ -127,6 +127,7 @@ class MessageFuzzer:
             (1, lambda: GrantDelayed(key)),
             (2, lambda: LocalRequest(key, tokens, sampling, seconds, output)),
             (2, lambda: LocalRequest(key, prompt, sampling, longest, [], prefill)),
+            (2, lambda: PrefillRequest(key, prompt, sampling, decode, longest, prefix=rng.choice([prefill, decode]))),
             (2, lambda: PrefixGrant(key, rng.choice([0, 1, 9]), self._hashes(), rng.choice([0.0, 0.1, 10.0]))),
             (1, lambda: Abort(key)),
             (1, lambda: Introduce(prefill)),

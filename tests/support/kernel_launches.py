@@ -135,6 +135,9 @@ def other_kernels(dtype: torch.dtype) -> None:
     logits = torch.empty((3, 5000), dtype=dtype)
     for temperature, top_k, top_p in ((0.0, 0, 1.0), (0.8, 0, 1.0), (0.8, 50, 1.0), (0.8, 0, 0.9), (0.8, 50, 0.9)):
         kernels.sample(logits, SamplingBatch([temperature] * 3, [top_k] * 3, [top_p] * 3, range(3), [0] * 3, [1] * 3))
+    for num_top in (0, 5):
+        kernels.score_tokens(logits, torch.arange(3), num_top)
+    kernels.mask_logits(logits.float(), torch.arange(2), torch.zeros((2, 157), dtype=torch.int32))
     kv_cache = torch.empty((8, 2, 2, 2, 16, 64), dtype=dtype)
     blocks, staged = torch.arange(3), torch.empty((3, 2, 1, 2, 16, 64), dtype=dtype)
     kernels.gather_kv(kv_cache, blocks, 1, staged)

@@ -91,6 +91,7 @@ ON_CLUSTERS = {
     "end_to_end/test_quickstart",
     "end_to_end/test_host_offers",
     "end_to_end/test_late_grants",
+    "end_to_end/test_prefix_reads",
     "benchmarks/test_tiers",
     "benchmarks/test_soak",
     "engine/test_profile",

@@ -7,10 +7,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from splitserve.benchmarks.engine.direct_router import DirectRouter
-from splitserve.benchmarks.engine.paced_worker import PacedRunner, build_loop
+from splitserve.benchmarks.engine.paced_runner import PacedRunner
+from splitserve.benchmarks.engine.paced_worker import build_loop
 from splitserve.engine.steps.executor import always_works
 from splitserve.protocol.messages.membership import Heartbeat, WorkerLoad
 from splitserve.protocol.messages.requests import LocalRequest, RequestFailed, StepTokens
+from splitserve.protocol.placement.step_model import StepModel
 from splitserve.protocol.request import FinishReason, RequestKey, SamplingParams
 from splitserve.protocol.step import LaunchedStep, LaunchingRunner, StepOutput, StepPlan
 from waiting import PATIENCE_SECONDS
@@ -19,6 +21,8 @@ ILLEGAL = "CUDA error: an illegal memory access was encountered"
 
 
 class FailedStep:
+    queued_at = 0.0
+
     def __init__(self, error: Exception) -> None:
         self.error = error
 
@@ -30,7 +34,7 @@ class FaultyRunner:
     """Steps of 5 ms. Step number ``fails_at`` fails when it's waited for; if sticky, so do all after it."""
 
     def __init__(self, fails_at: int = 0, *, is_sticky: bool = False) -> None:
-        self.device = PacedRunner(0.005, 0.0, 0.0, vocab_size=1000)
+        self.device = PacedRunner(StepModel(0.005), vocab_size=1000)
         self.fails_at = fails_at
         self.is_sticky = is_sticky
         self.is_broken = False

@@ -18,6 +18,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -71,6 +72,7 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     num_requests: int = 8
     features: bool = False
     max_choices: int = 1  # of a prompt
+    has_turns: bool = False  # the second half of the prompts go on with the conversations of the first half
 
     @property
     def command(self) -> str:
@@ -101,9 +103,16 @@ def prepare(schedule: Schedule) -> Simulator:
         prefix = shared[index % len(shared)][: sim.random.choice([0, 0, 4, 8, 12])]
         prompt = prefix + [sim.random.randrange(VOCAB) for _ in range(sim.random.choice([1, 3, 4, 5, 17, 30]))]
         wanted = random_params(sim.random) if schedule.features else sim.random.choice([1, 2, 6, 20])
-        more = (prompt, wanted, choices.randint(1, schedule.max_choices))
-        sim.at(sim.random.uniform(0.0, 0.5), lambda i=index, m=more: sim.routers.submit(i, *m))  # type: ignore[misc]
+        more = (wanted, choices.randint(1, schedule.max_choices))
+        before = index - (schedule.num_requests + 1) // 2 if schedule.has_turns else -1
+        when = sim.random.uniform(0.0, 0.5) + (choices.uniform(0.5, 2.0) if before >= 0 else 0.0)
+        sim.at(when, functools.partial(submit, sim, index, before, prompt, more))
     return sim
+
+
+def submit(sim: Simulator, index: int, before: int, prompt: list[int], more: tuple[Any, int]) -> None:
+    """Submit a prompt; ``before``: the number of that whose conversation it goes on with, or -1."""
+    sim.routers.submit(index, [*(sim.routers.conversation(before) if before >= 0 else ()), *prompt], *more)
 
 
 def run_to_the_end(sim: Simulator, schedule: Schedule) -> None:
@@ -159,6 +168,7 @@ def random_schedule(seed: int) -> Schedule:
         protocol=protocol,
         num_requests=chosen.choice([4, 8, 8, 16]),
         max_choices=chosen.choice([1, 1, 4]),
+        has_turns=chosen.random() < 0.5,
     )
 
 

@@ -1,7 +1,7 @@
 """``constraint``: only tokens with which the output still matches a grammar are drawn.
 
 Masks are made on the host while the device computes the step's logits, from matchers that have taken all earlier
-tokens: so a sequence's next step isn't launched before its last token is known.
+tokens, the last of which is known by then.
 """
 
 from pathlib import Path
@@ -9,11 +9,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from splitserve.common.cores import available_cores
+from splitserve.kernels.api import MaskLogits
 from splitserve.models.constraints.grammars import Grammars
-from splitserve.models.constraints.masks import HostMasks, MaskMaker, apply_masks
+from splitserve.models.constraints.masks import DeviceMasks, HostMasks, MaskMaker
 from splitserve.models.constraints.progress import Progress
-from splitserve.models.sampling.feature import Draw, Feature, Rows, to_device
+from splitserve.models.sampling.feature import Draw, Feature, Rows
 from splitserve.protocol.step import FeatureStart
+
+_MAX_THREADS = 8
 
 
 class Grammar(Feature):
@@ -23,13 +27,18 @@ class Grammar(Feature):
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         super().__init__(vocab_size, device)
         self._grammars: Grammars | None = None
-        self._masks = MaskMaker(pin_memory=device.type == "cuda")
-        self._on_host = HostMasks() if device.type == "cpu" else None
+        self._masks = MaskMaker(pin_memory=False)
+        self._applied: HostMasks | DeviceMasks | None = None  # None: not opened
         self._progress: dict[int, Progress] = {}  # by slot
 
-    def open_model(self, model_dir: Path) -> None:
+    def open_model(self, model_dir: Path, mask_logits: MaskLogits) -> None:
         """See :meth:`Feature.open_model`."""
         self._grammars = Grammars(model_dir, self.vocab_size)
+        if self.device.type == "cpu":
+            self._applied = HostMasks()
+        else:
+            self._applied = DeviceMasks(self.device, mask_logits)
+            self._masks = MaskMaker(pin_memory=True, num_threads=min(_MAX_THREADS, available_cores()))
 
     def begin(self, slot: int, start: FeatureStart) -> None:
         """See :meth:`Feature.begin`. Compiling a new grammar takes milliseconds, loading the tokenizer a second."""
@@ -55,11 +64,8 @@ class Grammar(Feature):
             if progress.error:
                 rows.errors[draw.row] = progress.error
                 bits[index] = -1
-        if self._on_host is not None:
-            self._on_host.apply(logits, [draw.row for draw in constrained], bits)
-        else:
-            chosen = rows if len(constrained) == len(rows.draws) else Rows(constrained, self.device)
-            apply_masks(logits, chosen.rows, to_device(bits, self.device))
+        assert self._applied is not None
+        self._applied.apply(logits, [draw.row for draw in constrained], bits)
 
     def _matches(self, draw: Draw, rows: Rows) -> bool:
         """Return whether the grammar has begun. Notes the error of one that has failed."""

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from splitserve.models.constraints.masks import FORBIDDEN
+from splitserve.kernels.api import FORBIDDEN
 from splitserve.models.sampling.feature import Draw, Feature, Rows
 
 

@@ -7,10 +7,11 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from splitserve.router.http.access.content_type import check_json
-from splitserve.router.http.api_error import ApiError
+from splitserve.router.http.api_error import ApiError, error_of_refusal
 from splitserve.router.http.bodies.reader import BodyReader
 from splitserve.router.requests.dispatcher import Dispatcher
 from splitserve.router.requests.events import PauseMode
+from splitserve.router.requests.operations.refusal import OperationRefusedError
 
 MAX_BODY_BYTES = 4096
 
@@ -63,4 +64,7 @@ class Operators:
 
     async def drain(self, request: Request) -> Response:
         body = await self._read(request, DrainBody)
-        return JSONResponse(self._operations.drain(request.path_params["worker"], force=body.force))
+        try:
+            return JSONResponse(self._operations.drain(request.path_params["worker"], force=body.force))
+        except OperationRefusedError as refusal:
+            raise error_of_refusal(refusal) from refusal

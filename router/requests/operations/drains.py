@@ -1,31 +1,31 @@
 """Drains of workers, as operators ask for them. Pure."""
 
 from splitserve.protocol.cluster_report import WorkerState
-from splitserve.router.http.api_error import ApiError
 from splitserve.router.links.membership import Membership
 from splitserve.router.links.worker_record import WorkerRecord
+from splitserve.router.requests.operations.refusal import OperationRefusedError, RefusalReason
 
 
 def worker_named(membership: Membership, engine_id: str) -> WorkerRecord:
-    """Return the worker with this name. Raises :class:`ApiError` 404 that names the known ones."""
+    """Return the worker with this name. Raises :class:`OperationRefusedError` that names the known ones."""
     records = {record.info.party.engine_id: record for record in membership.records()}
     if engine_id not in records:
         known = ", ".join(sorted(records)) or "none"
-        shown = engine_id[:100]
-        raise ApiError(404, f"there is no worker {shown!r}; known: {known}", param="worker", code="unknown_worker")
+        message = f"there is no worker {engine_id[:100]!r}; known: {known}"
+        raise OperationRefusedError(RefusalReason.UNKNOWN_WORKER, message)
     return records[engine_id]
 
 
 def check_drain(membership: Membership, record: WorkerRecord, *, force: bool, is_frozen: bool) -> None:
-    """Raise :class:`ApiError` 409 for a worker that can't drain now, or that only ``force`` drains: the last of its
-    role that takes requests."""
+    """Raise :class:`OperationRefusedError` for a worker that can't drain now, or that only ``force`` drains: the last
+    of its role that takes requests."""
     name, role = record.info.party.engine_id, record.info.role
     if is_frozen:
-        raise ApiError(409, f"{name} is frozen and would never finish its requests: resume first", code="paused")
+        message = f"{name} is frozen and would never finish its requests: resume first"
+        raise OperationRefusedError(RefusalReason.PAUSED, message)
     if record.state not in (WorkerState.READY, WorkerState.DRAINING):
-        raise ApiError(
-            409, f"{name} is {record.state}, not ready: only a worker with a link can drain", code="not_ready"
-        )
+        message = f"{name} is {record.state}, not ready: only a worker with a link can drain"
+        raise OperationRefusedError(RefusalReason.NOT_READY, message)
     others = [
         each
         for each in membership.records()
@@ -33,4 +33,4 @@ def check_drain(membership: Membership, record: WorkerRecord, *, force: bool, is
     ]
     if not (others or force or record.state is WorkerState.DRAINING):
         message = f'{name} is the last {role} worker that takes requests: send "force": true to drain it all the same'
-        raise ApiError(409, message, param="force", code="last_worker")
+        raise OperationRefusedError(RefusalReason.LAST_WORKER, message)

@@ -18,7 +18,7 @@ TTFT_STAGES = {
     "retries": "Attempts that failed before the one with the first token",
     "dispatch": "Way of the request to the worker that computes the prompt, and its wait in that worker's inbox",
     "grant_wait": "Wait of prefill for the grant: decode reserves room for the whole prompt, once its turn comes soon",
-    "prefix_read": "Read of a prefix that another worker had",
+    "prefix_read": "Read of a prefix that another worker had, and the wait for room for the prompt",
     "prefill_queue": "Wait for the prompt's first step, the grant_wait left out",
     "prefill": "First step of the prompt until its first token is drawn: all chunks, and the steps between them",
     "handover": "Hand-over of the prompt's KV, for the choices after the first",
@@ -85,7 +85,7 @@ def _worker_boundaries(attempt: AttemptTimeline, times: tuple[Times, Times]) -> 
         if MarkKind.ASKED in at:  # a late grant: others came first
             boundaries.append(("prefill_queue", at[MarkKind.ASKED]))
         boundaries.append(("grant_wait", at.get(MarkKind.GRANTED)))
-    elif MarkKind.PREFIX in at:
+    if MarkKind.PREFIX in at:
         boundaries.append(("prefix_read", at[MarkKind.PREFIX]))
     boundaries += [("prefill_queue", at.get(MarkKind.BEGUN)), ("prefill", at.get(MarkKind.DRAWN))]
     if attempt.primary is not None:

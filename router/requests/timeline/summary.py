@@ -43,6 +43,7 @@ def summarize(request: ActiveRequest, now: float) -> RequestSummary:
         request_class=request.context.request_class.name,
         tenant=request.context.tenant,
         predicted_ttft_seconds=request.predicted_ttft_seconds,
+        handover_reads=0 if handover is None else handover.reads,
     )
 
 

@@ -31,6 +31,14 @@ def usable_cpus() -> set[int]:
     return set(range(os.cpu_count() or 1))
 
 
+def by_core(cpus: Iterable[int], cpu_root: Path = _CPU_ROOT) -> list[int]:
+    """Return hardware threads with those of one core next to each other, in the order of the cores' first ones."""
+    cores: dict[str, list[int]] = {}
+    for cpu in sorted(cpus):
+        cores.setdefault(_siblings(cpu_root, cpu), []).append(cpu)
+    return [cpu for core in cores.values() for cpu in core]
+
+
 def available_cores() -> int:
     """Return the number of physical cores that this process may use: those of its affinity mask, at most its cgroup's
     quota, at least one."""

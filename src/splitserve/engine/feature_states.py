@@ -4,7 +4,7 @@ import itertools
 from dataclasses import dataclass
 
 from splitserve.protocol.request import SamplingParams
-from splitserve.protocol.sampling_features import SAMPLING_FEATURES, wanted_features
+from splitserve.protocol.sampling_features import wanted_features
 from splitserve.protocol.step import FeatureStart, FeatureUse
 from splitserve.protocol.token_ids import TokenIds
 
@@ -18,16 +18,12 @@ class FeatureStates:
     count or a release."""
 
     state_id: int
-    needs_last_token: bool  # no step may draw before the token of the one before it is known
     next_position: int = _NO_POSITION  # of the draw that the runner's states are ready for
 
     @classmethod
     def of(cls, sampling: SamplingParams) -> "FeatureStates | None":
         """Return the states that a request's draws need; None if it wants no feature."""
-        wanted = wanted_features(sampling)
-        if not wanted:
-            return None
-        return cls(next(_state_ids), any(SAMPLING_FEATURES[name].needs_last_token for name in wanted))
+        return cls(next(_state_ids)) if wanted_features(sampling) else None
 
     def use(self, sampling: SamplingParams, token_ids: TokenIds, num_prompt_tokens: int, position: int) -> FeatureUse:
         """Return the features' part of a draw at ``position``."""

@@ -27,8 +27,9 @@ class Requests:
         self._num_accepted = 0
 
     def owner(self, sequence: Sequence) -> Part:
-        """Return the part that moves the sequence's KV."""
-        return next((part for part in self.parts if part.owns(sequence)), NO_PART)
+        """Return the part that moves the sequence's KV: of two the last one, since the prefix of a prompt that is to be
+        handed out may first be read from a peer."""
+        return next((part for part in reversed(self.parts) if part.owns(sequence)), NO_PART)
 
     def accept(self, request: Any, sender: Party, now: float, *, decodes_here: bool) -> Sequence | None:
         """Return the sequence of a new request; None if it is late, repeated, or can never run here."""
@@ -150,11 +151,12 @@ class Requests:
 
     def end(self, sequence: Sequence, reason: str, now: float, *, attempt_over: bool = True) -> None:
         """End a request on this worker; ``attempt_over``: on every worker."""
-        owner = self.owner(sequence)
         sequence.enter(Stage.ENDED)
         self.scheduler.remove(sequence)
-        owner.on_end(sequence, reason, now, attempt_over=attempt_over)
-        if not owner.owns(sequence):
+        for part in self.parts:
+            if part.owns(sequence):
+                part.on_end(sequence, reason, now, attempt_over=attempt_over)
+        if self.owner(sequence) is NO_PART:
             self.forget(sequence, reason, now, attempt_over=attempt_over)
 
     def fail(self, sequence: Sequence, code: FailureCode, reason: str, now: float) -> None:
@@ -182,8 +184,10 @@ class Requests:
         return min((s.deadline for s in self.state.sequences.values() if not s.has_ended), default=float("inf"))
 
     def check_invariants(self) -> None:
-        """Raise AssertionError unless each sequence agrees with its stage, and at most one part owns it."""
+        """Raise AssertionError unless each sequence agrees with its stage, and at most one part owns it: two, if its
+        prefix is read before it is handed out."""
         for sequence in self.state.sequences.values():
             owners = [type(part).__name__ for part in self.parts if part.owns(sequence)]
-            assert len(owners) <= 1, f"{sequence.key} has several owners: {owners}"
+            is_both = not sequence.decodes_here and sequence.stage in (Stage.PULLING, Stage.UNADMITTED)
+            assert len(owners) <= 1 + is_both, f"{sequence.key} has several owners: {owners}"
             sequence.check_invariants(self.state.blocks.block_size)

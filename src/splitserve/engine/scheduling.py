@@ -14,6 +14,9 @@ from splitserve.engine.stage import Stage
 from splitserve.protocol.counters import WorkerCounters
 from splitserve.protocol.step import ScheduledChunk
 
+MAX_LOADS_AHEAD = 8
+"""The first sequences that wait: those that may have their KV onboarded or read from a peer, and hold blocks for it."""
+
 
 class Planned(NamedTuple):
     sequence: Sequence

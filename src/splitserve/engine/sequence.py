@@ -11,7 +11,7 @@ from splitserve.engine.stage import NEXT_STAGES, Stage
 from splitserve.kvconnector.layout.shape import num_blocks_for
 from splitserve.kvconnector.tiers.loads import BlockLoad
 from splitserve.protocol.messages.marks import MarkList
-from splitserve.protocol.messages.requests import HandoverReport
+from splitserve.protocol.messages.requests import HandoverReport, PeerRef
 from splitserve.protocol.request import FinishReason, Party, RequestKey, SamplingParams
 from splitserve.protocol.step import (
     MAX_STEPS_IN_FLIGHT,
@@ -83,6 +83,7 @@ class Sequence:
     was_admitted: bool = False  # held room for all its tokens at some time, perhaps no longer
     keeps_to_itself: bool = False  # its KV may rest on forgotten content: no other request finds it
     skips_tiers: bool = False  # a load took too long: computes what the pool doesn't have
+    prefix: PeerRef | None = None  # a peer to read more of its prompt from, when its turn comes; None once that is over
     load: BlockLoad | None = None  # its blocks that are being onboarded
     launched: LaunchedChunks = field(default_factory=LaunchedChunks)  # its part of the steps in flight
     features: FeatureStates | None = field(init=False)  # of its sampling features on the runner; None: it has none
@@ -133,11 +134,6 @@ class Sequence:
     def may_go_on(self) -> bool:
         """Return whether lengths allow a token after the one that a launched step draws."""
         return len(self.token_ids) + 1 < self.end_length
-
-    @property
-    def may_run_ahead(self) -> bool:
-        """Return whether the next token can be drawn by a step that is launched before the last one is known."""
-        return self.may_go_on and (self.features is None or not self.features.needs_last_token)
 
     @property
     def draws_no_more(self) -> bool:

@@ -22,7 +22,7 @@ NEXT_STAGES: dict[Stage, frozenset[Stage]] = {
     Stage.UNGRANTED: frozenset({Stage.QUEUED, *_OVER}),
     Stage.UNADMITTED: frozenset({Stage.PULLING, Stage.ENDED}),
     Stage.PULLING: frozenset({Stage.UNADMITTED, Stage.QUEUED, Stage.PREFILLING, Stage.DECODING, Stage.ENDED}),
-    Stage.QUEUED: frozenset({Stage.PREFILLING, *_OVER}),
+    Stage.QUEUED: frozenset({Stage.PULLING, Stage.PREFILLING, *_OVER}),
     Stage.PREFILLING: frozenset({Stage.QUEUED, Stage.DECODING, Stage.OFFERED, *_OVER}),
     Stage.DECODING: frozenset({Stage.QUEUED, Stage.ENDED}),
     Stage.OFFERED: frozenset(_OVER),

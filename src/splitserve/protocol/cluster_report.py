@@ -122,6 +122,7 @@ class RequestSummary(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     request_class: str = ""  # the request's class
     tenant: str = ""  # the tenant whose key it had
     predicted_ttft_seconds: float | None = None  # as predicted at its arrival
+    handover_reads: int = 0  # number of the hand-over's reads
 
 
 class TraceSpan(msgspec.Struct, frozen=True, gc=False):

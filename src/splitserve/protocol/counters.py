@@ -106,6 +106,7 @@ class WorkerCounters(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     tier_failures: Annotated[Count, Counter("Copies that failed, and loads that took too long, over all tiers")] = 0
     peer_prefixes: Annotated[Count, Counter("Prefixes read from another worker's device or host tier")] = 0
     peer_prefix_blocks: Annotated[Count, Counter("Blocks of those prefixes")] = 0
+    peer_prefix_misses: Annotated[Count, Counter("Prefixes that another worker was asked for and did not have")] = 0
     peer_prefix_failures: Annotated[Count, Counter("Reads of another worker's prefix that failed")] = 0
     other_copies: Annotated[Count, Counter("Hand-overs that continued from another copy of the blocks")] = 0
     host_offered_blocks: Annotated[Count, Counter("Blocks that moved to the host tier while on offer")] = 0
@@ -166,7 +167,7 @@ class WorkerLoad(WorkerCounters, frozen=True, kw_only=True):  # type: ignore[mis
     malformed_messages: Annotated[Count, Counter("Messages dropped: they could not be decoded")] = 0
     resident_bytes: Annotated[Count, Gauge("Resident memory of the worker's processes")] = 0
     requests_tracked: Annotated[Count, Gauge("Requests and hand-overs that the worker holds state for")] = 0
-    peers_ready: Annotated[Count, Gauge("Prefill workers that this worker can read from")] = 0
+    peers_ready: Annotated[Count, Gauge("Workers that this worker can read from")] = 0
     tier_blocks: Annotated[Count, Gauge("Blocks that can be loaded, over all tiers but the shared one")] = 0
     frozen: Annotated[int, msgspec.Meta(ge=0, le=1), Gauge("1 while a pause keeps the requests frozen, else 0")] = 0
     step_error: Annotated[NonNegative, Gauge("Mean error of the predicted times of recent steps, as a ratio")] = 0.0

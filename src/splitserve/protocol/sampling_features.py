@@ -126,7 +126,7 @@ class SamplingFeature:
     module: str  # in splitserve.models.sampling.features
     class_name: str  # in that module
     params: tuple[str, ...]  # its parameters; it is wanted where one of them isn't neutral
-    needs_last_token: bool = False  # a draw needs the token before it on the host: no step is launched ahead
+    needs_last_token: bool = False  # a draw needs the token before it on the host, and waits for it there
 
 
 # In the order in which they apply: the grammar, then that of the logits processors of transformers.

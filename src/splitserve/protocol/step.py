@@ -176,6 +176,10 @@ class StepOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
 class LaunchedStep(Protocol):
     """A step that the device runs, or is about to."""
 
+    @property
+    def queued_at(self) -> float:
+        """The time by the monotonic clock at which the device had all of the step but its draws."""
+
     def wait(self) -> StepOutput:
         """Return what the step drew, once it has completed."""
 
@@ -184,4 +188,5 @@ class LaunchingRunner(Protocol):
     """A runner whose device runs steps by itself, one after the other."""
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
-        """Queue a step behind those that were launched before, and return at once."""
+        """Queue a step behind those that were launched before, and return at once: only a draw that needs the token
+        before it on the host waits for the step that draws that one, while the device computes the logits."""

@@ -28,16 +28,20 @@ class SampledHead:
 
     def __init__(self, model_dir: Path) -> None:
         self._sampler = Sampler(sample, VOCAB, _CPU, model_dir)
+        self._drawn: dict[int, int] = {}  # tokens of the last step, by chunk
 
     @torch.inference_mode()
     def draw(self, plan: StepPlan, read: Mapping[int, Sequence[int]]) -> list[Draw | None]:
         """See :meth:`splitserve.simulation.model.Head.draw`."""
         self._sampler.prepare(plan)
+        before, self._drawn = self._drawn, {}
         if not read:
             return [None] * len(plan.chunks)
         logits = torch.stack([_logits(mix(*kv)) for kv in read.values()])
-        drawn = self._sampler.draw(logits, plan.chunks)
-        return list(output_of_step(plan, drawn.numpy(), None, self._sampler.errors).draws)
+        drawn = self._sampler.draw(logits, plan.chunks, lambda: before)
+        draws = list(output_of_step(plan, drawn.numpy(), None, self._sampler.errors).draws)
+        self._drawn = {index: draw.token_id for index, draw in enumerate(draws) if draw is not None}
+        return draws
 
 
 class SampledModel:

@@ -1,5 +1,6 @@
 """``splitserve bench goodput`` on real clusters: the folder of a run, its report, and a run that goes on."""
 
+import contextlib
 import json
 import re
 from collections import Counter
@@ -7,20 +8,24 @@ from pathlib import Path
 
 import pytest
 
+from splitserve.benchmarks.goodput import bench
 from splitserve.benchmarks.goodput.bench import main
+from splitserve.benchmarks.goodput.clusters import Clusters
 from splitserve.common.errors import ConfigError
 
-OPTIONS = ["--suite", "smoke", "--num-requests", "8", "--kv-memory", "64MiB", "--side-by-side"]
+OPTIONS = ["--suite", "smoke", "--num-requests", "8", "--first-rate", "30", "--kv-memory", "64MiB", "--side-by-side"]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder of a run with two probes of each arm, on one cluster of each."""
+    """Return the folder of a run with two probes of each arm, on one cluster of each, which both calls use."""
     parent = tmp_path_factory.mktemp("results")
-    status = main([*OPTIONS, "--max-seconds", "0.001", "--max-probes", "1", "--result-dir", str(parent)])
-    [made] = parent.iterdir()
-    assert status == 130 and len(list((made / "probes").iterdir())) == 1  # its time was up after one probe
-    assert main([*OPTIONS, "--max-probes", "2", "--continue", str(made)]) == 0
+    with Clusters(side_by_side=True) as clusters, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bench, "Clusters", lambda **_options: contextlib.nullcontext(clusters))
+        status = main([*OPTIONS, "--max-seconds", "0.001", "--max-probes", "1", "--result-dir", str(parent)])
+        [made] = parent.iterdir()
+        assert status == 130 and len(list((made / "probes").iterdir())) == 1  # its time was up after one probe
+        assert main([*OPTIONS, "--max-probes", "2", "--continue", str(made)]) == 0
     return made
 
 

@@ -3,12 +3,15 @@
 import json
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from splitserve.benchmarks.twin import bench
-from splitserve.benchmarks.twin.bench import main, shared_cpus
-from splitserve.benchmarks.twin.cases import Case, cases_of
+from splitserve.benchmarks.twin import bench, run
+from splitserve.benchmarks.twin.bench import main
+from splitserve.benchmarks.twin.cases import Case, Measured, cases_of
 from splitserve.benchmarks.twin.comparison import Prediction, bound_of, difference
+from splitserve.benchmarks.twin.fits import FIGURES
+from splitserve.benchmarks.twin.run import Run, shared_cpus
 from splitserve.common.errors import ConfigError
 
 # Four requests, the fewest of a load, take 240 steps of two sequences: enough for a fit.
@@ -28,7 +31,8 @@ def test_cases_are_all_combinations_with_names_for_files() -> None:
 
 
 def test_loads_at_once_have_cores_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench, "usable_cpus", lambda: {0, 1, 2, 3, 8, 9, 10, 11, 12})
+    monkeypatch.setattr(run, "by_core", sorted)
+    monkeypatch.setattr(run, "usable_cpus", lambda: {0, 1, 2, 3, 8, 9, 10, 11, 12})
     assert shared_cpus(1) == [[]]
     assert shared_cpus(2) == [[0, 1, 2, 3], [8, 9, 10, 11]]
     with pytest.raises(ConfigError, match="--jobs 10: each load needs cores of its own, and there are 9"):
@@ -45,13 +49,66 @@ def test_bounds_follow_the_load_and_the_noise_of_repeats() -> None:
     assert not Prediction("TTFT mean", 100.0, 0.01, 108.0, 101.0, 110.0, 0.05).holds
 
 
+def test_other_loads_await_the_throughput_of_the_highest_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Its repeats begin at once, at a rate that is estimated; they come first, since they take longest."""
+    monkeypatch.setattr(Run, "_burst_rate", lambda _run, case: {"1M": 10.0, "2M": 20.0}[case.arm])
+    options = [
+        "--arms",
+        "1M",
+        "2M",
+        "--workloads",
+        "64/8",
+        "--loads",
+        "0.5",
+        "1.2",
+        "--continue",
+        str(tmp_path / "run"),
+    ]
+    found = Run.of(bench.parser().parse_args(options))
+    assert [(each.case.arm, each.repeat, each.rate) for each in found.orders(set())] == [
+        ("1M", 0, 12.0), ("2M", 0, 24.0), ("1M", 1, 12.0), ("2M", 1, 24.0),
+    ]  # fmt: skip
+    order = next(found.orders({"paced_1M_64-8_1.2_0"}))
+    assert (order.case.arm, order.repeat) == ("2M", 0), "a load is begun once"
+    Path(next(found.orders(set())).result).write_bytes(msgspec.json.encode(measured(found.cases[0], 11.0)))
+    again = Run.of(bench.parser().parse_args(options))
+    assert [(each.case.arm, each.case.load, each.repeat, each.rate) for each in again.orders(set())] == [
+        ("2M", 1.2, 0, 24.0), ("1M", 1.2, 1, 13.0), ("2M", 1.2, 1, 24.0), ("1M", 0.5, 0, 5.5), ("1M", 0.5, 1, 5.5),
+    ]  # fmt: skip
+
+
+def measured(case: Case, throughput: float) -> Measured:
+    """Return a load that was asked for at 13 requests per second."""
+    return Measured(
+        case=case,
+        repeat=0,
+        rate=13.0,
+        offered_rate=13.0,
+        num_requests=100,
+        seed=0,
+        figures={"requests_per_second": throughput},
+        stages={},
+        usual_stages={},
+        reads=[],
+        router_ttft=0.0,
+        shortest_gap=0.0,
+        workers=[],
+        step_totals={},
+        step_errors={},
+        link_bytes_per_second=0.0,
+        num_cpus=1,
+    )
+
+
 def test_a_run_goes_on_where_it_was_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The first call has time for no load; the second one measures both, and compares them with their twins."""
-    folder = tmp_path / "run"
-    arguments = [*SHORT, "--continue", str(folder), "--result-dir", str(tmp_path)]
-    assert main([*arguments, "--max-seconds", "5"]) == bench.EXIT_INTERRUPTED
+    """The first call has time for no load; the second one, in a copy of the folder, measures both, and compares them
+    with their twins."""
+    first, folder = tmp_path / "first", tmp_path / "run"
+    assert main([*SHORT, "--continue", str(first), "--max-seconds", "5"]) == bench.EXIT_INTERRUPTED
     words = capsys.readouterr().out
     assert "2 loads are left" in words and "go on with --continue" in words
+    first.rename(folder)
+    arguments = [*SHORT, "--continue", str(folder), "--result-dir", str(tmp_path)]
     assert main(arguments) == 0
     shown = capsys.readouterr().out
     assert "paced_1M_64-120_0.3: TPOT mean" in shown and "inside their interval of 90%" in shown
@@ -60,7 +117,8 @@ def test_a_run_goes_on_where_it_was_left(tmp_path: Path, capsys: pytest.CaptureF
     assert [case["case"] for case in kept["cases"]] == ["paced_1M_64-120_1.1", "paced_1M_64-120_0.3"]
     assert all(run["figures"]["failed"] == {} for run in kept["runs"])
     assert str(tmp_path) not in json.dumps({**kept, "command": ""}), "paths of the machine"
-    assert main(arguments) == 0, "everything is measured: compared anew"
+    assert [each["figure"] for each in kept["accuracy"]] == 2 * list(FIGURES) and kept["rankings"] == []
+    assert main([*arguments, "--compare-only"]) == 0, "everything is measured and compared"
     with pytest.raises(ConfigError, match="measured under other conditions"):
         main([*arguments, "--seed", "1"])
 

@@ -1,12 +1,12 @@
-"""Injected mistakes of a twin are named by its residuals: slow steps, a slow link, a forgotten queue."""
+"""Mistakes of a twin are named by its residuals at several loads: slow steps, a slow link, a forgotten queue."""
+
+from functools import lru_cache
 
 import msgspec
 import pytest
 
-from splitserve.benchmarks.common.stats import summarise
-from splitserve.benchmarks.twin.fits import figures_of, stages_of
-from splitserve.benchmarks.twin.loads import records_of
-from splitserve.benchmarks.twin.residuals import Residual, residuals_of, verdict
+from splitserve.benchmarks.twin.fits import observed_twin
+from splitserve.benchmarks.twin.residuals import Observed, Residual, residuals_of, verdict
 from splitserve.protocol.config import EngineConfig
 from splitserve.protocol.memory_records import LayoutRecord
 from splitserve.protocol.placement.step_model import StepModel
@@ -14,65 +14,99 @@ from splitserve.protocol.request import Role
 from splitserve.simulation.twin.cluster import TwinCluster, TwinSpec
 from splitserve.simulation.twin.models import Calibration, HostModel, LinkModel
 from splitserve.simulation.twin.worker import WorkerSetup
-from splitserve.workloads.conversation import Workload
 from splitserve.workloads.synthetic import Exact, make
 
 STEPS = StepModel(0.004, 1e-4, 1e-7, 5e-5, 0.0, 1000)
 TRUE = Calibration(steps={Role.MIXED: STEPS}, link=LinkModel(bytes_per_second=2e9), host=HostModel())
 LAYOUT = LayoutRecord("twin", "w", "bfloat16", 64, 8, 8, 64)
-WORKLOAD = make(Exact(700, 40), 12.0, 300, seed=2)
+SHORT_ANSWERS, LONG_ANSWERS = Exact(700, 40), Exact(300, 150)
+PAIR = (Role.PREFILL, Role.DECODE)
+LOADS = [6.0, 12.0, 20.0, 24.0]
+"""Requests per second of SHORT_ANSWERS: 23%, 47%, 78% and 94% of what the prefill worker can compute."""
+SLOW_LOADS = LOADS[:3]
+"""Those at which steps that are 15% slower can compute all prompts, too. Else all reads wait for each other."""
 
 
-def measured(calibration: Calibration, max_num_seqs: int = 64, workload: Workload = WORKLOAD) -> dict[str, float]:
-    """Return the mean seconds of stages and gaps of a run on one prefill and one decode worker."""
+def simulated(
+    calibration: Calibration, rate: float, maker: Exact = SHORT_ANSWERS, max_num_seqs: int = 64, roles=PAIR
+) -> Observed:
+    """Return the figures of a run on one worker of each role."""
     engine = EngineConfig(model="twin", max_num_batched_tokens=1024, max_num_seqs=max_num_seqs).on("cuda")
     setups = [
-        WorkerSetup(f"{role}-0", role, engine, LAYOUT, (2000,), 8192, 1000, calibration.step_model(role))
-        for role in (Role.PREFILL, Role.DECODE)
+        WorkerSetup(f"{role}-{number}", role, engine, LAYOUT, (2000,), 8192, 1000, calibration.step_model(role))
+        for number, role in enumerate(roles)
     ]
-    result = TwinCluster(TwinSpec(setups, calibration), seed=1).run(workload, 1)
-    figures = figures_of(summarise([turn.record for turn in records_of(result)], None))
-    return stages_of(result.stages, figures)
+    result = TwinCluster(TwinSpec(setups, calibration), seed=1).run(make(maker, rate, 200, seed=2), 1)
+    return observed_twin(result, setups)
+
+
+@lru_cache
+def real(rate: float, maker: Exact = SHORT_ANSWERS, max_num_seqs: int = 64, roles=PAIR) -> Observed:
+    return simulated(TRUE, rate, maker, max_num_seqs, roles)
+
+
+def named(found: Observed, twin: Observed, calibration: Calibration) -> str:
+    """Return the verdict, in which all components that are off are named."""
+    return verdict(residuals_of(found, twin, calibration))
+
+
+def off_by(calibration: Calibration, rate: float, maker: Exact = SHORT_ANSWERS, roles=PAIR) -> str:
+    return named(real(rate, maker, roles=roles), simulated(calibration, rate, maker, roles=roles), calibration)
 
 
 def slower(steps: StepModel, factor: float) -> StepModel:
     return StepModel.of([factor * each for each in steps.coefficients], steps.num_steps)
 
 
-def off_by(twin: dict[str, float]) -> str:
-    return verdict(residuals_of(measured(TRUE), twin))
+@pytest.mark.parametrize("rate", LOADS)
+def test_without_a_mistake_nothing_is_off(rate: float) -> None:
+    assert off_by(TRUE, rate) == "no component is off"
 
 
-def test_without_a_mistake_nothing_is_off() -> None:
-    assert off_by(measured(TRUE)) == "no component is off"
+@pytest.mark.parametrize("rate", SLOW_LOADS)
+def test_a_step_model_that_is_15_percent_slow_is_named(rate: float) -> None:
+    words = off_by(msgspec.structs.replace(TRUE, steps={Role.MIXED: slower(STEPS, 1.15)}), rate)
+    assert words.startswith("off: ") and "prefill steps" in words and "decode steps" in words
+    assert not any(other in words for other in ("transfer", "hosts", "queues", "gaps"))
 
 
-def test_a_step_model_that_is_15_percent_slow_is_named() -> None:
+@pytest.mark.parametrize("rate", SLOW_LOADS)
+@pytest.mark.parametrize(("role", "name"), [(Role.DECODE, "decode steps"), (Role.PREFILL, "prefill steps")])
+def test_a_slow_model_of_one_role_is_told_from_the_other(rate: float, role: Role, name: str) -> None:
+    steps = {each: slower(STEPS, 1.15) if each is role else STEPS for each in PAIR}
+    words = off_by(msgspec.structs.replace(TRUE, steps=steps), rate)
+    assert words.startswith(f"off: {name}") and "also" not in words
+
+
+@pytest.mark.parametrize("rate", [4.0, 12.0])
+def test_slow_steps_of_mixed_workers_are_named(rate: float) -> None:
     wrong = msgspec.structs.replace(TRUE, steps={Role.MIXED: slower(STEPS, 1.15)})
-    words = off_by(measured(wrong))
-    assert words.startswith("off: ") and "steps" in words.partition(":")[2].partition(":")[0]
-    assert "prefill steps" in words and "decode steps" in words
-    assert "transfer" not in words and "queues" not in words
+    words = off_by(wrong, rate, roles=(Role.MIXED, Role.MIXED))
+    assert words.startswith("off: steps of mixed workers") and "also" not in words
 
 
-def test_a_slow_model_of_one_role_is_told_from_the_other() -> None:
-    wrong = msgspec.structs.replace(TRUE, steps={Role.DECODE: slower(STEPS, 1.15), Role.PREFILL: STEPS})
-    assert off_by(measured(wrong)).startswith("off: decode steps")
-
-
-def test_a_link_at_half_speed_is_named() -> None:
+@pytest.mark.parametrize("rate", LOADS)
+def test_a_link_at_half_speed_is_named(rate: float) -> None:
     """The real link has half the speed of the twin's."""
-    wrong = msgspec.structs.replace(TRUE, link=LinkModel(bytes_per_second=4e9))
-    words = off_by(measured(wrong))
+    words = off_by(msgspec.structs.replace(TRUE, link=LinkModel(bytes_per_second=4e9)), rate)
     assert words.startswith("off: transfer") and "also" not in words
 
 
-def test_a_forgotten_queue_is_named() -> None:
-    """The real workers take few sequences at once; the twin's take all, so that nothing waits for a grant."""
-    workload = make(Exact(300, 150), 4.0, 200, seed=2)  # prompts seldom meet, answers always do
-    real, twin = measured(TRUE, max_num_seqs=3, workload=workload), measured(TRUE, workload=workload)
-    words = verdict(residuals_of(real, twin))
+@pytest.mark.parametrize(
+    ("maker", "rate", "max_num_seqs"),
+    [(SHORT_ANSWERS, 6.0, 2), (SHORT_ANSWERS, 12.0, 3), (SHORT_ANSWERS, 20.0, 3), (SHORT_ANSWERS, 20.0, 4),
+     (LONG_ANSWERS, 4.0, 3), (LONG_ANSWERS, 8.0, 4), (LONG_ANSWERS, 8.0, 6)],
+)  # fmt: skip
+def test_a_forgotten_queue_is_named(maker: Exact, rate: float, max_num_seqs: int) -> None:
+    """The real workers take few sequences at once, so that requests wait; the twin's take all."""
+    words = named(real(rate, maker, max_num_seqs), simulated(TRUE, rate, maker), TRUE)
     assert words.startswith("off: queues") and "also" not in words
+
+
+def test_time_that_the_loop_takes_between_steps_is_named() -> None:
+    """Neither steps nor queues are off."""
+    words = off_by(msgspec.structs.replace(TRUE, host=HostModel(step_seconds=0.002)), 6.0)
+    assert words.startswith("off: gaps between tokens")
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,10 @@ import torch
 
 from byte_vocabulary import token_bytes
 from splitserve.common.grammars import GRAMMAR_LIMITS
+from splitserve.kernels.api import FORBIDDEN
+from splitserve.kernels.reference.sampling import mask_logits
 from splitserve.models.constraints.grammars import ConstraintError, Grammars
-from splitserve.models.constraints.masks import FORBIDDEN, HostMasks, MaskMaker, masked
+from splitserve.models.constraints.masks import HostMasks, MaskMaker
 from splitserve.models.constraints.progress import Progress
 from splitserve.models.demo.tokenizer import QWEN_TOKENS, train_tokenizer
 from splitserve.protocol.sampling_features import Constraint
@@ -48,7 +50,9 @@ def mask_after(grammars, constraint, output_ids):
 
 def allowed_after(grammars, constraint, output_ids):
     bits = mask_after(grammars, constraint, output_ids)
-    return set((masked(torch.zeros(1, VOCAB_SIZE), bits)[0] == 0).nonzero().squeeze(1).tolist())
+    logits = torch.zeros(1, VOCAB_SIZE)
+    mask_logits(logits, torch.tensor([0]), bits)
+    return set((logits[0] == 0).nonzero().squeeze(1).tolist())
 
 
 LANGUAGES = {
@@ -104,6 +108,19 @@ def test_after_the_end_only_end_tokens_are_allowed(tokenizer, grammars, ends):
         assert not progress.error
 
 
+def test_masks_made_by_several_threads_are_those_of_one(tokenizer, grammars, ends):
+    constraint = Constraint('start: "abcdefgh" "xyz"?', ends)
+    text = encode(tokenizer, "abcdefgh")
+    matchers = []
+    for number in range(3 * len(text)):
+        progress = Progress(constraint, grammars)
+        progress.advance(text[: number % (len(text) + 1)])
+        matchers.append(progress.matcher)
+    expected = MaskMaker(pin_memory=False).make(matchers, VOCAB_SIZE)
+    assert torch.equal(MaskMaker(pin_memory=False, num_threads=2).make(matchers, VOCAB_SIZE), expected)
+    assert len({tuple(row) for row in expected.tolist()}) > 1
+
+
 def test_a_state_is_a_function_of_the_output(tokenizer, grammars, ends):
     schema = '{"grammars":[{"json_schema":{"type":"object"}}]}'
     for marker in ((), tuple(encode(tokenizer, "</think>"))):
@@ -152,15 +169,19 @@ def test_errors_end_the_state(grammar, output, message, tokenizer, grammars, end
     assert (progress.matcher is None) == bool(message)
 
 
-def test_a_grammar_that_becomes_too_complex_is_an_error(grammars, ends, tokenizer, monkeypatch):
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_a_grammar_that_becomes_too_complex_is_an_error(grammars, ends, tokenizer, monkeypatch, num_threads):
     monkeypatch.setitem(GRAMMAR_LIMITS, "max_items_in_row", 60)
     progress = Progress(Constraint('start: e\ne: e e | "a" | "aa" | "aaa"', ends), grammars)
+    maker = MaskMaker(pin_memory=False, num_threads=num_threads)
+    others = [grammars.new_matcher(Constraint('start: "b"', ends)) for _ in range(9)]
     for _ in range(200):
         progress.advance(encode(tokenizer, "a"))
         if progress.matcher is None:
             break
-        MaskMaker(pin_memory=False).make([progress.matcher], VOCAB_SIZE)
+        maker.make([*others, progress.matcher], VOCAB_SIZE)
         progress.check()
+    assert not any(other.is_error() for other in others)
     assert "max is 60" in progress.error
 
 
@@ -187,7 +208,7 @@ def test_masks_on_the_host_equal_those_of_tensor_operations():
     bits[1] = -1
     bits[2, 31] = 1 << 7  # token 999 alone
     expected = logits.clone()
-    expected[rows] = masked(logits[rows], bits)
+    mask_logits(expected, rows, bits)
     HostMasks().apply(logits, rows.tolist(), bits)
     assert torch.equal(logits, expected)
     assert (logits[4] != FORBIDDEN).nonzero().tolist() == [[999]]

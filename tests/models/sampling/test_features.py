@@ -40,23 +40,27 @@ class Drawn:
         self.state_id = state_id
         self.output: list[int] = []
 
-    def chunk(self, *, anew: bool, known: bool = True) -> ScheduledChunk:
+    def chunk(self, *, anew: bool, previous: int | None = None) -> ScheduledChunk:
+        """``previous``: its chunk in the step before, whose token isn't known yet."""
         params, token_ids = self.params, [*PROMPT, *self.output]
         start = FeatureStart(params, PROMPT, list(self.output)) if anew else None
         use = FeatureUse(self.state_id, start) if wanted_features(params) else None
         position = len(token_ids)
         spec = SampleSpec(params.temperature, params.top_k, params.top_p, params.seed, 0, position, use)
-        last = token_ids[-1] if known else UNKNOWN_TOKEN
-        return ScheduledChunk([last], position - 1, [0], spec, None if known else 0)
+        last = token_ids[-1] if previous is None else UNKNOWN_TOKEN
+        return ScheduledChunk([last], position - 1, [0], spec, previous)
 
 
 def draw(
     sampler: Sampler, sequences: list[Drawn], *, anew: bool, known: bool = True, released: tuple[int, ...] = ()
 ) -> None:
-    plan = StepPlan([sequence.chunk(anew=anew, known=known) for sequence in sequences], released)
+    """Draw a token each; unless ``known``, the sampler gets the last ones when it asks for them."""
+    chunks = [each.chunk(anew=anew, previous=None if known else 7 + at) for at, each in enumerate(sequences)]
+    plan = StepPlan(chunks, released)
     sampler.prepare(plan)
+    before = {7 + at: sequence.output[-1] for at, sequence in enumerate(sequences) if not known}
     logits = torch.stack([raw_logits(each.params.seed, len(PROMPT) + len(each.output), VOCAB) for each in sequences])
-    for sequence, token_id in zip(sequences, sampler.draw(logits, plan.chunks).tolist(), strict=True):
+    for sequence, token_id in zip(sequences, sampler.draw(logits, plan.chunks, lambda: before).tolist(), strict=True):
         sequence.output.append(token_id)
 
 
@@ -98,14 +102,13 @@ def test_tokens_depend_on_nothing_but_the_request_and_its_output(name: str, temp
     params += [example_params(list(SAMPLING_FEATURES), chance, VOCAB, temperature=temperature)]
     sequences = [Drawn(each, state_id) for state_id, each in enumerate(params, start=1)]
     samplers = [new_sampler(), new_sampler()]
-    known = SAMPLING_FEATURES[name].needs_last_token
     where: dict[int, Sampler] = {}
     while running := [each for each in sequences if len(each.output) < NUM_DRAWS]:
         chosen = chance.sample(running, chance.randint(1, len(running)))
         for sampler in samplers:
             here = [each for each in chosen if where.get(each.state_id) is sampler]
             if here:
-                draw(sampler, here, anew=False, known=known or any(_needs_last(each) for each in here))
+                draw(sampler, here, anew=False, known=chance.random() < 0.3)
         moving = [each for each in chosen if each.state_id not in where or chance.random() < 0.2]
         if moving:
             target = chance.choice(samplers)
@@ -119,10 +122,6 @@ def test_tokens_depend_on_nothing_but_the_request_and_its_output(name: str, temp
     for sampler in samplers:
         sampler.prepare(StepPlan([], tuple(each.state_id for each in sequences)))
         assert sampler.num_states == 0
-
-
-def _needs_last(sequence: Drawn) -> bool:
-    return any(SAMPLING_FEATURES[name].needs_last_token for name in wanted_features(sequence.params))
 
 
 @pytest.mark.parametrize("name", SAMPLING_FEATURES)

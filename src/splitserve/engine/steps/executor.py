@@ -43,8 +43,8 @@ class StepResult:
     """The result of a launched step. ``seconds`` run from its launch, or from the end of the step before if that was
     later.
 
-    Steps are numbered from 1 on, in the order of their launches. ``ended`` is the time of its end, ``on_device`` the
-    time at which its launch was complete, both by the monotonic clock.
+    Steps are numbered from 1 on, in the order of their launches. ``ended`` is the time of its end, ``on_device`` that
+    at which it was launched (:attr:`LaunchedStep.queued_at`), both by the monotonic clock.
     """
 
     step: int
@@ -295,10 +295,11 @@ class OverlappedExecutor:
                 continue
             started = time.monotonic()
             try:
-                pending: LaunchedStep | Exception = self._runner.launch(plan)
+                step = self._runner.launch(plan)
+                launched = _Launched(plan, started, step.queued_at, step)
             except Exception as error:
-                pending = error
-            self._launched.put(_Launched(plan, started, time.monotonic(), pending))
+                launched = _Launched(plan, started, time.monotonic(), error)
+            self._launched.put(launched)
         self._launched.put(None)
 
     def _wait(self) -> None:

@@ -96,12 +96,14 @@ class PeerLink(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     ``transport`` in the connector's words; ``bytes_per_second`` of one thread's large read; ``problem`` explains an
     unsuitable transport, and is empty for a suitable one. A peer that can't be reached has no transport, and a problem.
+    ``prefix_blocks``: blocks of prompts' prefixes that were read from the peer, so far.
     """
 
     peer: str
     transport: str
     bytes_per_second: NonNegative
     problem: str = ""
+    prefix_blocks: Count = 0
 
 
 class Heartbeat(Message, frozen=True):

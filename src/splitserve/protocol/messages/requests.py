@@ -35,7 +35,8 @@ class PeerRef(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class PrefillRequest(Message, frozen=True):
-    """Compute the prompt's KV, draw the first token, offer the KV to ``decode``."""
+    """Compute the prompt's KV, draw the first token, offer the KV to ``decode``. ``prefix`` may have the KV of more of
+    the prompt than the receiver: read it from there, if that can be, and compute the rest."""
 
     key: RequestKey
     token_ids: TokenIds
@@ -47,6 +48,7 @@ class PrefillRequest(Message, frozen=True):
     priority: int = 0
     siblings: Siblings = []
     late_grant: bool = False
+    prefix: PeerRef | None = None
 
 
 class DecodeRequest(Message, frozen=True):

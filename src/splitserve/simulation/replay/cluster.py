@@ -22,15 +22,14 @@ from splitserve.router.requests.active_request import ActiveRequest, RequestCont
 from splitserve.router.requests.core import RouterCore
 from splitserve.router.requests.effects import Deliver, Ended, Refuse, Send
 from splitserve.router.requests.events import Event, FromWorker, Submit
+from splitserve.simulation.replay.job import Job
 from splitserve.simulation.replay.results import ReplayResult, RequestFigures
-from splitserve.simulation.replay.worker import Job, PacedWorker, WorkerSpec
+from splitserve.simulation.replay.worker import READ_SECONDS, PacedWorker, WorkerSpec
 from splitserve.simulation.replay.workload import BLOCK_TOKENS, ReplayRequest
 from splitserve.simulation.virtual_clock import VirtualClock
 
 MESSAGE_SECONDS = 0.0003
 """Time of a message between processes."""
-HANDOVER_SECONDS = 0.003
-"""Time of a hand-over beside its bytes."""
 LAST_CHUNK_TOKENS = 1024
 """Tokens whose KV still has to be read when the first token is out."""
 HEARTBEAT_SECONDS = 1.0
@@ -189,6 +188,7 @@ class ReplayCluster:
             figures.prefill = worker.spec.name
             self._prefills[request_id] = worker, job
             job.is_granted, job.decode = False, body.decode.party.engine_id
+            job.source = None if body.prefix is None else self.workers[body.prefix.party].cache
             if not body.late_grant:
                 job.asked_at = self.clock.now
             if self._spec.late_grants:
@@ -218,7 +218,7 @@ class ReplayCluster:
             return
         decode, decoding = self._decodes.pop(job.request_id)
         left = min(job.num_known - job.num_cached, LAST_CHUNK_TOKENS)
-        seconds = HANDOVER_SECONDS + left * decode.spec.token_bytes / decode.spec.link_rate
+        seconds = READ_SECONDS + left * decode.spec.token_bytes / decode.spec.link_rate
         decoding.last_token_at, decoding.num_drawn = self.clock.now, 1
         self.clock.after(seconds, lambda: self._on_read(decode, decoding, job.begun_at))
 
@@ -296,10 +296,10 @@ class ReplayCluster:
 
     def _heartbeat(self) -> None:
         """Take a heartbeat of each worker, and await the next ones."""
-        prefills = [worker.spec.name for worker in self.workers.values() if worker.spec.role is Role.PREFILL]
+        names = [worker.spec.name for worker in self.workers.values()]
         for worker in self.workers.values():
             load = WorkerLoad(num_waiting=len(worker.waiting), num_running=len(worker.running))
-            links = [PeerLink(name, "replay", worker.spec.link_rate) for name in prefills]
+            links = [PeerLink(name, "replay", worker.spec.link_rate) for name in names]
             model = self._spec.published.get(worker.spec.name, worker.spec.model)
             self.membership.heartbeat(worker.party, load, self.clock.now, links, step_model=model)
         self.clock.after(HEARTBEAT_SECONDS, self._heartbeat)

@@ -7,7 +7,8 @@ import numpy as np
 import numpy.typing as npt
 
 from splitserve.simulation.replay.cache import ReplayCache
-from splitserve.simulation.replay.worker import Memory, WorkerFigures
+from splitserve.simulation.replay.job import Memory
+from splitserve.simulation.replay.worker import WorkerFigures
 from splitserve.simulation.replay.workload import BLOCK_TOKENS, ReplayRequest
 
 _Floats = npt.NDArray[np.float64]

@@ -10,13 +10,16 @@ from dataclasses import dataclass, field
 from splitserve.protocol.placement.step_model import StepModel, StepWork, pairs
 from splitserve.protocol.request import Party, Role
 from splitserve.simulation.replay.cache import ReplayCache
-from splitserve.simulation.replay.workload import BLOCK_TOKENS, ReplayRequest
+from splitserve.simulation.replay.job import Job, Memory
+from splitserve.simulation.replay.workload import BLOCK_TOKENS
 from splitserve.simulation.virtual_clock import VirtualClock
 
 ANSWER_SECONDS = 0.001
 """Time within which a grant comes if decode has room: more than two messages take."""
 NUM_NEXT = 2
 """Prompts that are next or next but one."""
+READ_SECONDS = 0.003
+"""Time of a read of KV from another worker beside its bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,44 +37,6 @@ class WorkerSpec:
     token_bytes: int = 1 << 17
     host_rate: float = 40e9  # bytes per second from the host tier
     link_rate: float = 40e9  # bytes per second from a peer
-
-
-@dataclass(slots=True, eq=False)
-class Job:
-    """One attempt at a request, on one worker."""
-
-    request_id: str
-    request: ReplayRequest
-    decodes_here: bool
-    num_known: int  # tokens whose KV is to be here before the next one is drawn
-    num_computed: int = 0
-    num_cached: int = 0  # tokens found in the worker's cache
-    num_drawn: int = 0
-    queued_at: float = 0.0
-    begun_at: float = 0.0
-    ready_at: float = 0.0  # its blocks are onboarded
-    own_seconds: float = 0.0  # time of its prefill, alone on this worker
-    last_token_at: float = 0.0
-    is_granted: bool = True
-    decode: str = ""  # the worker that is to grant it
-    asked_at: float | None = None  # for the grant
-    reserved_at: float = 0.0
-
-
-@dataclass(slots=True)
-class Memory:
-    """KV memory of a worker's requests, and its token seconds."""
-
-    used_tokens: int = 0
-    token_seconds: float = 0.0
-    empty_token_seconds: float = 0.0  # reserved, before KV arrived
-    changed_at: float = 0.0
-
-    def change(self, num_tokens: int, now: float) -> None:
-        """Add tokens, or take them off."""
-        self.token_seconds += self.used_tokens * (now - self.changed_at)
-        self.used_tokens += num_tokens
-        self.changed_at = now
 
 
 @dataclass(slots=True)
@@ -284,10 +249,16 @@ class PacedWorker:
         self.waiting.remove(job)
         self.active.append(job)
         self._take_room(job)
-        match = self.cache.match(job.request.blocks[: job.request.num_full_blocks(job.num_known - 1)])
-        job.num_computed = job.num_cached = match.num_blocks * BLOCK_TOKENS
+        blocks = job.request.blocks[: job.request.num_full_blocks(job.num_known - 1)]
+        match = self.cache.match(blocks)
+        num_read = 0 if job.source is None else max(0, job.source.match(blocks).num_blocks - match.num_blocks)
+        job.num_computed = job.num_cached = (match.num_blocks + num_read) * BLOCK_TOKENS
         load_seconds = match.num_host_blocks * BLOCK_TOKENS * self.spec.token_bytes / self.spec.host_rate
         job.begun_at, job.ready_at = self.clock.now, job.queued_at + load_seconds
+        if num_read:
+            read_seconds = READ_SECONDS + num_read * BLOCK_TOKENS * self.spec.token_bytes / self.spec.link_rate
+            job.ready_at = max(job.ready_at, self.clock.now) + read_seconds
+            load_seconds += read_seconds
         left = job.num_known - job.num_cached
         job.own_seconds = load_seconds + self.spec.model.prefill_seconds(job.num_cached, left, self.spec.chunk_tokens)
         self.figures.num_prompts += 1

@@ -81,8 +81,16 @@ class RouterChecks:
         if isinstance(body, PrefillRequest):
             needed = min(needed, len(body.token_ids) + len(body.output_ids) + 1)
         assert needed <= room, f"{to} gets a sequence of {needed} tokens, but holds {room}"
-        prefix = body.prefix if isinstance(body, LocalRequest) else None
-        assert prefix is None or prefix.party != to, f"{to} is to read a prefix from itself"
+        if not isinstance(body, DecodeRequest) and body.prefix is not None:
+            self._check_source(to, body.prefix.party)
+
+    def _check_source(self, to: Party, source: Party) -> None:
+        assert source != to, f"{to} is to read a prefix from itself"
+        record = self._router.membership.get(source)
+        state = "gone" if record is None else record.state
+        assert state is WorkerState.READY, f"{to} is to read a prefix from {source}, which is {state}"
+        is_reset = source not in self._router.core.placer.unreset
+        assert is_reset, f"{to} is to read a prefix from {source}, which may have content from before a reset"
 
     def _check_request(self, to: Party, body: AnyRequest) -> None:
         client, now = self._router.clients[body.key.request_id], self._router.sim.now

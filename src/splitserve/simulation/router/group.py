@@ -50,6 +50,11 @@ class SimRouters:
         living = self.living
         living[index % len(living)].submit(f"r{index}", prompt, wanted, num_choices)
 
+    def conversation(self, index: int) -> list[int]:
+        """Return the prompt of the client number ``index``, with the output that it has so far."""
+        client = next(router.clients[f"r{index}"] for router in self._all if f"r{index}" in router.clients)
+        return client.prompt + client.output
+
     def ask(self, event: Event) -> None:
         """Have an operator ask any router; all must follow, unless something else comes between."""
         living = self.living

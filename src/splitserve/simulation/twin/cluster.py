@@ -13,7 +13,7 @@ import numpy as np
 from splitserve.protocol.config import ProtocolConfig, RouterConfig
 from splitserve.protocol.messages.envelope import Body, Envelope
 from splitserve.protocol.messages.membership import WorkerInfo
-from splitserve.protocol.messages.requests import TokenDelta
+from splitserve.protocol.messages.requests import HandoverReport, TokenDelta
 from splitserve.protocol.request import Party, SamplingParams
 from splitserve.router.links.membership import Membership
 from splitserve.router.placement.prefix_view import PrefixView
@@ -70,9 +70,16 @@ class TwinResult:
     turns: list[TurnTimes]
     seconds: float  # of virtual time, from the first arrival to the last end
     num_steps: dict[str, int]  # by worker
-    busy_shares: dict[str, float]  # of that time, by worker
+    busy_seconds: dict[str, float]  # in which a step ran, by worker
+    step_tokens: dict[str, int]  # of prompts and outputs, by worker
     counts: Counter[str]  # finished requests by intended path, actual path and reason
     stages: dict[str, float] = field(default_factory=dict)  # mean seconds of each stage, over requests that had it
+    handovers: list[HandoverReport] = field(default_factory=list)
+
+    @property
+    def busy_shares(self) -> dict[str, float]:
+        """Share of the time in which a step ran, by worker."""
+        return {name: busy / max(self.seconds, 1e-9) for name, busy in self.busy_seconds.items()}
 
 
 class TwinCluster:
@@ -103,6 +110,7 @@ class TwinCluster:
         self.counts: Counter[str] = Counter()
         self._stage_seconds: Counter[str] = Counter()
         self._stage_counts: Counter[str] = Counter()
+        self._handovers: list[HandoverReport] = []
         for setup in spec.workers:
             self._register(setup)
         self._performers: dict[type, Callable[[Any], object]] = {
@@ -128,15 +136,16 @@ class TwinCluster:
         ends_at = START_SECONDS + last + MAX_EXTRA_SECONDS
         self.clock.run(lambda: not self._num_running or self.clock.now > ends_at)
         turns = sorted((turn for talk in talks for turn in talk.turns), key=lambda turn: turn.arrived_at)
-        seconds = max((turn.ended_at for turn in turns), default=0.0)
         names = {worker.setup.name: worker for worker in self.workers.values()}
         return TwinResult(
             turns=turns,
-            seconds=seconds,
+            seconds=max((turn.ended_at for turn in turns), default=0.0),
             num_steps={name: worker.num_steps for name, worker in names.items()},
-            busy_shares={name: worker.busy_seconds / max(seconds, 1e-9) for name, worker in names.items()},
+            busy_seconds={name: worker.busy_seconds for name, worker in names.items()},
+            step_tokens={name: worker.core.state.counters.step_tokens.total for name, worker in names.items()},
             counts=self.counts,
             stages={name: self._stage_seconds[name] / count for name, count in self._stage_counts.items()},
+            handovers=self._handovers,
         )
 
     @property
@@ -188,6 +197,8 @@ class TwinCluster:
             for stages in all_stages(request.timeline, has_handover=request.state.handover is not None):
                 self._stage_seconds.update(stages)
                 self._stage_counts.update(stages.keys())
+        if request.state.handover is not None:
+            self._handovers.append(request.state.handover)
         self._drawn.pop(request_id, None)
         self._talks.pop(request_id).on_ended(effect.request)
 

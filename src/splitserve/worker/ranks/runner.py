@@ -52,6 +52,10 @@ class _RankedStep:
     pending: LaunchedStep
     ranks: Ranks
 
+    @property
+    def queued_at(self) -> float:
+        return self.pending.queued_at
+
     def wait(self) -> StepOutput:
         try:
             return self.pending.wait()

@@ -24,9 +24,10 @@ _RANDOM = SampleSpec(temperature=1.0, top_k=0, top_p=1.0, seed=0, choice=0, posi
 _TOP_K = SampleSpec(temperature=0.7, top_k=20, top_p=1.0, seed=0, choice=0, position=1)
 _TOP_P = SampleSpec(temperature=1.0, top_k=0, top_p=0.9, seed=0, choice=0, position=1)
 _FILTERED = SampleSpec(temperature=1.0, top_k=2, top_p=0.9, seed=0, choice=0, position=1)
+_SCORED = msgspec.structs.replace(_GREEDY, num_top_logprobs=1)
 _LONG_CONTEXT = 4000
 _LONG_CHUNK = 1024
-_SAMPLES = (_GREEDY, _RANDOM, _TOP_K, _TOP_P, _FILTERED)
+_SAMPLES = (_GREEDY, _RANDOM, _TOP_K, _TOP_P, _FILTERED, _SCORED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +99,8 @@ def warm_up(runner: ModelRunner, limits: StepLimits) -> int:
     plans = list(all_plans(limits) if runner.depends_on_sizes else few_plans(limits))
     for plan in plans:
         runner.run(plan)
+    if runner.depends_on_sizes:
+        runner.sampler.warm_up()
     if (launcher := runner.launcher) is not None:
         for first, second in overlapped_plans(limits):
             pending = [launcher.launch(first), launcher.launch(second)]

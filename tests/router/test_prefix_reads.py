@@ -1,0 +1,154 @@
+"""Prefixes that prefill reads instead of computing them: when a placement names their source, and which one."""
+
+from array import array
+from dataclasses import replace
+
+import pytest
+
+from splitserve.protocol.block_hash import root_hash
+from splitserve.protocol.kv_event_batch import KVEvent, KVEventBatch
+from splitserve.protocol.placement.step_model import StepModel
+from splitserve.protocol.request import Party, Role
+from splitserve.router.links.membership import Membership
+from splitserve.router.placement.cost import cost
+from splitserve.router.placement.placer import Placer
+from splitserve.router.placement.policies import (
+    Disaggregated,
+    PrefixSource,
+    RequestShape,
+    Snapshot,
+    least_loaded,
+)
+from splitserve.router.placement.prefix_view import PrefixView, PromptHashes
+from splitserve.router.placement.simple import session
+from splitserve.router.requests.ladder import next_step
+from splitserve.router.requests.objectives import Objectives
+from splitserve.router.requests.state import FailedAttempt, Failure, FailureReason
+from worker_views import info, view
+
+MODEL = StepModel(base=5e-3, per_decode=2e-5, per_context=3e-8, per_token=3e-5, per_pair=0.0, num_steps=1000)
+SIZES = {"max_model_len": 10_000, "kv_capacity_tokens": 100_000, "max_num_seqs": 64, "step_model": MODEL}
+LONG = RequestShape(8000, 100, session="s")
+POLICIES = [cost, least_loaded, session]
+
+
+def worker(name, role, **fields):
+    short = {"max_model_len": 8050} if role is Role.PREFILL else {}  # no room to decode
+    link = {"chunk_tokens": 512, "token_bytes": 1 << 17, "link_rates": dict.fromkeys(["d", "p", "p0", "p1"], 1e11)}
+    return view(name, role, **(SIZES | short | link | fields))
+
+
+def place(policy, prefill, decode, num_tokens, shape=LONG):
+    snapshot = Snapshot((prefill, decode), Objectives(0.5, 0.02), prefix_source=PrefixSource(decode.party, num_tokens))
+    placement = policy(snapshot, shape)
+    assert isinstance(placement, Disaggregated), "decode is too busy to compute a long prompt"
+    return placement
+
+
+BUSY = worker("d", Role.DECODE, num_requests=32, num_decoding=32)  # its own match would make it the only worker
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_long_prefix_is_read_from_the_worker_that_wrote_it(policy):
+    placement = place(policy, worker("p", Role.PREFILL, prefix_match_tokens=1000), BUSY, 6000)
+    assert placement.prefix == BUSY.party and placement.matched_tokens == 6000
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(
+    ("prefill", "num_tokens"),
+    [
+        ({"link_rates": {"d": 1e9}}, 6000),  # a second by the link, a quarter of it to compute
+        ({"link_rates": {}}, 6000),  # not known: as slow as usual
+        ({"prefix_match_tokens": 6000}, 6000),
+        ({"prefix_match_tokens": 5990}, 6000),  # a round trip for ten tokens
+        ({"step_model": StepModel()}, 6000),
+    ],
+)
+def test_what_is_sooner_computed_is_computed(policy, prefill, num_tokens):
+    assert place(policy, worker("p", Role.PREFILL, **prefill), BUSY, num_tokens).prefix is None
+
+
+def test_the_prediction_has_the_read_in_it():
+    prefill = worker("p", Role.PREFILL)
+    read, computed = place(cost, prefill, BUSY, 7000), place(cost, prefill, BUSY, 0)
+    own = MODEL.prefill_seconds(7000, 1000, 512)
+    assert read.ttft_seconds == pytest.approx(own + 3e-3 + 7000 * (1 << 17) / 1e11)
+    assert read.ttft_seconds < computed.ttft_seconds / 4
+
+
+def test_a_worker_with_a_queue_loses_its_prefix_to_one_that_reads_it():
+    queued = worker("p0", Role.PREFILL, prefix_match_tokens=7500, queue_seconds=1.0)
+    idle = worker("p1", Role.PREFILL)
+    snapshot = Snapshot((queued, idle, BUSY), Objectives(0.5, 0.02), prefix_source=PrefixSource(BUSY.party, 7000))
+    placement = cost(snapshot, LONG)
+    assert (placement.prefill, placement.prefix) == (idle.party, BUSY.party)
+
+
+def test_a_worker_that_failed_the_request_is_no_source():
+    prefill, other = worker("p", Role.PREFILL), worker("d1", Role.DECODE)
+    snapshot = Snapshot((prefill, BUSY, other), prefix_source=PrefixSource(BUSY.party, 7000))
+    failed = FailedAttempt(
+        placement=Disaggregated(prefill.party, BUSY.party),
+        culprit=BUSY.party,
+        failure=Failure(FailureReason.HANDOVER, "a read failed"),
+    )
+    step = next_step(snapshot, LONG, least_loaded, [failed])
+    assert step.placement == Disaggregated(prefill.party, other.party) and step.placement.prefix is None
+    kept = next_step(snapshot, LONG, least_loaded, [replace(failed, culprit=other.party)])
+    assert kept.placement.prefix == BUSY.party
+
+
+ROLES = {"p0": Role.PREFILL, "p1": Role.PREFILL, "d0": Role.DECODE, "m0": Role.MIXED}
+PROMPT = PromptHashes(array("i", range(500)))
+
+
+class Known:
+    """A placer whose workers are ready, and the prefix view."""
+
+    def __init__(self):
+        self.members = Membership(5.0, 60.0)
+        self.prefixes = PrefixView()
+        for name, role in ROLES.items():
+            self.members.register(Party(name, 1), info(name, role=role, num_blocks=100), 0.0)
+            self.members.link_up(Party(name, 1))
+        self.placer = Placer(least_loaded, self.members, self.prefixes)
+
+    def send(self, name, prompt=PROMPT):
+        self.placer.note_sent([Party(name, 1)], prompt)
+
+    def announce(self, name, num_blocks):
+        layout = self.members.get(Party(name, 1)).info.layout
+        chain = list(PROMPT.chain(root_hash(layout), layout.block_size))[:num_blocks]
+        stored = [KVEvent("stored", "device", chain)]
+        self.prefixes.apply(KVEventBatch(name, 1, 1, layout.block_size, root_hash(layout), True, stored))
+
+    @property
+    def source(self):
+        found = self.placer.snapshot(PROMPT, 1.0).prefix_source
+        return None if found is None else (found.party.engine_id, found.num_tokens)
+
+
+def test_what_prefill_was_sent_may_wait_there_until_it_is_announced():
+    known = Known()
+    size = known.members.get(Party("p0", 1)).info.layout.block_size
+    assert known.source is None
+    known.send("p0")
+    assert known.source is None
+    known.announce("p0", 3)
+    assert known.source == ("p0", 3 * size)
+    known.send("d0", PromptHashes(array("i", range(4 * size + 1))))
+    assert known.source == ("d0", 4 * size)
+    known.send("m0")
+    assert known.source == ("m0", (500 - 1) // size * size)
+
+
+def test_no_source_may_have_content_from_before_a_reset_or_be_gone():
+    known = Known()
+    known.send("d0")
+    known.placer.unreset[Party("d0", 1)] = None
+    assert known.source is None
+    known.placer.unreset.clear()
+    assert known.source is not None
+    known.members.lose(Party("d0", 1))
+    assert known.source is None
