@@ -161,6 +161,8 @@ class PeerTable:
                 self._state.outbox.send(party, PeerHello(layout=self._state.layout))
 
     def next_deadline(self) -> float:
+        if not self._awaited:
+            return float("inf")
         due = (
             min(peer.hello_due_at, peer.give_up_at)
             for peer in self._awaited.values()

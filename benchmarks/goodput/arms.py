@@ -4,7 +4,10 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from splitserve.common.errors import ConfigError
+from splitserve.protocol.config import EngineConfig
 from splitserve.protocol.placement.policies import PLACEMENT_POLICIES
 
 LOAD_POLICY = "least-loaded"
@@ -16,7 +19,8 @@ _FORM = re.compile(r"(?:(\d{1,3})P(\d{1,3})D|(\d{1,3})M)(?:@(\d{1,7}))?(?::([a-z
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """An arrangement of workers. ``chunk_tokens``: the most tokens of a step, 0 for the engine's own choice."""
+    """An arrangement of workers. ``chunk_tokens``: the most tokens of a step, those of prompts beside sequences that
+    decode included; 0 for the engine's own choice."""
 
     num_prefill: int = 0
     num_decode: int = 0
@@ -36,6 +40,16 @@ class Arm:
     def is_conditional(self) -> bool:
         """Return whether the policy chooses, request by request, if prefill and decode run apart."""
         return not self.is_mixed and self.policy == CONDITIONAL_POLICY
+
+    def engine(self, engine: EngineConfig) -> EngineConfig:
+        """Return ``engine`` with the arm's chunk budget."""
+        if not self.chunk_tokens:
+            return engine
+        return msgspec.structs.replace(
+            engine,
+            max_num_batched_tokens=self.chunk_tokens,
+            max_num_prefill_tokens_beside_decode=self.chunk_tokens,
+        )
 
     @property
     def name(self) -> str:

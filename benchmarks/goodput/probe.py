@@ -154,11 +154,8 @@ def _finite(value: float) -> float | None:
 
 def _spec(setup: Setup, arm: Arm) -> Any:
     assert setup.engine is not None, "an arm without an endpoint needs the engine's settings"
-    engine = setup.engine
-    if arm.chunk_tokens:
-        engine = msgspec.structs.replace(engine, max_num_batched_tokens=arm.chunk_tokens)
     return simple_spec(
-        engine,
+        arm.engine(setup.engine),
         num_prefill=arm.num_prefill,
         num_decode=arm.num_decode,
         num_mixed=arm.num_mixed,

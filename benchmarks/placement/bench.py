@@ -1,15 +1,17 @@
 """``splitserve bench placement``: the router's placement on replayed workloads, under virtual time.
 
 The router is the production core with its membership, prefix index and policies; workers are paced by step-time models.
+Only ``turns`` runs processes, and takes minutes.
 
     hits      conversation and synthetic trace at 70% of 8 prefill workers' speed: hits against a pooled cache
     load      conversation trace at 0.8 to 1.3 times that speed, also with half of the workers at half speed
     sessions  conversations with and without keys; a system prompt that all share
     routes    conditional disaggregation against eight fixed thresholds, on four workloads
     room      share of decode's KV that is reserved and empty, by load
+    turns     TTFT of conversations' later turns on a real prefill and a real decode worker on CPU
 
 ``hits`` and ``load`` replay traces in Mooncake's form (``--traces``). A row says in ``holds`` whether the case's aim is
-reached. The same command gives the same figures.
+reached. The same command gives the same figures; not of ``turns``, which are measured.
 """
 
 import argparse
@@ -19,11 +21,13 @@ from pathlib import Path
 
 from splitserve.benchmarks.common.arguments import not_negative
 from splitserve.benchmarks.common.report import add_result_options, keep_result, table
-from splitserve.benchmarks.placement import cases
+from splitserve.benchmarks.placement import cases, turns
 from splitserve.common.errors import ConfigError
 from splitserve.orchestration.cli.command_parser import CommandParser
 
 SCALES = (0.7, 0.85, 1.0, 1.15, 1.3)
+USUAL_CONVERSATIONS = 4
+"""Of each arm of the case ``turns``."""
 _COLUMNS = ("ttft_p50_ms", "ttft_p99_ms", "queue_p99_ms", "itl_p99_ms", "queue_max_over_mean", "local_share")
 _OWN_COLUMNS = (
     "hits_of_oracle",
@@ -34,6 +38,8 @@ _OWN_COLUMNS = (
     "goodput",
     "goodput_ratio",
     "empty_share",
+    "first_ttft_p50_ms",
+    "cached_share",
 )
 
 
@@ -48,6 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "sessions": lambda: cases.sessions(count or 3000),
         "routes": lambda: cases.routes(count or 1000, SCALES),
         "room": lambda: cases.room(count),
+        "turns": lambda: turns.turns(count // turns.NUM_TURNS or USUAL_CONVERSATIONS),
     }
     results: dict[str, list[cases.Row]] = {}
     for name in options.cases or runs:
@@ -75,9 +82,15 @@ def _parser() -> argparse.ArgumentParser:
         prog="splitserve bench placement", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    names = ("hits", "load", "sessions", "routes", "room")
+    names = ("hits", "load", "sessions", "routes", "room", "turns")
     add("--cases", nargs="+", choices=names, default=[], help="cases to run (default: all)")
     add("--traces", default="../shared/traces", metavar="DIR", help="folder of conversation_ and synthetic_trace.jsonl")
-    add("--requests", type=not_negative, default=0, metavar="N", help="requests of each replay; 0: all of a trace")
+    add(
+        "--requests",
+        type=not_negative,
+        default=0,
+        metavar="N",
+        help="requests of each replay; 0: all of a trace",
+    )
     add_result_options(parser)
     return parser

@@ -1,6 +1,6 @@
 """More tables of ``benchmarks/results/README.md``: tiers, ranks, cores, faults. Pure."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from splitserve.benchmarks.tables.cells import Section, awake, commit, number, of_bench, percent, run_link
 from splitserve.benchmarks.tables.runs import Run
@@ -104,6 +104,40 @@ def all_reduce(runs: Sequence[Run]) -> Section:
 
 
 WAYS = ("nccl", "flagless", "one-shot")
+
+TURNS_HEADERS = (
+    "arm", "requests", "TTFT p50 ms, later turns", "below the first arm's", "p99 ms", "first turns p50 ms",
+    "ITL p50 ms", "prompt tokens not computed, later turns", "on one worker",
+)  # fmt: skip
+TURNS_CONDITIONS = (
+    "`bench placement --cases turns`: conversations one at a time on a real prefill and a real decode worker on CPU, a "
+    "thread each; router and client share their cores. First prompt 1,024 tokens, then four turns of 64 new tokens, "
+    "each turn 256 out; a random model of 26 million parameters in float32, no objectives. Always: each request goes "
+    "to the pair; with output hashes prefill reads the turn before from the decode worker that wrote it. Default: "
+    "policy `cost`. The arms' clusters take turns; all give the same answers."
+)
+
+
+def later_turns(runs: Sequence[Run]) -> Section:
+    rows = [[run_link(run), *cells, commit(run)] for run, cells in _turns_cells(runs)]
+    return Section("Later turns of conversations", TURNS_CONDITIONS, ["run", *TURNS_HEADERS, "commit"], rows)
+
+
+def later_turns_rows(runs: Sequence[Run]) -> list[list[str]]:
+    """Return the rows of the developers' page."""
+    return [[*cells, run.label] for run, cells in _turns_cells(runs)]
+
+
+def _turns_cells(runs: Sequence[Run]) -> Iterator[tuple[Run, list[str]]]:
+    for run in of_bench(runs, "placement"):
+        rows = run.content["cases"].get("turns", [])
+        assert all(row["same_answers"] for row in rows), f"{run.path.name}: the arms' answers differ"
+        for row in rows:
+            yield run, [
+                row["arm"], str(row["requests"]), number(row["ttft_p50_ms"]), percent(row["ttft_p50_below"]),
+                *(number(row[name]) for name in ("ttft_p99_ms", "first_ttft_p50_ms", "itl_p50_ms")),
+                percent(row["cached_share"]), percent(row["local_share"]),
+            ]  # fmt: skip
 
 
 def tier_copies(runs: Sequence[Run]) -> Section:

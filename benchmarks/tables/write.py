@@ -60,6 +60,7 @@ SECTIONS: Sequence[Callable[[Sequence[Run]], Section]] = (
     results_more.tier_copies,
     results_more.awake_cores,
     results_more.chaos,
+    results_more.later_turns,
     simulations.simulations,
     twins.accuracy,
     twins.rankings,
@@ -112,7 +113,11 @@ def users_block(runs: Sequence[Run]) -> str:
 
 def developers_block(runs: Sequence[Run]) -> str:
     rows = markdown(results_readme.HEADERS, results_readme.developer_rows(runs))
-    return f"{results_readme.conditions(runs)} {results_readme.RUN_NAMES}\n\n{rows}"
+    parts = [f"{results_readme.conditions(runs)} {results_readme.RUN_NAMES}", rows]
+    if turns := results_more.later_turns_rows(runs):
+        table = markdown([*results_more.TURNS_HEADERS, "run"], turns)
+        parts += ["### Later turns of conversations", results_more.TURNS_CONDITIONS, table]
+    return "\n\n".join(parts)
 
 
 def with_block(text: str, block: str) -> str:

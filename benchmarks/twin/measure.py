@@ -86,7 +86,7 @@ def measure(order: Order) -> Measured:
         kv_memory_bytes=conditions.kv_memory,
     )
     spec = simple_spec(
-        engine,
+        arm.engine(engine),
         num_prefill=arm.num_prefill,
         num_decode=arm.num_decode,
         num_mixed=arm.num_mixed,

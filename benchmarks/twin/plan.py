@@ -8,7 +8,6 @@ import argparse
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import msgspec
 import numpy as np
 
 from splitserve.benchmarks.common.arguments import positive
@@ -20,16 +19,15 @@ from splitserve.benchmarks.goodput.objectives import Objectives
 from splitserve.benchmarks.goodput.result import Conditions, rows_of, summary_of, verdict_of
 from splitserve.benchmarks.goodput.search import Search
 from splitserve.benchmarks.goodput.verdict import ArmResult
+from splitserve.benchmarks.twin.export import spec_of
 from splitserve.benchmarks.twin.loads import TwinProber
 from splitserve.benchmarks.twin.setups import setups_of_arm
 from splitserve.benchmarks.twin.simulate import add_cluster_options, calibration_of, engine_of
 from splitserve.common.errors import ConfigError
 from splitserve.models.config import load_model_config
 from splitserve.orchestration.cli.command_parser import CommandParser
-from splitserve.orchestration.spec.cluster_spec import ClusterSpec, ObjectivesSpec, RouterSpec
+from splitserve.orchestration.spec.cluster_spec import ClusterSpec
 from splitserve.orchestration.spec.document import to_yaml
-from splitserve.orchestration.spec.shorthand import simple_spec
-from splitserve.protocol.config import EngineConfig
 from splitserve.workloads.named import FORMS as WORKLOADS
 from splitserve.workloads.named import parse_workload
 
@@ -69,7 +67,7 @@ def main(argv: Sequence[str]) -> int:
         print(table(rows, ("", "", "goodput", "90%")))
         print(why(ranked, arms, comparison, objectives))
         if options.output:
-            _write_spec(options.output, spec_of(arms[ranked[0].name], engine, objectives))
+            _write_spec(options.output, spec_of(arms[ranked[0].name], engine, objectives.ttft_ms, objectives.itl_ms))
     data = summary_of(conditions, verdict, rows_of(conditions, comparison.probes))
     keep_result("plan", argv, {"calibration": calibration.source, **data}, options)
     return 0
@@ -111,20 +109,6 @@ def _with_limit(result: ArmResult, arms: Mapping[str, Arm], comparison: Comparis
     ratios = {which: probe.outcome.ratio(everything, objectives, which) for which in ("ttft", "itl")}
     worst = max(ratios, key=ratios.__getitem__)
     return f"{words}; at {probe.rate:g}/s, {worst.upper()} is {ratios[worst]:.1f} times its objective."
-
-
-def spec_of(arm: Arm, engine: EngineConfig, objectives: Objectives) -> ClusterSpec:
-    """Return the cluster spec of an arrangement."""
-    if arm.chunk_tokens:
-        engine = msgspec.structs.replace(engine, max_num_batched_tokens=arm.chunk_tokens)
-    return simple_spec(
-        engine,
-        num_prefill=arm.num_prefill,
-        num_decode=arm.num_decode,
-        num_mixed=arm.num_mixed,
-        router=RouterSpec(policy=arm.policy),
-        objectives=ObjectivesSpec(ttft_ms=objectives.ttft_ms, tpot_ms=objectives.itl_ms),
-    )
 
 
 def _write_spec(path: str, spec: ClusterSpec) -> None:

@@ -1,6 +1,7 @@
 """A run of ``splitserve bench twin``: a folder with loads and comparisons, filled by processes side by side."""
 
 import argparse
+import math
 import subprocess
 import sys
 import time
@@ -145,7 +146,7 @@ class Run:
         for number, cpus in enumerate(shares):
             if number in running:
                 continue
-            order = next((each for each in self.orders(begun) if self._fits(each, ends_at)), None)
+            order = next(self.orders(begun, ends_at), None)
             if order is None:
                 return
             order.cpus = cpus
@@ -168,8 +169,8 @@ class Run:
         if file.is_file():
             self._kept[name] = msgspec.json.decode(file.read_bytes(), type=Measured)
 
-    def _fits(self, order: Order, ends_at: float) -> bool:
-        seconds = self.conditions.seconds * max(1.0, QUEUE_FACTOR * order.case.load) + START_SECONDS
+    def _fits(self, case: Case, ends_at: float) -> bool:
+        seconds = self.conditions.seconds * max(1.0, QUEUE_FACTOR * case.load) + START_SECONDS
         return time.monotonic() + seconds <= ends_at
 
     def _missing(self) -> Iterator[tuple[Case, int]]:
@@ -179,12 +180,13 @@ class Run:
             if f"{case.name}_{repeat}" not in self._kept:
                 yield case, repeat
 
-    def orders(self, begun: set[str]) -> Iterator[Order]:
-        """Yield orders of what is missing and not ``begun``. The other loads of an arrangement await the highest one:
-        its throughput is the capacity that they are shares of."""
+    def orders(self, begun: set[str], ends_at: float = math.inf) -> Iterator[Order]:
+        """Yield orders of what is missing, not ``begun``, and ends by ``ends_at`` if it begins now. The other loads of
+        an arrangement await the highest one: its throughput is the capacity that they are shares of."""
         for case, repeat in self._missing():
-            rate = None if f"{case.name}_{repeat}" in begun else self._rate(case)
-            if rate is not None:
+            if f"{case.name}_{repeat}" in begun or not self._fits(case, ends_at):
+                continue
+            if (rate := self._rate(case)) is not None:
                 yield Order(
                     case=case,
                     repeat=repeat,

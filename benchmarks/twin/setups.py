@@ -31,9 +31,7 @@ def setups_of_arm(
 
     The number of blocks comes from the function by which workers size their memory. Raises :class:`ConfigError`.
     """
-    if arm.chunk_tokens:
-        engine = msgspec.structs.replace(engine, max_num_batched_tokens=arm.chunk_tokens)
-    engine = engine.on(CPU if gpu == CPU else "cuda")
+    engine = arm.engine(engine).on(CPU if gpu == CPU else "cuda")
     dtype = "float32" if gpu == CPU else "bfloat16"
     layout = layout_of(engine, config, dtype, engine.tensor_parallel_size)
     plan = _memory(engine, config, layout.cache, gpu)

@@ -6,13 +6,18 @@ ranking, not for numbers. The report is that of `splitserve bench serve`, over s
 """
 
 import argparse
+import contextlib
+import gc
 import resource
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from splitserve.benchmarks.common.arguments import finite, positive, positive_seconds
 from splitserve.benchmarks.common.report import add_result_options, keep_result, table
@@ -20,12 +25,14 @@ from splitserve.benchmarks.common.stats import Objective, summarise
 from splitserve.benchmarks.engine.engine_options import add_engine_options, engine_config, model_of
 from splitserve.benchmarks.goodput.arms import FORMS, parse_arm
 from splitserve.benchmarks.twin.calibration import CPU, of_cluster, of_roofline, read_calibration, report_of
+from splitserve.benchmarks.twin.export import WORKLOAD_FILE, export, spec_of
 from splitserve.benchmarks.twin.loads import records_of
 from splitserve.benchmarks.twin.setups import described, setups_of_arm, setups_of_cluster
 from splitserve.models.config import ModelConfig, load_model_config
 from splitserve.models.roofline import DEVICE_RATES
 from splitserve.orchestration.cli.command_parser import CommandParser
 from splitserve.orchestration.cli.option_types import bytes_option
+from splitserve.orchestration.spec.cluster_spec import ClusterSpec
 from splitserve.orchestration.spec.expansion import read_operators_key
 from splitserve.protocol.config import EngineConfig
 from splitserve.protocol.placement.policies import DEFAULT_POLICY, PLACEMENT_POLICIES
@@ -36,6 +43,8 @@ from splitserve.workloads.named import FORMS as WORKLOADS
 from splitserve.workloads.named import Source, parse_workload
 
 MAX_NAMED_WORKERS = 12
+GC_THRESHOLDS = (100_000, 100, 1_000_000)
+"""Allocations until the first generation is collected, collections of it until the second is, and of that one."""
 FIGURES = (
     ("TTFT mean, ms", ("ttft_ms", "mean")),
     ("TTFT p50, ms", ("ttft_ms", "p50")),
@@ -61,6 +70,7 @@ class Cluster:
     workers: Sequence[WorkerSetup]
     calibration: Calibration
     policy: str
+    spec: ClusterSpec | None = None  # None for a running one
 
 
 def main(argv: Sequence[str]) -> int:
@@ -68,6 +78,10 @@ def main(argv: Sequence[str]) -> int:
     options = parser().parse_args(list(argv))
     source = parse_workload(options.workload, options.max_tokens)
     clusters = clusters_of(options)
+    if options.export:
+        specs = {each.name: each.spec for each in clusters if each.spec is not None}
+        rate = export(Path(options.export), specs, source.at(options.rate, options.num_requests, options.seed))
+        print(f"specs and requests are in {options.export}; {WORKLOAD_FILE} has {rate:.6g} requests per second")
     simulated = [_simulate(options, source, cluster) for cluster in clusters]
     runs = [run for each in simulated for run in each]
     if len(clusters) > 1:
@@ -103,7 +117,8 @@ def _simulate(options: argparse.Namespace, source: Source, cluster: Cluster) -> 
     )
     for number in range(options.runs):
         seed, began = options.seed + number, time.process_time()
-        result = TwinCluster(spec, seed).run(source.at(options.rate, options.num_requests, seed), seed)
+        with _rarely_collected():
+            result = TwinCluster(spec, seed).run(source.at(options.rate, options.num_requests, seed), seed)
         figures = summarise([turn.record for turn in records_of(result)], objective)
         runs.append(
             {
@@ -119,6 +134,18 @@ def _simulate(options: argparse.Namespace, source: Source, cluster: Cluster) -> 
     print(f"busy share of the steps' time: {busy_words(runs)}")
     print(cost_of(runs), flush=True)
     return runs
+
+
+@contextlib.contextmanager
+def _rarely_collected() -> Iterator[None]:
+    """Let the garbage collector look at young objects only: it takes a fifth of the time that a large cluster needs to
+    go through all that lives on."""
+    before = gc.get_threshold()
+    gc.set_threshold(*GC_THRESHOLDS)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
 
 
 def comparison_of(clusters: Sequence[Cluster], simulated: Sequence[list[dict[str, Any]]]) -> list[list[object]]:
@@ -183,6 +210,8 @@ def clusters_of(options: argparse.Namespace) -> list[Cluster]:
         workers = setups_of_cluster(report, calibration)
         return [Cluster(options.against, workers, calibration, options.policy or DEFAULT_POLICY)]
     arms = [parse_arm(text) for text in options.cluster]
+    if options.policy:
+        arms = [replace(arm, policy=options.policy) for arm in arms]
     with model_of(options) as model:
         engine, config = engine_of(options, model), load_model_config(model)
         calibration = calibration_of(options, config)
@@ -191,7 +220,13 @@ def clusters_of(options: argparse.Namespace) -> list[Cluster]:
                 arm.name,
                 setups_of_arm(arm, engine, config, calibration, options.gpu),
                 calibration,
-                options.policy or arm.policy,
+                arm.policy,
+                spec_of(
+                    arm,
+                    msgspec.structs.replace(engine, model=options.model or options.shape),
+                    options.ttft_ms,
+                    options.tpot_ms or options.itl_ms,
+                ),
             )
             for arm in arms
         ]
@@ -269,6 +304,9 @@ def parser() -> argparse.ArgumentParser:
     add("--workload", default="1024/128", metavar="WORKLOAD", help=WORKLOADS)
     add("--rate", type=positive_seconds, default=1.0, metavar="R", help="requests per second")
     add("--tpot-ms", type=finite, default=0.0, metavar="MS", help="objective for the mean gap of a request; 0: none")
+    add(
+        "--export", default="", metavar="DIR", help="write the clusters' specs, and the first run's requests as a trace"
+    )
     add("--runs", type=positive, default=5, metavar="N", help="runs with other arrivals, for the range of each figure")
     add_cluster_options(parser)
     add_result_options(parser)

@@ -63,6 +63,7 @@ _TINY_ROPE = RopeScaling(8.0, 1.0, 4.0, 256)
 
 SHAPES = {
     "tiny": DemoShape(128, 4, 8, 4, 32, 384, 2048, 4096, 10000.0, True, "float32"),
+    "small": DemoShape(512, 8, 8, 4, 64, 1536, 2048, 8192, 10000.0, True, "float32"),
     "tiny-experts": DemoShape(
         128,
         4,

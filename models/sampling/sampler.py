@@ -80,6 +80,11 @@ class Sampler:
         """Sequences whose features have states here."""
         return len(self._states)
 
+    @property
+    def waits(self) -> bool:
+        """Return whether the next :meth:`draw` needs tokens of the step before on the host."""
+        return bool(self._to_note)
+
     @torch.inference_mode()
     def warm_up(self) -> None:
         """Trigger the compilation of the kernel that features alone call."""

@@ -87,10 +87,13 @@ class WorkerRecord:
     kv_capacity_tokens: int = field(init=False)
     token_bytes: int = field(init=False)  # of KV
     num_kept_blocks: int = field(init=False)  # that fit into its KV memory and its host tier
+    reads_prefixes: bool = field(init=False)  # see SinkPart: one rank reads blocks of one full group
+    _view: WorkerView | None = field(default=None, init=False)  # the last one, made for no other routers' requests
 
     def __post_init__(self) -> None:
         layout = self.info.layout
         self.kv_capacity_tokens = self.info.num_blocks * layout.block_size
+        self.reads_prefixes = layout.tensor_parallel_size == 1 and not layout.groups
         self.token_bytes = layout.block_bytes // layout.block_size
         self.num_kept_blocks = self.info.num_blocks + self.info.setup.host_kv_bytes // max(1, layout.block_bytes)
 
@@ -117,8 +120,40 @@ class WorkerRecord:
         return is_near or self.prefill_tokens + others < self.info.max_num_batched_tokens
 
     def view(self, now: float, prefix_match_tokens: int = 0) -> WorkerView:
-        info, elsewhere = self.info, self.elsewhere
-        view = WorkerView(
+        """Return the worker as policies see it ``now``. The view is valid until the next call: to make hundreds of
+        workers' views anew would take longer than to place the request."""
+        view, elsewhere = self._view, self.elsewhere
+        if view is None or elsewhere is not None or not self._is_shown_by(view):
+            view = self._view = self._new_view()
+        view.prefix_match_tokens = prefix_match_tokens
+        view.queue_seconds = self.prompts.seconds(now)
+        view.prefill_busy = self.prompts.busy_share(now)
+        if elsewhere is not None:
+            view.num_requests += elsewhere.num_requests
+            view.prefill_tokens += elsewhere.prefill_tokens
+            view.context_tokens += elsewhere.context_tokens
+            view.queue_seconds += elsewhere.queue_seconds
+            view.prefill_busy = min(1.0, view.prefill_busy + elsewhere.busy_share)
+            view.num_decoding += elsewhere.num_requests - elsewhere.num_prefilling
+        return view
+
+    def _is_shown_by(self, view: WorkerView) -> bool:
+        """Return whether nothing in a view has changed but what depends on the time and the request."""
+        return (
+            view.num_placed == self.num_placed
+            and view.num_requests == self.num_requests
+            and view.prefill_tokens == self.prefill_tokens
+            and view.context_tokens == self.context_tokens
+            and view.num_decoding == self.num_requests - self.num_prefilling
+            and view.load is self.load
+            and view.step_model is self.step_model
+            and view.link_rates is self.link_rates
+            and view.party is self.info.party
+        )
+
+    def _new_view(self) -> WorkerView:
+        info = self.info
+        return WorkerView(
             party=info.party,
             role=info.role,
             max_num_seqs=max(1, info.max_num_seqs),
@@ -129,24 +164,14 @@ class WorkerRecord:
             prefill_tokens=self.prefill_tokens,
             context_tokens=self.context_tokens,
             num_placed=self.num_placed,
-            prefix_match_tokens=prefix_match_tokens,
             step_model=self.step_model,
             chunk_tokens=info.max_num_batched_tokens,
             shared_chunk_tokens=info.max_num_prefill_tokens,
-            queue_seconds=self.prompts.seconds(now),
-            prefill_busy=self.prompts.busy_share(now),
             num_decoding=self.num_requests - self.num_prefilling,
             token_bytes=self.token_bytes,
             link_rates=self.link_rates,
+            reads_prefixes=self.reads_prefixes,
         )
-        if elsewhere is not None:
-            view.num_requests += elsewhere.num_requests
-            view.prefill_tokens += elsewhere.prefill_tokens
-            view.context_tokens += elsewhere.context_tokens
-            view.queue_seconds += elsewhere.queue_seconds
-            view.prefill_busy = min(1.0, view.prefill_busy + elsewhere.busy_share)
-            view.num_decoding += elsewhere.num_requests - elsewhere.num_prefilling
-        return view
 
 
 @dataclass(slots=True)

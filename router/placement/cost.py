@@ -34,7 +34,7 @@ from splitserve.router.placement.policies import (
     Snapshot,
     WorkerView,
     alone,
-    fits,
+    fitting_workers,
     least_loaded,
     of_role,
     pair,
@@ -121,7 +121,7 @@ def cost(snapshot: Snapshot, shape: RequestShape) -> Placement:
     """
     if all(worker.step_model == NO_STEP_MODEL for worker in snapshot.workers):
         return least_loaded(snapshot, shape)
-    fitting = [worker for worker in snapshot.workers if fits(worker, shape)]
+    fitting = fitting_workers(snapshot, shape)
     request = _Request(
         num_tokens=shape.num_prompt_tokens + shape.num_output_tokens,
         output_tokens=max(1.0, min(shape.max_tokens, snapshot.output_tokens)),
@@ -151,8 +151,11 @@ def _burden(worker: WorkerView) -> float:
 def _routes(
     snapshot: Snapshot, workers: Sequence[WorkerView], request: _Request, shape: RequestShape
 ) -> Iterator[tuple[Prediction, Placed]]:
+    own = [_prompt(worker, request) for worker in of_role(workers, Role.PREFILL)]
+    reads = [prefix_read(snapshot, prompt.worker, shape) for prompt in own]
     prompts = (
-        _prompt(worker, request, prefix_read(snapshot, worker, shape)) for worker in of_role(workers, Role.PREFILL)
+        prompt if read is None else _prompt(prompt.worker, request, read)
+        for prompt, read in zip(own, reads, strict=True)
     )
     outputs = (_decode(worker, request) for worker in of_role(workers, Role.DECODE))
     prefills = _best(prompts, lambda prompt: prompt.delay)
@@ -169,11 +172,11 @@ def _routes(
         prediction = _predict_local(_prompt(decode.worker, request), decode, request)
         yield prediction, alone(decode.worker, WHY, prediction.ttft_seconds)
     whole = shape.max_context_tokens
-    for prefill in prefills:
-        if decodes and prefill.worker.context_tokens_limit >= whole:  # without a decode worker, a cluster waits for one
-            alone_there = prefill if prefill.read is None else _prompt(prefill.worker, request)
-            prediction = _predict_local(alone_there, _decode(prefill.worker, request), request)
-            yield prediction, alone(prefill.worker, WHY_SPARE, prediction.ttft_seconds)
+    # A route on one worker reads no prefix: the best are those that have one themselves, and may have a queue for it.
+    for prompt in _best(own, lambda each: each.delay) if decodes else ():  # without decode, a cluster waits for one
+        if prompt.worker.context_tokens_limit >= whole:
+            prediction = _predict_local(prompt, _decode(prompt.worker, request), request)
+            yield prediction, alone(prompt.worker, WHY_SPARE, prediction.ttft_seconds)
 
 
 def _best(judged: Iterable[_JudgedT], seconds: Callable[[_JudgedT], float]) -> list[_JudgedT]:

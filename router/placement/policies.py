@@ -43,7 +43,7 @@ class WorkerView:
     ``shared_chunk_tokens`` the prompt tokens of one that also decodes, ``queue_seconds`` the time until it has computed
     the prompts placed there, ``prefill_busy`` the share of its recent time that prompts took, ``num_decoding`` the
     requests that decode there, ``token_bytes`` the KV of a token, and ``link_rates`` the bytes per second at which it
-    reads from peers, by their engine ids.
+    reads from peers, by their engine ids. ``reads_prefixes``: it can read prefixes from other workers.
     """
 
     party: Party
@@ -65,11 +65,11 @@ class WorkerView:
     num_decoding: int = 0
     token_bytes: int = 0
     link_rates: Mapping[str, float] = field(default_factory=dict)
+    reads_prefixes: bool = True
+    context_tokens_limit: int = field(init=False)  # the longest sequence that the worker can hold
 
-    @property
-    def context_tokens_limit(self) -> int:
-        """The longest sequence that the worker can hold."""
-        return min(self.max_model_len, self.kv_capacity_tokens)
+    def __post_init__(self) -> None:
+        self.context_tokens_limit = min(self.max_model_len, self.kv_capacity_tokens)
 
 
 class PrefixSource(NamedTuple):
@@ -160,7 +160,7 @@ def least_loaded(snapshot: Snapshot, shape: RequestShape) -> Placement:
     Where there are both whole pairs and mixed workers, the less loaded of the best two takes the request; ties go to
     the pair. Among equals the worker that was given the fewest requests so far, so that an idle system takes turns.
     """
-    fitting = [worker for worker in snapshot.workers if fits(worker, shape)]
+    fitting = fitting_workers(snapshot, shape)
     decode = min(of_role(fitting, Role.DECODE), key=decode_load, default=None)
     prefill = min(of_role(fitting, Role.PREFILL), key=prefill_load, default=None)
     mixed = min(of_role(fitting, Role.MIXED), key=decode_load, default=None)
@@ -187,7 +187,9 @@ def prefix_read(snapshot: Snapshot, prefill: WorkerView, shape: RequestShape) ->
     takes to compute the same; else None."""
     source, num_tokens = snapshot.prefix_source, shape.num_prompt_tokens + shape.num_output_tokens
     matched = min(prefill.prefix_match_tokens, num_tokens - 1)
-    if source is None or source.num_tokens <= matched or source.party == prefill.party:
+    if source is None or not prefill.reads_prefixes:
+        return None
+    if source.num_tokens <= matched or source.party == prefill.party:
         return None
     rate = prefill.link_rates.get(source.party.engine_id) or USUAL_LINK_RATE
     read_seconds = READ_SECONDS + (source.num_tokens - matched) * prefill.token_bytes / rate
@@ -239,11 +241,24 @@ def context_limits(snapshot: Snapshot) -> tuple[int, int] | None:
 
 def fits(worker: WorkerView, shape: RequestShape) -> bool:
     """Return whether the worker's context is long enough for a request of this shape in the worker's role."""
-    needed = shape.max_context_tokens
-    if worker.role is Role.PREFILL:
-        # It holds the prompt, and what was delivered; one token more than its own, or it would take that for the last.
-        needed = min(needed, shape.num_prompt_tokens + shape.num_output_tokens + 2)
+    needed = _prefilled_tokens(shape) if worker.role is Role.PREFILL else shape.max_context_tokens
     return worker.context_tokens_limit >= needed
+
+
+def fitting_workers(snapshot: Snapshot, shape: RequestShape) -> list[WorkerView]:
+    """Return the workers that :func:`fits` is true for; what a request needs is computed once for all of them."""
+    needed, prefilled, prefill = shape.max_context_tokens, _prefilled_tokens(shape), Role.PREFILL
+    return [
+        worker
+        for worker in snapshot.workers
+        if worker.context_tokens_limit >= (prefilled if worker.role is prefill else needed)
+    ]
+
+
+def _prefilled_tokens(shape: RequestShape) -> int:
+    """Return the tokens that a prefill worker holds: the prompt, and what was delivered; one token more than its own,
+    or it would take that for the last."""
+    return min(shape.max_context_tokens, shape.num_prompt_tokens + shape.num_output_tokens + 2)
 
 
 def of_role(workers: Iterable[WorkerView], role: Role) -> list[WorkerView]:

@@ -57,6 +57,8 @@ class PrefillQueue:
 
     def busy_share(self, now: float) -> float:
         """Return the share of the worker's recent time that prompts took, 1 at most."""
+        if not self._busy:
+            return 0.0
         return min(1.0, self._decayed(now) / BUSY_SECONDS)
 
     def _decayed(self, now: float) -> float:

@@ -12,6 +12,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from splitserve.protocol.block_hash import extend_hashes, salted_root
 from splitserve.protocol.kv_event_batch import DEVICE, KVEvent, KVEventBatch
@@ -23,8 +24,7 @@ MIN_GAIN_BLOCKS = 2
 """Least gain for which a worker reads from another one, since the request takes a round trip."""
 
 
-@dataclass(frozen=True, slots=True)
-class PrefixMatch:
+class PrefixMatch(NamedTuple):
     """The leading part of a prompt that a worker holds, in any tier."""
 
     num_tokens: int

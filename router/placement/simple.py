@@ -13,8 +13,9 @@ from splitserve.router.placement.policies import (
     Snapshot,
     WorkerView,
     decode_load,
-    fits,
+    fitting_workers,
     least_loaded,
+    of_role,
     prefill_load,
     session_rank,
 )
@@ -31,8 +32,9 @@ def power_of_two(snapshot: Snapshot, shape: RequestShape) -> Placement:
     """Place a request on the less loaded of two workers per role, drawn anew for each request (Mitzenmacher, 2001)."""
     chosen = random.Random(sum(worker.num_placed for worker in snapshot.workers))
     drawn: list[WorkerView] = []
+    workers = fitting_workers(snapshot, shape)
     for role in Role:
-        fitting = [worker for worker in snapshot.workers if worker.role is role and fits(worker, shape)]
+        fitting = of_role(workers, role)
         drawn += chosen.sample(fitting, min(2, len(fitting)))
     return _placed(drawn, snapshot, shape)
 
@@ -65,9 +67,9 @@ def prefix(snapshot: Snapshot, shape: RequestShape) -> Placement:
 def _first_by(rank: Rank, snapshot: Snapshot, shape: RequestShape) -> Placement:
     """Place a request on the worker of each role with the lowest rank."""
     first: list[WorkerView] = []
+    workers = fitting_workers(snapshot, shape)
     for role in Role:
-        fitting = [worker for worker in snapshot.workers if worker.role is role and fits(worker, shape)]
-        first += sorted(fitting, key=rank)[:1]  # type: ignore[arg-type]  # ranks of one policy compare
+        first += sorted(of_role(workers, role), key=rank)[:1]  # type: ignore[arg-type]  # ranks of one policy compare
     return _placed(first, snapshot, shape)
 
 

@@ -39,8 +39,8 @@ class Course:
     period: float
 
 
-def course(machine: Machine, *, paced: bool, notes_draws: bool = False) -> Course:
-    """Run steps one after the other; ``notes_draws``: the pace takes a launch to end with its draws."""
+def course(machine: Machine, *, paced: bool) -> Course:
+    """Run steps one after the other."""
     chance, pace = random.Random(7), LaunchPace()
 
     def takes(usual: float) -> float:
@@ -61,7 +61,7 @@ def course(machine: Machine, *, paced: bool, notes_draws: bool = False) -> Cours
         ended = max(began + 1e-3 * machine.forward * chance.uniform(1.0, 1.02), free)
         before_noticed, noticed = noticed, max(noticed, ended + takes(machine.noticing))
         pace.note_step(PLAN, noticed - before_noticed if step else 1e-3 * machine.forward)
-        pace.note_launch((free if notes_draws else queued) - room)
+        pace.note_launch(free - room)
     return Course(*(1e3 * mean(each[WARM_UP:]) for each in (idle, lead)), period=1e3 * ended / NUM_STEPS)
 
 
@@ -81,8 +81,6 @@ def test_the_device_waits_no_longer_than_at_the_fastest_pace(machine: Machine) -
     assert late.idle <= at_once.idle + 0.002 * at_once.period
 
 
-def test_a_launch_ends_before_its_draws() -> None:
-    """They are queued while the device computes the logits: the next step can be planned later by that time."""
+def test_a_device_that_is_the_slower_one_gets_its_steps_late() -> None:
     machine = Machine(forward=4.7, queueing=0.5, drawing=0.7)
-    late, early = course(machine, paced=True), course(machine, paced=True, notes_draws=True)
-    assert late.lead < early.lead - 0.5 < course(machine, paced=False).lead - 2.0
+    assert course(machine, paced=True).lead < course(machine, paced=False).lead - 2.0

@@ -14,6 +14,7 @@ from splitserve.router.placement.cost import cost
 from splitserve.router.placement.placer import Placer
 from splitserve.router.placement.policies import (
     Disaggregated,
+    Local,
     PrefixSource,
     RequestShape,
     Snapshot,
@@ -63,6 +64,7 @@ def test_a_long_prefix_is_read_from_the_worker_that_wrote_it(policy):
         ({"prefix_match_tokens": 6000}, 6000),
         ({"prefix_match_tokens": 5990}, 6000),  # a round trip for ten tokens
         ({"step_model": StepModel()}, 6000),
+        ({"reads_prefixes": False}, 6000),
     ],
 )
 def test_what_is_sooner_computed_is_computed(policy, prefill, num_tokens):
@@ -152,3 +154,13 @@ def test_no_source_may_have_content_from_before_a_reset_or_be_gone():
     assert known.source is not None
     known.members.lose(Party("d0", 1))
     assert known.source is None
+
+
+def test_workers_that_could_read_a_prefix_do_not_hide_the_one_that_has_it():
+    """On one worker nothing is read: where decode elsewhere costs more than a short queue, the prefix decides."""
+    idle = [worker(f"p{number}", Role.PREFILL, max_model_len=10_000, link_rates={"p9": 1e12}) for number in range(5)]
+    own = {"prefix_match_tokens": 7900, "queue_seconds": 0.05, "max_model_len": 10_000}
+    holder = worker("p9", Role.PREFILL, **own)
+    full = worker("d", Role.DECODE, num_requests=128, num_decoding=64)
+    snapshot = Snapshot((*idle, holder, full), Objectives(0.0, 0.0), prefix_source=PrefixSource(holder.party, 7900))
+    assert cost(snapshot, LONG) == Local(holder.party)

@@ -1,20 +1,17 @@
 """Pauses and resets of the prefix caches under faults: right tokens, nothing stale, every count back to zero."""
 
-import os
 import random
 
-import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from schedules import Schedule, any_window_schedule, random_schedule, run_schedule
+from schedules import Schedule, any_window_schedule, num_schedules, operated, random_schedule, run_schedule
 from splitserve.engine.state import EngineState
 from splitserve.router.requests.operations.pause import Pause
 from splitserve.router.requests.state import FailureReason
 from splitserve.simulation.faults import Faults, Shape
 
-NUM_SCHEDULES = int(os.environ.get("SPLITSERVE_SCHEDULES", "12"))
 seeds = st.integers(0, 2**32)
 SHAPES = [
     Shape(prefill=2, decode=2),
@@ -23,15 +20,8 @@ SHAPES = [
 ]
 
 
-def operated(schedule: Schedule) -> Schedule:
-    """The schedule with pauses and resets in it."""
-    chosen = random.Random(schedule.seed)
-    faults = msgspec.structs.replace(schedule.faults, pauses=chosen.randint(0, 3), resets=chosen.randint(0, 3))
-    return msgspec.structs.replace(schedule, faults=faults)
-
-
 @given(seed=seeds, shape=st.sampled_from(SHAPES))
-@settings(max_examples=NUM_SCHEDULES // 2)
+@settings(max_examples=num_schedules(6))
 def test_without_other_faults_only_an_abort_ends_a_request(seed: int, shape: Shape) -> None:
     sim = run_schedule(Schedule(seed=seed, shape=shape, faults=Faults(pauses=2, resets=2)))
     states = [client.request.state for client in sim.router.clients.values() if client.request is not None]
@@ -41,9 +31,10 @@ def test_without_other_faults_only_an_abort_ends_a_request(seed: int, shape: Sha
 
 
 @given(seed=seeds)
-@settings(max_examples=NUM_SCHEDULES // 2)
+@settings(max_examples=num_schedules(6))
 def test_with_any_other_faults(seed: int) -> None:
-    run_schedule(operated(any_window_schedule(seed) if seed % 3 == 0 else random_schedule(seed)))
+    schedule = any_window_schedule(seed) if seed % 3 == 0 else random_schedule(seed)
+    run_schedule(operated(schedule, random.Random(seed)))
 
 
 def first_failure(schedules: list[Schedule]) -> str:

@@ -1,14 +1,12 @@
 """Several routers on one port under faults: right tokens, policies that see the sum, acts that all routers follow."""
 
-import random
 from collections.abc import Callable
 
-import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from schedules import Schedule, num_schedules, random_schedule, run_schedule
+from schedules import Schedule, num_schedules, router_schedule, run_schedule
 from splitserve.protocol.messages.routers import RouterReport
 from splitserve.protocol.request import Party
 from splitserve.router.links.worker_record import Elsewhere, WorkerRecord
@@ -22,19 +20,6 @@ SHAPES = (
     Shape(decode=2, num_blocks=40, tier_slots=20, routers=2),
 )
 seeds = st.integers(0, 2**32)
-
-
-def with_routers(schedule: Schedule) -> Schedule:
-    """The schedule with several routers, some of which die, and operators who ask any of them."""
-    chosen = random.Random(schedule.seed)
-    faults = msgspec.structs.replace(
-        schedule.faults,
-        pauses=chosen.randint(0, 2),
-        resets=chosen.randint(0, 2),
-        router_kills=chosen.randint(0, 3),
-    )
-    shape = msgspec.structs.replace(schedule.shape, routers=chosen.randint(2, 3))
-    return msgspec.structs.replace(schedule, faults=faults, shape=shape)
 
 
 @given(seed=seeds, shape=st.sampled_from(SHAPES))
@@ -61,7 +46,7 @@ def test_an_operator_may_ask_any_of_them(seed: int, shape: Shape) -> None:
 @given(seed=seeds)
 @settings(max_examples=num_schedules(10))
 def test_with_any_other_faults(seed: int) -> None:
-    run_schedule(with_routers(random_schedule(seed)))
+    run_schedule(router_schedule(seed))
 
 
 # ---- planted bugs ----

@@ -94,6 +94,7 @@ ON_CLUSTERS = {
     "end_to_end/test_prefix_reads",
     "benchmarks/test_tiers",
     "benchmarks/test_soak",
+    "benchmarks/test_placement_turns",
     "engine/test_profile",
     "orchestration/test_cluster_network",
     "common/test_security",

@@ -32,6 +32,7 @@ FOUND_AT = {
     "connecting_peers_fail_quietly": 95,
     "failed_peers_fail_again": 4,
     "forgotten_peers_keep_their_socket": 8,
+    "frozen_workers_give_kv_up": 36,
     "generations_of_one_rank": 60,
     "last_generation_unchecked": 26,
     "late_connections_revive": 95,

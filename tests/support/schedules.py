@@ -1,6 +1,6 @@
 """Schedules for the simulator: made from a seed, run with all checks, replayed from one line.
 
-    python tests/support/schedules.py --fuzz 100000 [--first SEED] [--jobs N] [--windows]
+    python tests/support/schedules.py --fuzz 100000 [--first SEED] [--jobs N] [--windows | --routers]
     python tests/support/schedules.py --replay '{"seed": 7, ...}'
 
 A schedule that fails prints the second command; that one prints the trace. With SPLITSERVE_FIGURES set, numbers of
@@ -54,6 +54,7 @@ CROWD = 64  # answers, at most, that a schedule asks for: from so many on, its r
 CROWD_WAITS = {"request_deadline_seconds": 200.0}  # on slow, lossy links a crowd was served in 71 s
 FEW_MAY_WAIT = {"max_requests_waiting": 2, "no_worker_wait_seconds": 0.3}
 SHORT_LEASES = {"lease_seconds": 1.0, "renew_interval_seconds": 0.3}
+OPERATED_SHARE = 0.3  # of random schedules: those in which operators act
 
 
 def num_schedules(few: int) -> int:
@@ -160,16 +161,32 @@ def random_schedule(seed: int) -> Schedule:
         unsent=sometimes(0.0, 0.2) if chosen.random() < 0.3 else 0.0,
     )
     protocol = chosen.choice([{}, {}, SHORT_LEASES, EXPIRING_LEASES, IMPATIENT_READS, LONG_WAITS, FEW_MAY_WAIT])
-    shape = chosen.choice(SHAPES)
-    return Schedule(
+    schedule = Schedule(
         seed=seed,
         faults=faults,
-        shape=shape,
+        shape=chosen.choice(SHAPES),
         protocol=protocol,
         num_requests=chosen.choice([4, 8, 8, 16]),
         max_choices=chosen.choice([1, 1, 4]),
         has_turns=chosen.random() < 0.5,
     )
+    return operated(schedule, chosen) if chosen.random() < OPERATED_SHARE else schedule
+
+
+def operated(schedule: Schedule, chosen: random.Random) -> Schedule:
+    """Return the schedule with operators who pause in any mode, resume, reset prefix caches, and drain workers."""
+    most = {"pauses": 3, "resets": 3, "operator_drains": 2}
+    numbers = {name: chosen.randint(0, number) for name, number in most.items()}
+    return msgspec.structs.replace(schedule, faults=msgspec.structs.replace(schedule.faults, **numbers))
+
+
+def router_schedule(seed: int) -> Schedule:
+    """Return the random schedule of the seed with several routers, some of which die, and operators who ask any."""
+    chosen, schedule = random.Random(seed), random_schedule(seed)
+    schedule = operated(schedule, chosen)
+    faults = msgspec.structs.replace(schedule.faults, router_kills=chosen.randint(0, 3))
+    shape = msgspec.structs.replace(schedule.shape, routers=chosen.randint(2, 3))
+    return msgspec.structs.replace(schedule, faults=faults, shape=shape)
 
 
 def window_schedule(seed: int, window: int = 6) -> Schedule:
@@ -247,16 +264,17 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=0, metavar="SEED", help="seed of the first one")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, metavar="N", help="processes to run them in")
     parser.add_argument("--max-failures", type=int, default=10, metavar="N", help="stop after as many")
-    parser.add_argument("--windows", action="store_true", help="caches of a full and a window group")
+    kinds = parser.add_mutually_exclusive_group()
+    add = functools.partial(kinds.add_argument, action="store_const", dest="make", default=random_schedule)
+    add("--windows", const=any_window_schedule, help="caches of a full and a window group")
+    add("--routers", const=router_schedule, help="several routers on one port")
     parser.add_argument("--replay", metavar="SCHEDULE", help="run one schedule, or one seed of --fuzz, with its trace")
     options = parser.parse_args()
     if options.replay:
         text = options.replay
-        make = any_window_schedule if options.windows else random_schedule
-        replay(make(int(text)) if text.isdigit() else msgspec.json.decode(text, type=Schedule))
+        replay(options.make(int(text)) if text.isdigit() else msgspec.json.decode(text, type=Schedule))
     elif options.fuzz:
-        make = any_window_schedule if options.windows else random_schedule
-        sys.exit(1 if fuzz(options.first, options.fuzz, options.jobs, options.max_failures, make) else 0)
+        sys.exit(1 if fuzz(options.first, options.fuzz, options.jobs, options.max_failures, options.make) else 0)
     else:
         parser.error("say --fuzz N or --replay SCHEDULE")
 

@@ -17,7 +17,7 @@ from splitserve.models.constraints.progress import Progress
 from splitserve.models.sampling.feature import Draw, Feature, Rows
 from splitserve.protocol.step import FeatureStart
 
-_MAX_THREADS = 8
+_MAX_THREADS = 4  # more wake up later than they help
 
 
 class Grammar(Feature):

@@ -31,6 +31,7 @@ class Faults(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     handover_kills: int = 0  # workers that die shortly after an offer, while blocks move
     freezes: int = 0  # workers that stop for a while, as by SIGSTOP
     drains: int = 0  # workers that drain, as by SIGTERM, and restart
+    operator_drains: int = 0  # workers that operators let drain through a router
     clocks: float = 600.0  # largest offset of a worker's clock
     rounding: bool = False  # no two workers draw the same token; each client sees one stream all the same
     damage: float = 0.0  # probability that a block arrives with other bytes; digests are verified against it
@@ -40,7 +41,7 @@ class Faults(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     lies: float = 0.0  # probability that an offer is wrong: see splitserve.simulation.lies
     scored: bool = False  # no fault: requests want log-probabilities, of the output, the prompt, or both
     unsent: float = 0.0  # probability that a worker's link rejects a request from the router
-    pauses: int = 0  # by an operator, in any mode, each for up to 3 s
+    pauses: int = 0  # by an operator, in any mode, each for up to 3 s; half of them are asked for and ended twice
     resets: int = 0  # of the prefix caches
     router_kills: int = 0  # routers other than the first one that die, and start again
 

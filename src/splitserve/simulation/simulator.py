@@ -10,15 +10,16 @@ from splitserve.protocol.config import ProtocolConfig
 from splitserve.protocol.messages.envelope import Body, Envelope
 from splitserve.protocol.messages.handover import Offer
 from splitserve.protocol.request import Party, Role
-from splitserve.router.requests.events import PauseMode, PauseRequests, ResetCaches, ResumeRequests
 from splitserve.simulation.faults import Faults, Shape
 from splitserve.simulation.lies import Liar
 from splitserve.simulation.model import PROTOCOL, HashedModel, Model, is_router
+from splitserve.simulation.operators import Operators
 from splitserve.simulation.router.driver import SimRouter
 from splitserve.simulation.router.group import SimRouters
 from splitserve.simulation.waits import check_waits
 from splitserve.simulation.worker.cache_checks import check_index
 from splitserve.simulation.worker.driver import SimWorker
+from splitserve.simulation.worker.peer_checks import check_peers
 from splitserve.simulation.worker.tiers import SharedServer
 
 WAITS_SECONDS = 0.1  # from one look at who waits for whom to the next
@@ -59,6 +60,7 @@ class Simulator:
         self._unsent_since: dict[Party, float] = {}  # messages of dead workers after this time were never sent
         self.routers = SimRouters(self, shape.routers)
         self.liar = Liar(self)
+        self.operators = Operators(self)
         self.tier_slots = shape.tier_slots
         self.window = shape.window
         self.shared = SharedServer(self.random, shape.shared_chunk)
@@ -181,7 +183,7 @@ class Simulator:
         return self._living[name]
 
     def _plan_disasters(self) -> None:
-        names, faults = sorted(self._living), self.faults
+        names, faults = self.names, self.faults
         for _ in range(faults.partitions):
             start = self.random.uniform(0.0, DISASTER_SECONDS)
             pair = {self.random.choice([n for n in names if n.startswith(role)] or names) for role in ("pre", "dec")}
@@ -199,14 +201,7 @@ class Simulator:
                 when = self.random.uniform(0.0, DISASTER_SECONDS)
                 self.at(when, lambda a=act, n=name, s=seconds: a(self.living(n), s))  # type: ignore[misc]
 
-        for _ in range(faults.pauses):
-            when, seconds = self.random.uniform(0.0, DISASTER_SECONDS), self.random.uniform(0.1, 3.0)
-            mode = self.random.choice(list(PauseMode))
-            self.at(when, lambda m=mode: self.routers.ask(PauseRequests(m)))  # type: ignore[misc]
-            self.at(when + seconds, lambda: self.routers.ask(ResumeRequests()))
-        for _ in range(faults.resets):
-            self.at(self.random.uniform(0.0, DISASTER_SECONDS), lambda: self.routers.ask(ResetCaches()))
-
+        self.operators.plan(DISASTER_SECONDS)
         for _ in range(faults.router_kills):
             when, seconds = self.random.uniform(0.0, DISASTER_SECONDS), self.random.uniform(0.1, 2.0)
             self.at(when, lambda s=seconds: self.routers.kill(s))  # type: ignore[misc]
@@ -217,6 +212,11 @@ class Simulator:
     def router(self) -> SimRouter:
         """The first router."""
         return self.routers.first
+
+    @property
+    def names(self) -> list[str]:
+        """The workers' names, sorted."""
+        return sorted(self._living)
 
     @property
     def living_workers(self) -> list[SimWorker]:
@@ -249,11 +249,12 @@ class Simulator:
     def check_end(self) -> None:
         """Check that every request ended as it should, and that no block, copy, request or charge is left over."""
         self.routers.check_end()
+        self.operators.check_end()
         alive = [worker for worker in self.workers.values() if worker.alive]
         check_index(alive)
         for worker in alive:
             worker.core.tick(worker.clock)
-            worker.check_peers()
+            check_peers(worker)
             for pool in worker.core.state.blocks.pools:
                 assert pool.count(BlockState.REFERENCED) == 0, f"{worker.party}: blocks are still referenced"
                 assert pool.count(BlockState.QUARANTINED) == 0, f"{worker.party}: blocks are still quarantined"

@@ -23,7 +23,7 @@ Length = Annotated[int, msgspec.Meta(ge=0, le=1 << 24)]
 Milliseconds = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
 
 
-class TraceLine(msgspec.Struct, frozen=True):
+class TraceLine(msgspec.Struct, frozen=True, omit_defaults=True):
     """One request of a trace."""
 
     timestamp: Milliseconds = 0.0

@@ -12,12 +12,13 @@ from splitserve.benchmarks.twin.cases import Case, Measured, cases_of
 from splitserve.benchmarks.twin.comparison import Prediction, bound_of, difference
 from splitserve.benchmarks.twin.fits import FIGURES
 from splitserve.benchmarks.twin.run import Run, shared_cpus
+from splitserve.common.cores import usable_cpus
 from splitserve.common.errors import ConfigError
 
 # Four requests, the fewest of a load, take 240 steps of two sequences: enough for a fit.
 SHORT = [
-    "--arms", "1M", "--workloads", "64/120", "--loads", "0.3", "1.1", "--seconds", "5", "--max-num-seqs", "2",
-    "--repeats", "1", "--kv-memory", "32MiB",
+    "--arms", "1M", "1M@256", "--workloads", "64/120", "--loads", "1.1", "--seconds", "2", "--max-num-seqs", "2",
+    "--repeats", "1", "--kv-memory", "32MiB", "--jobs", "2",
 ]  # fmt: skip
 
 
@@ -101,8 +102,8 @@ def measured(case: Case, throughput: float) -> Measured:
 
 
 def test_a_run_goes_on_where_it_was_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The first call has time for no load; the second one, in a copy of the folder, measures both, and compares them
-    with their twins."""
+    """The first call has time for no load; the second one, in a copy of the folder, measures both, side by side, and
+    compares them with their twins."""
     first, folder = tmp_path / "first", tmp_path / "run"
     assert main([*SHORT, "--continue", str(first), "--max-seconds", "5"]) == bench.EXIT_INTERRUPTED
     words = capsys.readouterr().out
@@ -111,13 +112,15 @@ def test_a_run_goes_on_where_it_was_left(tmp_path: Path, capsys: pytest.CaptureF
     arguments = [*SHORT, "--continue", str(folder), "--result-dir", str(tmp_path)]
     assert main(arguments) == 0
     shown = capsys.readouterr().out
-    assert "paced_1M_64-120_0.3: TPOT mean" in shown and "inside their interval of 90%" in shown
+    assert "paced_1M_64-120_1.1: TPOT mean" in shown and "inside their interval of 90%" in shown
     [file] = tmp_path.glob("twin-*.json")
     kept = json.loads(file.read_text())
-    assert [case["case"] for case in kept["cases"]] == ["paced_1M_64-120_1.1", "paced_1M_64-120_0.3"]
+    assert [case["case"] for case in kept["cases"]] == ["paced_1M_64-120_1.1", "paced_1M-chunks-256_64-120_1.1"]
     assert all(run["figures"]["failed"] == {} for run in kept["runs"])
     assert str(tmp_path) not in json.dumps({**kept, "command": ""}), "paths of the machine"
-    assert [each["figure"] for each in kept["accuracy"]] == 2 * list(FIGURES) and kept["rankings"] == []
+    assert [each["figure"] for each in kept["accuracy"]] == list(FIGURES)
+    assert sorted(kept["rankings"][0]["real"]) == ["1M", "1M@256"]
+    assert {run["cpus"] for run in kept["runs"]} == {len(usable_cpus()) // 2}, "each has cores of its own"
     assert main([*arguments, "--compare-only"]) == 0, "everything is measured and compared"
     with pytest.raises(ConfigError, match="measured under other conditions"):
         main([*arguments, "--seed", "1"])

@@ -1,6 +1,7 @@
 """``splitserve simulate``, ``calibrate`` and ``plan``: on rooflines, saved models, and a running cluster."""
 
 import json
+import re
 import time
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from splitserve.orchestration.cluster.launcher import LocalCluster
 from splitserve.orchestration.spec.document import read_spec
 from splitserve.orchestration.spec.shorthand import simple_spec
 from splitserve.protocol.config import EngineConfig
+from splitserve.workloads.named import parse_workload
 
 UNEVEN = ["--gpus", "3", "--tensor-parallel-size", "2"]
 SHORT = ["--shape", "tiny", "--num-requests", "20"]
@@ -31,6 +33,31 @@ def test_a_roofline_is_marked_as_uncalibrated(tmp_path: Path, capsys: pytest.Cap
     kept = result_of(tmp_path, "simulate")
     assert [run["figures"]["completed"] for run in kept["runs"]] == [20, 20]
     assert kept["runs"][0]["paths"] == {"disaggregated disaggregated ok": 20}
+
+
+def test_specs_and_requests_of_a_comparison_can_be_exported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Read again, the trace gives the same requests at the same times."""
+    folder = tmp_path / "exported"
+    options = [*SHORT, "--rate", "40", "--runs", "1", "--workload", "300/5~1-4", "--tpot-ms", "9", "--policy", "prefix"]
+    assert simulate.main([*options, "--cluster", "1P1D", "2M@256", "--export", str(folder)]) == 0
+    rate = re.search(r"workload.jsonl has ([\d.]+) requests per second", capsys.readouterr().out)
+    assert rate is not None
+    read = parse_workload(f"trace:{folder / 'workload.jsonl'}").at(float(rate[1]), 20, 0)
+    made = parse_workload("300/5~1-4").at(40.0, 20, 0)
+    begin = made.conversations[0].start_seconds
+    for one, other in zip(read.conversations, made.conversations, strict=True):
+        assert one.start_seconds == pytest.approx(other.start_seconds - begin, abs=1e-5)
+        assert [(turn.num_new_tokens, turn.num_output_tokens) for turn in one.turns] == [(300, 5)]
+    pair, mixed = (read_spec(str(folder / name)) for name in ("1P1D-prefix.yaml", "2M-chunks-256-prefix.yaml"))
+    assert [(pool.role, pool.count) for pool in pair.pools] == [("prefill", 1), ("decode", 1)]
+    assert mixed.engine.max_num_batched_tokens == mixed.engine.max_num_prefill_tokens_beside_decode == 256
+    assert mixed.objectives.tpot_ms == 9
+    assert mixed.model.path == "tiny" and mixed.router.policy == "prefix"
+
+
+def test_requests_that_a_trace_cannot_hold_are_not_exported(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="which lengths alone don't describe"):
+        simulate.main([*SHORT, "--workload", "chats", "--export", str(tmp_path)])
 
 
 def test_a_plan_ranks_both_kinds_and_writes_the_best_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -193,7 +193,7 @@ class SimClient:
         if self.was_helpless or self._sim.faults.step_error > 0:
             return True
         if failure.reason is FailureReason.PAUSED:
-            return self._sim.faults.pauses > 0
+            return self.request_id in self._router.pauses.aborted
         if failure.reason is FailureReason.CONTRADICTION:
             return self._was_deceived
         return self.was_unsent and failure.reason is not FailureReason.DEADLINE

@@ -17,7 +17,7 @@ from splitserve.protocol.config import RouterConfig
 from splitserve.protocol.kv_event_batch import KVEvent
 from splitserve.protocol.messages.envelope import Body
 from splitserve.protocol.messages.membership import WorkerInfo
-from splitserve.protocol.messages.operators import PrefixCacheReset, ResetPrefixCache, SetFrozen
+from splitserve.protocol.messages.operators import BeginDrain, PrefixCacheReset, ResetPrefixCache, SetFrozen
 from splitserve.protocol.messages.requests import Abort, PromptLogprobs, RequestFailed, StepTokens, TokenDelta
 from splitserve.protocol.messages.routers import RouterReport
 from splitserve.protocol.placement.step_model import StepModel
@@ -57,6 +57,7 @@ from splitserve.router.requests.events import (
 from splitserve.simulation.router.checks import Attempt, RouterChecks
 from splitserve.simulation.router.client import SimClient
 from splitserve.simulation.router.kv_feed import SimKVFeed
+from splitserve.simulation.router.pause_checks import PauseChecks
 
 if TYPE_CHECKING:
     from splitserve.simulation.simulator import Simulator
@@ -89,6 +90,7 @@ class SimRouter:
         )
         self.core = RouterCore(config, self.membership, self.prefixes, sim.random)
         self.checks = RouterChecks(self)
+        self.pauses = PauseChecks(self)
         self._feeds: dict[Party, SimKVFeed] = {}
         self._links: set[Party] = set()  # workers whose link is up
         self._timers: dict[Timer, object] = {}  # pending, each with a mark of its own
@@ -124,7 +126,10 @@ class SimRouter:
             self.checks.after_event()
 
     def _perform(self, event: Event) -> None:
-        self._effects.extend(self.core.handle(event, self.sim.now))
+        before = self.pauses.before(event)
+        effects = self.core.handle(event, self.sim.now)
+        self.pauses.after(event, before, effects)
+        self._effects.extend(effects)
         if self._is_performing:
             return
         self._is_performing = True
@@ -289,6 +294,15 @@ class SimRouter:
     def on_draining(self, party: Party) -> None:
         """Take note that a worker drains."""
         self.membership.drain(party)
+
+    def begin_drain(self, party: Party) -> bool:
+        """Let a worker drain, as an operator asks for; return whether its link took the message."""
+        is_full = self.sim.random.random() < self.sim.faults.unsent
+        if is_full or party not in self._links:
+            return False
+        self.sim.send(self.party, party, BeginDrain())
+        self.membership.drain(party)
+        return True
 
     def on_leave(self, party: Party) -> None:
         """Handle a worker's goodbye."""

@@ -57,8 +57,7 @@ class SimRouters:
 
     def ask(self, event: Event) -> None:
         """Have an operator ask any router; all must follow, unless something else comes between."""
-        living = self.living
-        asked = living[0] if len(living) == 1 else self._sim.random.choice(living)
+        asked = self.any_living()
         self._num_acts += 1
         number = self._num_acts
         asked.handle(event)
@@ -69,6 +68,11 @@ class SimRouters:
         for router in self.living if number == self._num_acts else []:
             mode = router.core.pause.mode
             assert mode is event.mode, f"{router.party} does not follow the pause: {mode} instead of {event.mode}"
+
+    def any_living(self) -> SimRouter:
+        """Return a router that an operator may ask."""
+        living = self.living
+        return living[0] if len(living) == 1 else self._sim.random.choice(living)
 
     # ---- workers ----
 

@@ -74,8 +74,7 @@ class Leap:
         """Return the number of steps in which no sequence ends, lacks a block, or has something to report."""
         core, batch = self._core, self._batch
         scheduler, blocks = core.scheduler, core.state.blocks
-        is_quiet = not (scheduler.prompts.waiting or scheduler.prompts.active or blocks.others or core.state.is_frozen)
-        if not batch or not is_quiet or sink_of(core).sink.has_queue:
+        if not batch or not is_quiet(core):
             return 0
         if len(batch) > min(scheduler.budget.max_num_seqs, scheduler.budget.max_num_batched_tokens):
             return 0
@@ -84,6 +83,13 @@ class Leap:
         most = min(sequence.end_length - len(sequence.token_ids) for sequence in batch) - 1
         room = blocks.pool.num_available // len(batch) * blocks.block_size
         return min(most, room)
+
+
+def is_quiet(core: EngineCore) -> bool:
+    """Return whether no prompt waits or is computed, and nothing waits for room: steps only decode."""
+    prompts = core.scheduler.prompts
+    is_busy = prompts.waiting or prompts.active or core.state.blocks.others or core.state.is_frozen
+    return not is_busy and not sink_of(core).sink.has_queue
 
 
 def _is_plain(sequence: Sequence) -> bool:

@@ -35,7 +35,7 @@ from splitserve.protocol.messages.requests import StepTokens, TokenDelta
 from splitserve.protocol.placement.step_model import StepModel, StepWork
 from splitserve.protocol.request import Party, RequestKey, Role
 from splitserve.protocol.step import Draw, StepOutput, StepPlan
-from splitserve.simulation.twin.leap import Leap
+from splitserve.simulation.twin.leap import Leap, is_quiet
 from splitserve.worker.build import BlockMemory, ModelBounds, build_core
 
 if TYPE_CHECKING:
@@ -121,7 +121,8 @@ class TwinWorker:
         self.core = build_core(config, self.party, memory, connector, bounds)  # type: ignore[arg-type]
         self._plan: StepPlan | None = None  # of the step that the device runs
         self._step_ends_at = 0.0  # of the step in flight
-        self._epoch = 0  # of the last step that was planned by itself; wake-ups of earlier ones are void
+        self._epoch = 0  # of the last time to return that was set; those of earlier ones are void
+        self._is_awaited = False  # that time is still to come
         self._kept: dict[RequestKey, _KeptTokens] = {}  # that the router hasn't got
         self._due: dict[Party, list[TokenDelta]] = {}  # to be sent now, by recipient
         self._link_free_at = 0.0
@@ -151,15 +152,26 @@ class TwinWorker:
         if self._plan is None:
             self._begin_step(now)
             self._perform()
-        else:  # what has just happened may change the step after this one
+        elif not self._goes_on_alike():  # what has just happened may change the step after this one
             self._return_at(self._step_ends_at)
-        due = core.next_deadline()
+        elif not self._is_awaited:
+            self._return_at(self._last_step_end(work_of(self._plan)))
+        self._wake_at(core.next_deadline())
+
+    def _wake_at(self, due: float) -> None:
+        """Return to the worker at its next deadline, unless it returns before."""
         if due < self._wakes_at:
             self._wakes_at = due
-            self._clock.at(due + TIMER_SLACK_SECONDS, self._wake)
+            self._clock.at(due + TIMER_SLACK_SECONDS, lambda: self._wake(due))
 
-    def _wake(self) -> None:
+    def _wake(self, due: float) -> None:
+        if due != self._wakes_at:
+            return  # an earlier deadline has come up since
         self._wakes_at = float("inf")
+        next_due = self.core.next_deadline()
+        if next_due > self._clock.now:
+            self._wake_at(next_due)
+            return
         self._catch_up()
         self._settle()
 
@@ -176,8 +188,21 @@ class TwinWorker:
         leaps = self._twin.leaps and not work.prefill_tokens
         self._return_at(self._last_step_end(work) if leaps else self._step_ends_at)
 
+    def _goes_on_alike(self) -> bool:
+        """Return whether the step in flight only decodes, and the next one has the same sequences, whatever happens
+        until then without a message."""
+        scheduler = self.core.scheduler
+        running, step = scheduler.decodes.running, self.core.newest_step
+        return (
+            self._twin.leaps
+            and len(step) == len(running)
+            and is_quiet(self.core)
+            and all(sequence in running for sequence, _ in step)
+        )
+
     def _return_at(self, time: float) -> None:
         """Return to the worker at ``time``, and not at the time that was set before."""
+        self._is_awaited = True
         self._epoch += 1
         epoch = self._epoch
         self._clock.at(time, lambda: self._end_leap(epoch))
@@ -198,6 +223,7 @@ class TwinWorker:
 
     def _end_leap(self, epoch: int) -> None:
         if epoch == self._epoch:
+            self._is_awaited = False
             self._catch_up()
             self._settle()
 

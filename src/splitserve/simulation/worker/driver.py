@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from splitserve.decode.peers import PeerState
 from splitserve.engine.drain import Drain
 from splitserve.engine.effects import Connect, Dial, Disconnect, HangUp, Incident, Send, Serve, StartCopy, StartRead
 from splitserve.kvconnector.blocks.digest import no_digests
@@ -20,7 +19,7 @@ from splitserve.protocol.handover.reads import ReadResult
 from splitserve.protocol.handover.sink import SinkHandover
 from splitserve.protocol.messages.envelope import Envelope
 from splitserve.protocol.messages.handover import Grant, Withdrawn
-from splitserve.protocol.messages.operators import ResetPrefixCache
+from splitserve.protocol.messages.operators import BeginDrain, ResetPrefixCache
 from splitserve.protocol.request import Party, RequestKey, Role
 from splitserve.protocol.step import UNKNOWN_TOKEN, Draw, StepPlan
 from splitserve.simulation.model import BLOCK_SIZE, NUM_HEADS, VOCAB, layout_of, mix, next_kv
@@ -28,8 +27,10 @@ from splitserve.simulation.worker.cache_checks import Generations, check_written
 from splitserve.simulation.worker.connector import SimConnector
 from splitserve.simulation.worker.drawn import Drawn
 from splitserve.simulation.worker.forgotten import Forgotten
+from splitserve.simulation.worker.frozen import Frozen
 from splitserve.simulation.worker.memory import copy_blocks, touched_blocks
 from splitserve.simulation.worker.parts import sink_of
+from splitserve.simulation.worker.peer_checks import check_peers
 from splitserve.simulation.worker.reader import SimReader
 from splitserve.simulation.worker.tail import Tail
 from splitserve.simulation.worker.tiers import SimTiers
@@ -101,6 +102,7 @@ class SimWorker:
         self.known: set[RequestKey] = set()  # requests that this worker has ever had
         self.num_effects: Counter[type] = Counter()  # by kind
         self.forgotten = Forgotten(self)
+        self.frozen = Frozen(self)
         self.tail = Tail(self)
         self.turns = Turns(self)
 
@@ -129,17 +131,6 @@ class SimWorker:
 
     # ---- invariants ----
 
-    def check_peers(self) -> None:
-        """Check that connections are those of the peer table, and links those of its peers."""
-        peers = sink_of(self.core).peers.peers()
-        num_open = sum(peer.state in (PeerState.CONNECTING, PeerState.READY) for peer in peers)
-        connects, disconnects = self.num_effects[Connect], self.num_effects[Disconnect]
-        assert connects == disconnects + num_open, (
-            f"connects don't equal disconnects plus current peers: {connects}, {disconnects}, {num_open}"
-        )
-        dials, hang_ups = self.num_effects[Dial], self.num_effects[HangUp]
-        assert dials == hang_ups + len(peers), f"dials don't equal hang-ups plus peers: {dials}, {hang_ups}, {peers}"
-
     def changed_blocks(self, result: ReadResult) -> tuple[SinkHandover, int, list[int]] | None:
         """Return a read's hand-over and the indices of its blocks whose generations differ from the offered ones."""
         incoming = sink_of(self.core).sink._reads.get(result.read_id)
@@ -156,6 +147,9 @@ class SimWorker:
         if not self.can_run(lambda: self.deliver(envelope)):
             return
         is_stale = envelope.to not in (None, self.party)
+        if isinstance(envelope.body, BeginDrain) and not is_stale:
+            self.sim.drain(self, 0.0)
+            return
         num_stale = self.core.state.counters.stale_messages
         if not is_stale:
             self.turns.on_message(envelope)
@@ -199,8 +193,9 @@ class SimWorker:
                 break
         self.core.check_invariants()
         self.seen_generations.check()
-        self.check_peers()
+        check_peers(self)
         self.forgotten.check()
+        self.frozen.check()
         self.turns.check()
         self.below.follow_events()
         self.known |= self.core.state.sequences.keys()
@@ -317,6 +312,7 @@ class SimWorker:
         seconds = random.uniform(0.001, self.sim.faults.step_seconds)
         drawn = Drawn(plan)
         self.forgotten.on_launch()
+        self.frozen.on_launch()
         self.steps.append((taken, drawn, bool(garbage)))
         previous, self.last_drawn = self.last_drawn, drawn
         wait = max(0.0, self.device_free_at - self.sim.now, self.below.seconds_until_moved(plan.gates))
