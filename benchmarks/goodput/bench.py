@@ -21,10 +21,11 @@ from pathlib import Path
 import msgspec
 
 from splitserve.benchmarks.common.arguments import finite, positive, positive_seconds
+from splitserve.benchmarks.common.charts import require_matplotlib
 from splitserve.benchmarks.common.report import machine, results_directory, table, versions, write_result
 from splitserve.benchmarks.engine.engine_options import add_engine_options, engine_config, model_of
-from splitserve.benchmarks.goodput import charts
 from splitserve.benchmarks.goodput.arms import FORMS, Arm, check_equal_devices, default_arms, parse_arm
+from splitserve.benchmarks.goodput.charts import Charts
 from splitserve.benchmarks.goodput.clusters import Clusters
 from splitserve.benchmarks.goodput.comparison import Comparison, timed
 from splitserve.benchmarks.goodput.probe import Prober, ProbeResult, Setup
@@ -58,7 +59,7 @@ def main(argv: Sequence[str]) -> int:
     sources = [parse_workload(text, options.max_tokens) for text in options.workloads]
     if options.folder and len(sources) > 1:
         raise ConfigError("--continue takes one folder: name its workload with --workloads")
-    charts.require_matplotlib()
+    require_matplotlib()
     if options.dry_run:
         print(plan_of(options, arms, sources))
         return 0
@@ -152,7 +153,7 @@ def _write(folder: Folder, conditions: Conditions, probes: Sequence[ProbeResult]
     }
     (folder.path / "report.html").write_text(render(conditions, verdict, rows, probes, about), encoding="utf-8")
     (folder.path / "probes.csv").write_text(csv_of(rows), encoding="utf-8")
-    drawn = charts.Charts(verdict, rows, probes)
+    drawn = Charts(verdict, rows, probes)
     for name in drawn.names:
         (folder.path / f"{name.replace(' ', '-')}.png").write_bytes(drawn.png(name))
     written = write_result("goodput", argv, summary_of(conditions, verdict, rows), str(folder.path))

@@ -1,36 +1,22 @@
 """Charts of a comparison, by matplotlib: as SVG within the report, and as PNG beside it."""
 
 import io
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from splitserve.benchmarks.common.charts import COLOURS, GREY, MARKERS, new_figure, scale_log, style, svg
 from splitserve.benchmarks.goodput.probe import ProbeResult
 from splitserve.benchmarks.goodput.verdict import SweepPoint, Verdict
-from splitserve.common.errors import ConfigError
 
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#8c6d31")
-"""Colours that people with colour-blindness tell apart (Okabe and Ito), and one more."""
-MARKERS = "osD^vP*X"
 WIDTH, HEIGHT = 7.2, 3.6  # inches
-
-
-def require_matplotlib() -> None:
-    """Raise :class:`ConfigError` where matplotlib is missing: before anything is measured."""
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError as error:
-        raise ConfigError("the report's charts need matplotlib: pip install 'splitserve[report]'") from error
 
 
 class Charts:
     """Charts by name, in the order of the report."""
 
     def __init__(self, verdict: Verdict, rows: Sequence[Mapping[str, Any]], probes: Sequence[ProbeResult]) -> None:
-        from matplotlib import rc_context
-
         self._figures: dict[str, Any] = {}
-        with rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True}):
+        with style():
             if verdict.sweep:
                 self._figures["goodput by ITL objective"] = _sweep_chart(verdict)
             self._figures["latency by rate"] = _rate_chart(verdict, rows)
@@ -43,12 +29,7 @@ class Charts:
 
     def svg(self, name: str) -> str:
         """Return a chart as an SVG element without a fixed size, for a page."""
-        from matplotlib import rc_context
-
-        text = io.StringIO()
-        with rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
-            self._figures[name].savefig(text, format="svg", bbox_inches="tight", metadata={"Date": None})
-        return _element(text.getvalue())
+        return svg(self._figures[name], name)
 
     def png(self, name: str) -> bytes:
         """Return a chart as a PNG."""
@@ -57,16 +38,8 @@ class Charts:
         return data.getvalue()
 
 
-def _element(svg: str) -> str:
-    """Return the <svg> element of a document, without its declaration and its fixed size."""
-    head, _, rest = svg[svg.index("<svg") :].partition(">")
-    return re.sub(r' (width|height)="[^"]*"', "", head) + ">" + rest
-
-
 def _figure(num_rows: int = 1, height: float = HEIGHT) -> tuple[Any, Any]:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(WIDTH, height), layout="constrained")
+    figure = new_figure(WIDTH, height)
     return figure, figure.subplots(num_rows, 1, sharex=True, squeeze=False)[:, 0]
 
 
@@ -84,8 +57,8 @@ def _sweep_chart(verdict: Verdict) -> Any:
         _draw_ratios(panels[1], known)
     panels[-1].set_xlabel(f"ITL objective at p{verdict.objectives.percentile:g}, ms")
     for axes in panels:
-        _scale_log(axes.xaxis)
-        axes.axvline(verdict.objectives.itl_ms, color="#888888", linewidth=1, linestyle=":")
+        scale_log(axes.xaxis)
+        axes.axvline(verdict.objectives.itl_ms, color=GREY, linewidth=1, linestyle=":")
         axes.set_ylim(bottom=0)
     return figure
 
@@ -93,21 +66,10 @@ def _sweep_chart(verdict: Verdict) -> Any:
 def _draw_ratios(axes: Any, known: Sequence[SweepPoint]) -> None:
     itl = [point.itl_ms for point in known]
     low, high = ([getattr(point.ratio_interval, end) for point in known] for end in ("low", "high"))
-    axes.axhline(1.0, color="#888888", linewidth=1)
+    axes.axhline(1.0, color=GREY, linewidth=1)
     axes.fill_between(itl, low, high, color=COLOURS[0], alpha=0.2, linewidth=0)
     axes.plot(itl, [point.ratio for point in known], "o-", color=COLOURS[0])
     axes.set_ylabel("ratio, 90% interval")
-
-
-def _scale_log(axis: Any) -> None:
-    """Make an axis logarithmic, with plain numbers at 1, 2 and 5 times the powers of ten."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
-
-    scale = axis.axes.set_xscale if axis.axis_name == "x" else axis.axes.set_yscale
-    scale("log")
-    axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
-    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axis.set_minor_formatter(NullFormatter())
 
 
 def _rate_chart(verdict: Verdict, rows: Sequence[Mapping[str, Any]]) -> Any:
@@ -128,9 +90,9 @@ def _rate_chart(verdict: Verdict, rows: Sequence[Mapping[str, Any]]) -> Any:
             panel.plot([x for x, _ in points], [y for _, y in points], label=arm, markersize=4, linewidth=1.2, **style)
     for (_, label, objective), panel in zip(panels, axes, strict=True):
         panel.set_ylabel(label)
-        _scale_log(panel.yaxis)
+        scale_log(panel.yaxis)
         if objective is not None:
-            panel.axhline(objective, color="#888888", linewidth=1, linestyle=":")
+            panel.axhline(objective, color=GREY, linewidth=1, linestyle=":")
     axes[-1].set_xlabel("requests per second")
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=2, frameon=False)
     return figure

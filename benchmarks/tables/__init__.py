@@ -1,1 +1,1 @@
-"""Tables of kept results for the documentation."""
+"""Tables and plots of kept results for the documentation."""

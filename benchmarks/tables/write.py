@@ -11,10 +11,10 @@ from pathlib import Path
 
 from splitserve.benchmarks.common.report import RESULTS_DIRECTORY
 from splitserve.benchmarks.tables import more_sections as results_more
+from splitserve.benchmarks.tables import placement, simulations, twins
 from splitserve.benchmarks.tables import readme as results_readme
 from splitserve.benchmarks.tables import sections as results_sections
-from splitserve.benchmarks.tables import simulations, twins
-from splitserve.benchmarks.tables.cells import Section
+from splitserve.benchmarks.tables.cells import Section, commit
 from splitserve.benchmarks.tables.runs import Run, read_runs
 
 BEGIN = "<!-- figures: made by `python -m splitserve.benchmarks.tables.write`, not by hand -->"
@@ -65,6 +65,7 @@ SECTIONS: Sequence[Callable[[Sequence[Run]], Section]] = (
     twins.accuracy,
     twins.rankings,
     twins.cases,
+    placement.placements,
 )
 
 
@@ -117,6 +118,9 @@ def developers_block(runs: Sequence[Run]) -> str:
     if turns := results_more.later_turns_rows(runs):
         table = markdown([*results_more.TURNS_HEADERS, "run"], turns)
         parts += ["### Later turns of conversations", results_more.TURNS_CONDITIONS, table]
+    if tables := list(placement.sections(runs)):
+        parts += ["### Placement", placement.CONDITIONS]
+        parts += [f"{markdown(headers, cells)}\n\nRun {run.label}, `{commit(run)}`." for run, headers, cells in tables]
     return "\n\n".join(parts)
 
 

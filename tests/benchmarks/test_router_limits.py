@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from splitserve.benchmarks.router.goals import verdicts
-from splitserve.benchmarks.router.limits import latency_plot, main
+from splitserve.benchmarks.router.limits import main
 
 
 def test_verdicts_by_hand() -> None:
@@ -33,7 +33,6 @@ def test_verdicts_by_hand() -> None:
         "CPU with 64 workers over 2": (1.05, True),
         "memory at the end over that at half": (1.2, False),
     }
-    assert latency_plot(results["latency"]).count("<polyline") == 6
 
 
 def test_a_short_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -44,4 +43,3 @@ def test_a_short_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     rows = result["results"]["latency"]
     assert [row["kind"] for row in rows] == ["ids", "new", "seen"]
     assert all(row["requests"] == 20 and not row["failed"] and row["cpu_ms"] > 0 for row in rows)
-    assert result["plot_svg"].startswith("<svg")
