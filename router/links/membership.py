@@ -231,6 +231,7 @@ class Membership:
             assert party.engine_id == engine_id, f"{party} is known as {engine_id}"
             assert party not in self._replaced, f"{party} is known although another one took its place"
             assert not charges.is_negative, f"{party} is charged {charges}, less than nothing"
+            record.check_view()
         assert len(self._records) <= MAX_WORKERS, f"{len(self._records)} workers are known"
         assert len(self._replaced) <= MAX_REPLACED_INCARNATIONS, f"{len(self._replaced)} incarnations are remembered"
 

@@ -151,6 +151,16 @@ class WorkerRecord:
             and view.party is self.info.party
         )
 
+    def check_view(self) -> None:
+        """Raise AssertionError if the view that is kept differs from a new one."""
+        view = self._view
+        if view is None or self.elsewhere is not None or not self._is_shown_by(view):
+            return
+        new = self._new_view()
+        new.prefix_match_tokens, new.queue_seconds = view.prefix_match_tokens, view.queue_seconds
+        new.prefill_busy = view.prefill_busy
+        assert view == new, f"policies see {view} where {new} is true"
+
     def _new_view(self) -> WorkerView:
         info = self.info
         return WorkerView(
