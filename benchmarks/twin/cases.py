@@ -55,7 +55,6 @@ class Measured(msgspec.Struct, kw_only=True):
     usual_stages: dict[str, float]  # their medians
     reads: list[Reads]  # of each hand-over
     router_ttft: float  # median TTFT by the router's timelines
-    shortest_gap: float  # tenth percentile of the gaps between tokens, as the client saw them
     workers: list[WorkerSetup]  # with the models that they fitted
     step_totals: dict[Role, StepTotals]  # of this load
     step_errors: dict[Role, float]

@@ -5,12 +5,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import msgspec
+
 from splitserve.benchmarks.common.stats import summarise
 from splitserve.benchmarks.goodput.arms import parse_arm
 from splitserve.benchmarks.twin.cases import Case, Measured
 from splitserve.benchmarks.twin.loads import records_of
 from splitserve.benchmarks.twin.residuals import Observed, StepTotals
-from splitserve.protocol.placement.step_model import StepModel, StepWork
+from splitserve.protocol.placement.step_model import StepModel
 from splitserve.protocol.request import Role
 from splitserve.simulation.twin.cluster import TwinCluster, TwinResult, TwinSpec
 from splitserve.simulation.twin.models import Calibration, HostModel, LinkModel
@@ -63,14 +65,22 @@ def fitted(runs: Sequence[Measured]) -> Calibration:
     quiet = [run for run in runs if run.case.load == lowest]
     rates = [run.link_bytes_per_second for run in runs if run.link_bytes_per_second > 0]
     rate = statistics.median(rates) if rates else LinkModel().bytes_per_second
-    return Calibration(
+    calibration = Calibration(
         steps=steps,
         errors=errors,
         link=LinkModel(read_seconds=_read_seconds(quiet), bytes_per_second=rate),
-        host=_host(quiet, steps),
+        host=_host(quiet),
         source=f"fitted on {len(runs)} runs of other cases",
         is_measured=True,
     )
+    return _with_loop(calibration, min(quiet, key=_rank_for_loop))
+
+
+def _rank_for_loop(run: Measured) -> tuple[bool, int]:
+    """Return a run's rank for the fit of the loop's time: first those with a decode worker, whose steps hold no prompts
+    with an error of their own, and of these the smallest, which take the least time."""
+    roles = {worker.role for worker in run.workers}
+    return Role.DECODE not in roles, len(run.workers)
 
 
 def simulated(run: Measured, calibration: Calibration, seed: int) -> TwinResult:
@@ -113,7 +123,7 @@ def _gap_seconds(summary: dict[str, Any]) -> float:
     return float(summary["tpot_ms"].get("mean", 0.0)) / 1e3
 
 
-def _host(quiet: Sequence[Measured], steps: dict[Role, StepModel]) -> HostModel:
+def _host(quiet: Sequence[Measured]) -> HostModel:
     def usual(stage: str) -> float:
         values = [run.usual_stages[stage] for run in quiet if stage in run.usual_stages]
         return max(0.0, statistics.median(values)) if values else 0.0
@@ -124,21 +134,33 @@ def _host(quiet: Sequence[Measured], steps: dict[Role, StepModel]) -> HostModel:
         prepare_seconds=usual("prepare") + usual("receive"),
         message_seconds=statistics.median(messages) if messages else HostModel().message_seconds,
         deliver_seconds=max(0.0, usual("write") + client_ttft),
-        step_seconds=_loop_seconds(quiet, steps),
     )
 
 
-def _loop_seconds(quiet: Sequence[Measured], steps: dict[Role, StepModel]) -> float:
-    """Return the loop's time between two steps: what the shortest gaps between tokens have beyond a step alone."""
-    found = []
-    for run in quiet:
-        roles = {worker.role for worker in run.workers}
-        model = steps.get(Role.DECODE if Role.DECODE in roles else Role.MIXED)
-        if model is not None and run.figures["itl_ms"]:
-            context = run.figures["input_tokens"] / max(1, run.figures["completed"])
-            alone = model.seconds(StepWork(1, context))
-            found.append(run.shortest_gap - alone)
-    return max(0.0, statistics.median(found)) if found else 0.0
+def _with_loop(calibration: Calibration, run: Measured) -> Calibration:
+    """Return the calibration with the loop's time between two steps with which the twin's gaps between tokens are those
+    of a measured run.
+
+    Gaps are means over tokens, of which large batches have the most, and batches grow with the loop's time: so the twin
+    runs without it and with all that the gaps have beyond that, and the time in between is interpolated.
+    """
+    if not run.figures["itl_ms"]:
+        return calibration
+    without = _gap_of_twin(run, calibration)
+    missing = _gap_seconds(run.figures) - without
+    if missing <= 0:
+        return calibration
+    effect = _gap_of_twin(run, _of_loop(calibration, missing)) - without
+    return _of_loop(calibration, missing * missing / max(effect, missing))
+
+
+def _gap_of_twin(run: Measured, calibration: Calibration) -> float:
+    return _gap_seconds(summary_of(simulated(run, calibration, run.seed)))
+
+
+def _of_loop(calibration: Calibration, seconds: float) -> Calibration:
+    host = msgspec.structs.replace(calibration.host, step_seconds=seconds)
+    return msgspec.structs.replace(calibration, host=host)
 
 
 def _read_seconds(quiet: Sequence[Measured]) -> float:

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
-import numpy as np
 
 from splitserve.benchmarks.common.stats import summarise
 from splitserve.benchmarks.goodput.arms import parse_arm
@@ -104,7 +103,6 @@ def measure(order: Order) -> Measured:
         traces = traces_of(cluster.url, "", f"t{seed}-")
         report = _fresh_report(cluster.url)
     records = [turn.record for turn in turns]
-    gaps = np.concatenate([record.gaps for record in records])
     return Measured(
         case=case,
         repeat=order.repeat,
@@ -117,7 +115,6 @@ def measure(order: Order) -> Measured:
         usual_stages=_stages(traces, statistics.median),
         reads=_reads(traces),
         router_ttft=statistics.median([t.summary.ttft_seconds for t in traces if t.summary.ttft_seconds] or [0.0]),
-        shortest_gap=float(np.percentile(gaps, 10)) if len(gaps) else 0.0,
         workers=setups_of_cluster(report, Calibration(steps={Role.MIXED: StepModel()})),
         step_totals={role: totals - before[role] for role, totals in _step_totals(report).items()},
         step_errors={worker.info.role: worker.load.step_error for worker in report.workers},

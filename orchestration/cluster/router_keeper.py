@@ -101,7 +101,7 @@ class Routers:
 
     @property
     def are_lost(self) -> bool:
-        """Whether no router runs, and none will be started."""
+        """True if no router runs, and none will be started."""
         running = self._keepers.keys() & self._children.by_name.keys()
         return not running and self.due_at == float("inf")
 

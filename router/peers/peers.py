@@ -102,12 +102,12 @@ class Peers:
 
     @property
     def reports(self) -> list[RouterReport]:
-        """The last reports of those that are there."""
+        """Last reports of the other routers that are running."""
         return [peer.report for peer in self._known.values()]
 
     @property
     def parties(self) -> list[Party]:
-        """Those that are there."""
+        """Routers other than this one that are running."""
         return [peer.party for peer in self._known.values()]
 
     @property
@@ -116,7 +116,7 @@ class Peers:
 
     @property
     def have_reset(self) -> bool:
-        """Whether this router and all others have carried out the last reset."""
+        """True if this router and all others have carried out the last reset."""
         done = [self.num_resets_done, *(report.num_resets_done for report in self.reports)]
         return min(done) >= self.num_resets
 

@@ -31,7 +31,7 @@ OWNERS = (
 POOL_METHODS = ("allocate", "reference", "release", "quarantine", "lift_quarantine", "publish", "clear_prefix_index")
 LATE_COPIES = Faults(copy_late=0.4, copy_seconds=0.4)
 TIERED = Shape(prefill=0, decode=0, mixed=2, num_blocks=12, tier_slots=40)
-RARE = (68, 133, 95, 148, 27, 79, 101)  # seeds of random schedules with transitions that few others have
+RARE = (68, 133, 95, 148, 27, 79, 101, 0, 2, 5, 9, 17, 31)  # seeds of random schedules with rare transitions
 NUM_AT_LEAST = 36
 # All checks of the simulator hold in them, too; ``scripts/long-tests schedules`` runs a million of the random ones.
 SCHEDULES: ListLike[Schedule] = (

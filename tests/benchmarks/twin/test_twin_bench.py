@@ -8,12 +8,13 @@ import pytest
 
 from splitserve.benchmarks.twin import bench, run
 from splitserve.benchmarks.twin.bench import main
-from splitserve.benchmarks.twin.cases import Case, Measured, cases_of
+from splitserve.benchmarks.twin.cases import Case, cases_of
 from splitserve.benchmarks.twin.comparison import Prediction, bound_of, difference
 from splitserve.benchmarks.twin.fits import FIGURES
 from splitserve.benchmarks.twin.run import Run, shared_cpus
 from splitserve.common.cores import usable_cpus
 from splitserve.common.errors import ConfigError
+from twin_runs import measured
 
 # Four requests, the fewest of a load, take 240 steps of two sequences: enough for a fit.
 SHORT = [
@@ -76,29 +77,6 @@ def test_other_loads_await_the_throughput_of_the_highest_one(monkeypatch: pytest
     assert [(each.case.arm, each.case.load, each.repeat, each.rate) for each in again.orders(set())] == [
         ("2M", 1.2, 0, 24.0), ("1M", 1.2, 1, 13.0), ("2M", 1.2, 1, 24.0), ("1M", 0.5, 0, 5.5), ("1M", 0.5, 1, 5.5),
     ]  # fmt: skip
-
-
-def measured(case: Case, throughput: float) -> Measured:
-    """Return a load that was asked for at 13 requests per second."""
-    return Measured(
-        case=case,
-        repeat=0,
-        rate=13.0,
-        offered_rate=13.0,
-        num_requests=100,
-        seed=0,
-        figures={"requests_per_second": throughput},
-        stages={},
-        usual_stages={},
-        reads=[],
-        router_ttft=0.0,
-        shortest_gap=0.0,
-        workers=[],
-        step_totals={},
-        step_errors={},
-        link_bytes_per_second=0.0,
-        num_cpus=1,
-    )
 
 
 def test_a_run_goes_on_where_it_was_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -40,7 +40,7 @@ class SimRouters:
 
     @property
     def living(self) -> list[SimRouter]:
-        """Those that run, the first one first."""
+        """Routers that run, the first one first."""
         return [router for router in self._last.values() if router.alive]
 
     # ---- clients and operators ----

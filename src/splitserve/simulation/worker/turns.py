@@ -63,8 +63,10 @@ class Turns:
     # ---- invariants ----
 
     def check(self) -> None:
-        """Check that an idle worker has asked for every prompt that could begin."""
+        """Check that an idle worker has asked for every prompt that could begin. A frozen one begins none."""
         core = self._worker.core
+        if core.state.is_frozen:
+            return
         prompts = core.scheduler.prompts
         if core._steps or prompts.active or prompts.waiting or self._worker.drain_clock.has_begun:
             return
