@@ -153,7 +153,9 @@ class Leftovers:
         )
         if new:
             mapped = _mapped_shared_memory()
-            found += [f"shared memory {SHARED_MEMORY / name}" for name in new if name not in mapped]
+            # UCX of any process here unlinks a segment right after its creation: what was just made is gone by now.
+            stayed = (name for name in new if name not in mapped and (SHARED_MEMORY / name).exists())
+            found += [f"shared memory {SHARED_MEMORY / name}" for name in stayed]
         return found + [f"System V shared memory {segment}" for segment in self._sysv_segments()]
 
     def _processes(self) -> Iterator[psutil.Process]:

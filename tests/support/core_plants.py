@@ -120,7 +120,7 @@ def prefill_workers_decode(patch: pytest.MonkeyPatch) -> None:
 
 
 def every_worker_has_room(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("splitserve.router.placement.policies.fits", lambda worker, shape: True)
+    patch.setattr("splitserve.router.placement.policies.fitting_workers", lambda snapshot, _: list(snapshot.workers))
     patch.setattr("splitserve.router.requests.ladder.fits", lambda worker, shape: True)
 
 
