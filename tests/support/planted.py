@@ -24,7 +24,7 @@ class Finding:
 
 
 FOUND_AT = {
-    "any_acknowledgement_counts": 6,
+    "any_acknowledgement_counts": 30,
     "attempts_without_end": 8,
     "biases_lost_on_a_retry": 4,
     "block_numbers_unchecked": 20,
@@ -33,7 +33,7 @@ FOUND_AT = {
     "failed_peers_fail_again": 4,
     "forgotten_peers_keep_their_socket": 8,
     "frozen_workers_give_kv_up": 36,
-    "generations_of_one_rank": 60,
+    "generations_of_one_rank": 25,
     "last_generation_unchecked": 11,
     "late_connections_revive": 95,
     "loads_of_waiting_steps_are_given_up": 8,
