@@ -10,8 +10,10 @@ BESIDE_FOLDERS = {"common", "decode", "engine", "kernels", "models", "prefill", 
 no UCX in the process of the tests, no LMCache. They run in any order, beside the two lanes, and give way to them."""
 IN_TURN = {
     "engine/test_awake_cores",
+    "router/test_hostile_bodies",
 }
-"""Modules of those folders that run in the lane of all others nevertheless: they measure what cores do."""
+"""Modules of those folders that run in the lane of all others nevertheless: they measure what cores do, or how long a
+stream waits, which a lower priority would lengthen."""
 BESIDE_OTHERS = {
     "router/admin/test_dashboard",
     "router/admin/test_grafana",
@@ -117,7 +119,6 @@ SECONDS = {
     "simulation/test_tiers": 10,
     "models/test_add_a_model_family": 10,
     "simulation/test_simulation": 9,
-    "router/test_hostile_bodies": 9,
     "models/test_runner": 8,
     "models/test_hostile_checkpoints": 8,
     "kernels/test_triton": 8,
