@@ -54,7 +54,7 @@ ARMS = {
 
 @dataclass(slots=True)
 class Measured:
-    """What one arm's clients saw, and the router's summaries."""
+    """Records of one arm's clients, and the router's summaries of their requests."""
 
     turns: list[TurnRecord] = field(default_factory=list)
     summaries: list[RequestSummary] = field(default_factory=list)

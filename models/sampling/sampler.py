@@ -70,9 +70,7 @@ class Sampler:
         self.errors: dict[int, str] = {}  # of the last draw, by row: why the request can't draw a token
         self._features: dict[str, Feature] = {}  # those that any request wanted so far, in no order
         self._states: dict[int, _States] = {}  # by their ids
-        self._to_note: list[
-            tuple[_States, int]
-        ] = []  # the draws whose token before is drawn by a chunk of the last step
+        self._to_note: list[tuple[_States, int]] = []  # with the chunk of the last step that draws the token before
         self._free_slots: list[int] = []  # a heap of slots below len(_states) + len(_free_slots)
 
     @property
