@@ -1,6 +1,5 @@
 """A cluster on several raylets of this machine: placement, death and arrival of nodes, control, with load on it."""
 
-import contextlib
 import os
 import queue
 import signal
@@ -13,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import psutil
 import pytest
 import ray
 from ray.cluster_utils import Cluster
@@ -25,6 +23,7 @@ from cluster_load import bodies, right_tokens, steady_load
 from command_line import command, splitserve
 from lmcache_metrics import CHUNK_TOKENS, availability
 from lmcache_server import python_with_lmcache, segments_of
+from ray_processes import keepers_of, processes_of, raylet_above, raylet_of
 from serving import complete_all, wait_until_quiet
 from splitserve.benchmarks.cluster.recovery_times import recoveries
 from splitserve.common.errors import ConfigError
@@ -46,7 +45,7 @@ from splitserve.orchestration.ray.access import accepts_strangers
 from splitserve.orchestration.ray.client import RayClient, connect, start_on_ray
 from splitserve.orchestration.ray.commands import client_on_ray, up_on_ray
 from splitserve.orchestration.ray.host import RayChild, RayHost, groups_of
-from splitserve.orchestration.ray.names import CLUSTER_VARIABLE, NAMESPACE, controller_name
+from splitserve.orchestration.ray.names import NAMESPACE, controller_name
 from splitserve.orchestration.spec.cluster_spec import NetworkSpec
 from splitserve.orchestration.spec.document import read_spec
 from splitserve.orchestration.spec.shorthand import simple_spec
@@ -111,35 +110,6 @@ def places(status: ClusterStatus, raylets: Cluster) -> Counter[tuple[str, str]]:
     for worker in status.workers:
         raylet = raylet_above(worker.pid)
         found[next(n.node_id for n in raylets.list_all_nodes() if raylet_of(n) == raylet), worker.pool] += 1
-    return found
-
-
-def raylet_above(pid: int) -> int:
-    return next(parent.pid for parent in psutil.Process(pid).parents() if parent.name().startswith("raylet"))
-
-
-def raylet_of(node: Any) -> int:
-    return int(node.all_processes["raylet"][0].process.pid)
-
-
-def processes_of(name: str) -> list[psutil.Process]:
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if process.environ().get(CLUSTER_VARIABLE) == name and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-        except psutil.Error:
-            continue
-    return found
-
-
-def keepers_of(name: str) -> dict[int, psutil.Process]:
-    """Return the processes that keep the cluster's LMCache servers, by the raylets that they are under."""
-    found = {}
-    for process in processes_of(name):
-        with contextlib.suppress(psutil.Error):  # it may be ending
-            if any("lmcache.v1" in " ".join(child.cmdline()) for child in process.children()):
-                found[raylet_above(process.pid)] = process
     return found
 
 
