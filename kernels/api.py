@@ -19,6 +19,8 @@ from splitserve.kernels.latent.shape import LatentShape
 
 FORBIDDEN = -1e30
 """The logit of a token that a grammar doesn't allow: finite, and below whatever a ban by another feature leaves."""
+IN_PROMPT = 1 << 30
+"""Added to the number of a token's occurrences in the output, where the prompt has the token, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -324,6 +326,18 @@ class MaskLogits(Protocol):
         ...
 
 
+class PenaliseLogits(Protocol):
+    def __call__(self, logits: Tensor, rows: Tensor, slots: Tensor, occurrences: Tensor, penalties: Tensor) -> None:
+        """Penalise tokens that occurred, in place: first the division by the repetition penalty (a negative logit is
+        multiplied), then frequency times the number in the output and presence, where that isn't 0, are subtracted.
+
+        ``logits`` float32 [R, vocab]; ``rows`` int64 [n], distinct; ``slots`` int64 [n]: the rows of ``occurrences``,
+        int32 [slots, vocab]: how often the output has each token, plus :data:`IN_PROMPT` for one of the prompt that is
+        penalised. ``penalties`` float32 [n, 3]: repetition, frequency, presence. Other logits stay unchanged.
+        """
+        ...
+
+
 class ScoreTokens(Protocol):
     def __call__(self, logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, Tensor]:
         """Return log-probabilities of tokens and of the likeliest ones -> float32 [N, 1 + K], ids int64 [N, K].
@@ -364,6 +378,7 @@ class Kernels:
     silu_mul: SiluMul
     sample: Sample
     mask_logits: MaskLogits
+    penalise_logits: PenaliseLogits
     score_tokens: ScoreTokens
     pack_linear: Callable[[Tensor], Linear]
     route: Route

@@ -94,6 +94,10 @@ _CANDIDATES: Mapping[str, tuple[Candidate, ...]] = {
         _triton("triton.sampling", "mask_logits"),
         Candidate("reference", _always, lambda: sampling.mask_logits),
     ),
+    "penalise_logits": (
+        _triton("triton.sampling", "penalise_logits"),
+        Candidate("reference", _always, lambda: sampling.penalise_logits),
+    ),
     "score_tokens": (
         _triton("triton.sampling", "score_tokens"),
         Candidate("reference", _always, lambda: sampling.score_tokens),

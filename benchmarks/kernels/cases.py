@@ -174,6 +174,34 @@ def _masks(target: Target, rows: int) -> Iterator[Case]:
         yield Case("mask_logits", f"of {vocab_size}", rows, num_bytes, 0, make_calls)
 
 
+def _penalties(target: Target, rows: int) -> Iterator[Case]:
+    if rows <= MAX_SEQUENCES:
+        vocab_size = target.config.vocab_size
+        num_bytes = 4 * rows * vocab_size  # of occurrences: few logits are changed
+        inputs = target.copies(num_bytes, lambda: _few_occurrences(target, rows))
+        logits = target.normal(rows, vocab_size).float()
+        numbers = torch.arange(rows, device=target.device)
+        penalties = torch.tensor([[1.0, 0.0, 0.0]], device=target.device).repeat(
+            rows, 1
+        )  # results of all calls are alike
+
+        def make_calls(kernels: Kernels) -> list[Call]:
+            def call(occurrences: Tensor) -> Tensor:
+                kernels.penalise_logits(logits, numbers, numbers, occurrences, penalties)
+                return logits
+
+            return [partial(call, occurrences) for occurrences in inputs]
+
+        yield Case("penalise_logits", f"of {vocab_size}", rows, num_bytes, 0, make_calls)
+
+
+def _few_occurrences(target: Target, rows: int) -> Tensor:
+    """Return occurrences as after some hundred tokens, int32 [rows, vocab]."""
+    found = torch.zeros((rows, target.config.vocab_size), dtype=torch.int32, device=target.device)
+    found[:, :: max(1, target.config.vocab_size // 256)] = 1
+    return found
+
+
 def _scores(target: Target, rows: int) -> Iterator[Case]:
     if rows <= MAX_SEQUENCES:
         vocab_size = target.config.vocab_size
@@ -197,6 +225,7 @@ _MAKERS: dict[str, Callable[[Target, int], Iterator[Case]]] = {
     "silu_mul": _silu_mul,
     "sample": _samples,
     "mask_logits": _masks,
+    "penalise_logits": _penalties,
     "score_tokens": _scores,
     "pack_linear": _linears,
     "route": expert_routes,

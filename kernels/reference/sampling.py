@@ -1,4 +1,4 @@
-"""Operations on logits: masks, log-probabilities, and draws.
+"""Operations on logits: masks, penalties, log-probabilities, and draws.
 
 Batched sampling: greedy, temperature, top-k, top-p, with draws that depend only on their key.
 
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from splitserve.kernels.api import FORBIDDEN, SamplingBatch
+from splitserve.kernels.api import FORBIDDEN, IN_PROMPT, SamplingBatch
 from splitserve.kernels.reference import philox
 
 NOT_FINITE = -1
@@ -100,6 +100,17 @@ def mask_logits(logits: Tensor, rows: Tensor, bits: Tensor) -> None:
     shifts = torch.arange(32, dtype=torch.int32, device=bits.device)
     allowed = ((bits.unsqueeze(2) >> shifts) & 1).view(bits.shape[0], -1)[:, : logits.shape[1]].bool()
     logits[rows] = logits[rows].masked_fill(~allowed, FORBIDDEN)
+
+
+def penalise_logits(logits: Tensor, rows: Tensor, slots: Tensor, occurrences: Tensor, penalties: Tensor) -> None:
+    """See :class:`splitserve.kernels.api.PenaliseLogits`."""
+    repetition, frequency, presence = penalties[:, :, None].unbind(1)
+    found, raw = occurrences[slots], logits[rows]
+    counts = found & (IN_PROMPT - 1)
+    changed = torch.where(raw < 0, raw * repetition, raw / repetition)
+    changed -= frequency * counts
+    changed -= presence * (counts > 0)
+    logits[rows] = torch.where(found != 0, changed, raw)
 
 
 def score_tokens(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, Tensor]:

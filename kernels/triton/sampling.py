@@ -1,5 +1,5 @@
 """Operations on logits as Triton kernels: the same draws as :mod:`splitserve.kernels.reference.sampling`, without host
-synchronisation; masks and log-probabilities.
+synchronisation; masks, penalties and log-probabilities.
 
 For a draw: thresholds of rows with top-k or top-p (:mod:`.thresholds`), then two kernels: the best token of each part
 of the vocabulary, and the best of the parts. The Gumbel noise is the reference's, in float64, from the same Philox
@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from splitserve.kernels.api import FORBIDDEN, SamplingBatch
+from splitserve.kernels.api import FORBIDDEN, IN_PROMPT, SamplingBatch
 from splitserve.kernels.triton.launch import overlapped, wait
 from splitserve.kernels.triton.thresholds import keep_thresholds
 
@@ -162,6 +162,17 @@ def mask_logits(logits: Tensor, rows: Tensor, bits: Tensor) -> None:
     )  # fmt: skip
 
 
+def penalise_logits(logits: Tensor, rows: Tensor, slots: Tensor, occurrences: Tensor, penalties: Tensor) -> None:
+    """See :class:`splitserve.kernels.api.PenaliseLogits`. The same bits as the reference's."""
+    vocab_size = logits.shape[1]
+    assert logits.stride(1) == 1 and logits.dtype == torch.float32
+    assert occurrences.is_contiguous() and occurrences.shape[1] == vocab_size and penalties.is_contiguous()
+    _penalise_kernel[(len(rows), triton.cdiv(vocab_size, _PART))](
+        logits, rows, slots, occurrences, penalties, logits.stride(0),
+        VOCAB_SIZE=vocab_size, PROMPT=IN_PROMPT, PART=_PART, enable_fp_fusion=False,
+    )  # fmt: skip
+
+
 def score_tokens(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, Tensor]:
     """See :class:`splitserve.kernels.api.ScoreTokens`. Of equal logits the lower token id comes first."""
     num_rows, vocab_size = logits.shape
@@ -204,6 +215,34 @@ def _mask_kernel(
     words = tl.load(bits_ptr + tl.program_id(0).to(tl.int64) * NUM_WORDS + columns // 32, mask=inside, other=-1)
     is_forbidden = ((words >> (columns % 32)) & 1) == 0
     tl.store(logits_ptr + row * row_stride + columns, FORBIDDEN_LOGIT, mask=inside & is_forbidden)
+
+
+@triton.jit
+def _penalise_kernel(
+    logits_ptr,
+    rows_ptr,
+    slots_ptr,
+    occurrences_ptr,
+    penalties_ptr,
+    row_stride,
+    VOCAB_SIZE: tl.constexpr,
+    PROMPT: tl.constexpr,
+    PART: tl.constexpr,
+):
+    """Read all occurrences of a part, and the logits of tokens that occurred. Like masks, the penalties come from a
+    copy. Products are rounded before they are subtracted, as on a CPU."""
+    row, slot = tl.load(rows_ptr + tl.program_id(0)), tl.load(slots_ptr + tl.program_id(0))
+    penalties_ptr += 3 * tl.program_id(0)
+    repetition, frequency, presence = tl.load(penalties_ptr), tl.load(penalties_ptr + 1), tl.load(penalties_ptr + 2)
+    columns = tl.program_id(1) * PART + tl.arange(0, PART)
+    found = tl.load(occurrences_ptr + slot * VOCAB_SIZE + columns, mask=columns < VOCAB_SIZE, other=0)
+    has_occurred, count = found != 0, (found & (PROMPT - 1)).to(tl.float32)
+    logits_ptr += row * row_stride + columns
+    logit = tl.load(logits_ptr, mask=has_occurred, other=0.0)
+    logit = tl.where(logit < 0, logit * repetition, tl.div_rn(logit, repetition + tl.zeros_like(logit)))
+    logit -= frequency * count
+    logit -= tl.where(count > 0, presence, 0.0)
+    tl.store(logits_ptr, logit, mask=has_occurred)
 
 
 @triton.jit(do_not_specialize=["num_top"])

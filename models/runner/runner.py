@@ -19,6 +19,7 @@ from splitserve.common.errors import SplitserveError
 from splitserve.models.decoder import ForwardBatch, RunnableModel
 from splitserve.models.layers.step import BeforeLayer
 from splitserve.models.runner.cache import RunnerCache
+from splitserve.models.sampling.feature import LogitKernels
 from splitserve.models.sampling.logprobs import PromptRows, StepScores
 from splitserve.models.sampling.sampler import Sampler
 from splitserve.protocol.messages.logprobs import Logprobs
@@ -60,7 +61,7 @@ class ModelRunner:
             model.device,
             model_dir,
             is_lead=model.is_lead,
-            mask_logits=model.kernels.mask_logits,
+            logit_kernels=LogitKernels(model.kernels.mask_logits, model.kernels.penalise_logits),
             score_tokens=model.kernels.score_tokens,
         )
 

@@ -15,7 +15,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from splitserve.kernels.api import MaskLogits
+from splitserve.kernels.api import MaskLogits, PenaliseLogits
+from splitserve.kernels.reference import sampling as reference
 from splitserve.protocol.request import SamplingParams
 from splitserve.protocol.step import FeatureStart
 
@@ -76,6 +77,13 @@ class Rows:
         return to_device(torch.tensor([[value(draw)] for draw in self.draws], dtype=torch.float32), self.device)
 
 
+class LogitKernels(NamedTuple):
+    """Operations that change logits in place, for features."""
+
+    mask_logits: MaskLogits = reference.mask_logits
+    penalise_logits: PenaliseLogits = reference.penalise_logits
+
+
 def entries(rows: Rows, token_ids: Sequence[Int64Array]) -> tuple[Tensor, Tensor]:
     """Return indices of single logits, ``token_ids`` of each draw -> rows and ids, int64 [N] each."""
     lengths = [len(ids) for ids in token_ids]
@@ -91,9 +99,9 @@ class Feature:
         self.vocab_size = vocab_size
         self.device = device
 
-    def open_model(self, model_dir: Path, mask_logits: MaskLogits) -> None:
-        """Note where the checkpoint's files are, and a kernel, for a feature that needs them. Called once, before all
-        else."""
+    def open(self, model_dir: Path | None, kernels: LogitKernels) -> None:
+        """Note where the checkpoint's files are, if there are any, and kernels, for a feature that needs them. Called
+        once, before all else."""
 
     def begin(self, slot: int, start: FeatureStart) -> None:
         """Make the slot's state from a request and its ids; what the slot held before is void."""

@@ -13,14 +13,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from splitserve.kernels.api import MaskLogits, Sample, SamplingBatch, ScoreTokens
+from splitserve.kernels.api import Sample, SamplingBatch, ScoreTokens
 from splitserve.kernels.reference import sampling as reference
-from splitserve.models.sampling.feature import Draw, Feature, Rows, to_device
+from splitserve.models.sampling.feature import Draw, Feature, LogitKernels, Rows, to_device
 from splitserve.models.sampling.logprobs import RawDraws
 from splitserve.protocol.request import SamplingParams
 from splitserve.protocol.sampling_features import SAMPLING_FEATURES, wanted_features
 from splitserve.protocol.step import FeatureStart, FeatureUse, SampleSpec, ScheduledChunk, StepPlan, draws_of
 
+_REFERENCE = LogitKernels()
 TokensBefore = Callable[[], Mapping[int, int]]
 """Returns the tokens that the step before drew, by chunk, once that step is over."""
 
@@ -54,13 +55,13 @@ class Sampler:
         model_dir: Path | None = None,
         *,
         is_lead: bool = True,
-        mask_logits: MaskLogits = reference.mask_logits,
+        logit_kernels: LogitKernels = _REFERENCE,
         score_tokens: ScoreTokens = reference.score_tokens,
     ) -> None:
         """``model_dir``: the checkpoint's, for features that need its files. ``is_lead``: this rank's log-probabilities
         count."""
         self._sample = sample
-        self._mask_logits = mask_logits
+        self._logit_kernels = logit_kernels
         self._score_tokens = score_tokens
         self._vocab_size = vocab_size
         self._device = device
@@ -85,11 +86,13 @@ class Sampler:
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Trigger the compilation of the kernel that features alone call."""
+        """Trigger the compilation of the kernels that features alone call."""
         logits = torch.zeros((1, self._vocab_size), device=self._device)
         rows = torch.zeros(1, dtype=torch.int64, device=self._device)
         bits = torch.zeros((1, -(-self._vocab_size // 32)), dtype=torch.int32, device=self._device)
-        self._mask_logits(logits, rows, bits)
+        self._logit_kernels.mask_logits(logits, rows, bits)
+        occurrences = torch.zeros((1, self._vocab_size), dtype=torch.int32, device=self._device)
+        self._logit_kernels.penalise_logits(logits, rows, rows, occurrences, torch.ones((1, 3), device=self._device))
 
     def prepare(self, plan: StepPlan) -> None:
         """Give up states that no step uses any more, and make those that begin."""
@@ -167,8 +170,7 @@ class Sampler:
             module = import_module(f"splitserve.models.sampling.features.{declared.module}")
             feature = getattr(module, declared.class_name)(self._vocab_size, self._device)
             assert isinstance(feature, Feature), f"{declared.class_name} isn't a Feature"
-            if self._model_dir is not None:
-                feature.open_model(self._model_dir, self._mask_logits)
+            feature.open(self._model_dir, self._logit_kernels)
             self._features[name] = feature
         return feature
 

@@ -11,7 +11,7 @@ from torch import Tensor
 pytest.importorskip("triton")  # conftest.py chose its interpreter, if need be, before this import
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
-from splitserve.kernels.api import AttentionShape, PagedBatch, SamplingBatch
+from splitserve.kernels.api import IN_PROMPT, AttentionShape, PagedBatch, SamplingBatch
 from splitserve.kernels.reference import operations as reference
 from splitserve.kernels.reference import sampling
 from splitserve.kernels.reference.attention import ReferencePagedAttention
@@ -331,6 +331,23 @@ def test_masks_touch_forbidden_logits_alone(vocab_size: int) -> None:
     triton_sampling.mask_logits(found[:, :vocab_size], rows, bits)
     assert torch.equal(found, expected)
     assert torch.equal(found[:, vocab_size:], wide[:, vocab_size:]), "a part wrote beyond its row"
+
+
+@pytest.mark.parametrize("vocab_size", [31, 2048, 5001])
+def test_penalties_are_those_of_the_reference_bit_for_bit(vocab_size: int) -> None:
+    generator = torch.Generator().manual_seed(2)
+    wide = rand(5, vocab_size + 3)
+    rows, slots = (torch.tensor(numbers, device=DEVICE) for numbers in ([3, 0, 4], [1, 5, 2]))
+    occurrences = torch.randint(0, 4, (6, vocab_size), generator=generator, dtype=torch.int32)
+    occurrences += IN_PROMPT * torch.randint(0, 2, (6, vocab_size), generator=generator, dtype=torch.int32)
+    occurrences[2] = 0
+    penalties = torch.tensor([[1.3, 0.7, -0.31], [0.7, -1.1, 1.9], [1.3, 1.0, 1.0]])
+    expected, found = wide.cpu().clone(), wide.clone()
+    sampling.penalise_logits(expected[:, :vocab_size], rows.cpu(), slots.cpu(), occurrences, penalties)
+    triton_sampling.penalise_logits(found[:, :vocab_size], rows, slots, occurrences.to(DEVICE), penalties.to(DEVICE))
+    assert torch.equal(found.cpu(), expected)
+    assert torch.equal(found[[1, 2, 4]], wide[[1, 2, 4]]), "a row without occurrences, or of no draw, was changed"
+    assert not torch.equal(found[3, :vocab_size], wide[3, :vocab_size])
 
 
 def test_rows_that_are_not_finite_are_marked() -> None:

@@ -138,6 +138,8 @@ def other_kernels(dtype: torch.dtype) -> None:
     for num_top in (0, 5):
         kernels.score_tokens(logits, torch.arange(3), num_top)
     kernels.mask_logits(logits.float(), torch.arange(2), torch.zeros((2, 157), dtype=torch.int32))
+    occurrences, numbers = torch.zeros((3, 5000), dtype=torch.int32), torch.arange(2)
+    kernels.penalise_logits(logits.float(), numbers, numbers, occurrences, torch.ones((2, 3)))
     kv_cache = torch.empty((8, 2, 2, 2, 16, 64), dtype=dtype)
     blocks, staged = torch.arange(3), torch.empty((3, 2, 1, 2, 16, 64), dtype=dtype)
     kernels.gather_kv(kv_cache, blocks, 1, staged)

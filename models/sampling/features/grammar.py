@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 
 from splitserve.common.cores import available_cores
-from splitserve.kernels.api import MaskLogits
 from splitserve.models.constraints.grammars import Grammars
 from splitserve.models.constraints.masks import DeviceMasks, HostMasks, MaskMaker
 from splitserve.models.constraints.progress import Progress
-from splitserve.models.sampling.feature import Draw, Feature, Rows
+from splitserve.models.sampling.feature import Draw, Feature, LogitKernels, Rows
 from splitserve.protocol.step import FeatureStart
 
 _MAX_THREADS = 4  # more wake up later than they help
@@ -31,13 +30,15 @@ class Grammar(Feature):
         self._applied: HostMasks | DeviceMasks | None = None  # None: not opened
         self._progress: dict[int, Progress] = {}  # by slot
 
-    def open_model(self, model_dir: Path, mask_logits: MaskLogits) -> None:
-        """See :meth:`Feature.open_model`."""
+    def open(self, model_dir: Path | None, kernels: LogitKernels) -> None:
+        """See :meth:`Feature.open`. Without files no request can be constrained."""
+        if model_dir is None:
+            return
         self._grammars = Grammars(model_dir, self.vocab_size)
         if self.device.type == "cpu":
             self._applied = HostMasks()
         else:
-            self._applied = DeviceMasks(self.device, mask_logits)
+            self._applied = DeviceMasks(self.device, kernels.mask_logits)
             self._masks = MaskMaker(pin_memory=True, num_threads=min(_MAX_THREADS, available_cores()))
 
     def begin(self, slot: int, start: FeatureStart) -> None:

@@ -5,12 +5,14 @@ each sequence's distinct tokens, on a GPU tables, since a step may be launched t
 """
 
 from collections.abc import Collection, Sequence
+from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from splitserve.models.sampling.feature import Draw, Feature, Float32Array, Int64Array, Rows, to_device
+from splitserve.kernels.api import IN_PROMPT, PenaliseLogits
+from splitserve.models.sampling.feature import Feature, Float32Array, Int64Array, LogitKernels, Rows, to_device
 from splitserve.models.sampling.slots import SlotTable
 from splitserve.protocol.request import SamplingParams
 from splitserve.protocol.step import FeatureStart
@@ -22,7 +24,13 @@ class Penalties(Feature):
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         super().__init__(vocab_size, device)
-        self._form: Feature = (HostPenalties if device.type == "cpu" else DevicePenalties)(vocab_size, device)
+        self._form: Feature = HostPenalties(vocab_size, device)
+
+    def open(self, model_dir: Path | None, kernels: LogitKernels) -> None:
+        """See :meth:`Feature.open`."""
+        del model_dir
+        if self.device.type != "cpu":
+            self._form = DevicePenalties(self.vocab_size, self.device, kernels.penalise_logits)
 
     def begin(self, slot: int, start: FeatureStart) -> None:
         """See :meth:`Feature.begin`."""
@@ -135,75 +143,38 @@ class HostPenalties(Feature):
 
 
 class DevicePenalties(Feature):
-    """The form for a GPU: a slot keeps the ids of tokens that occurred, repeats included, and how often each token of
-    the vocabulary is in the output. A repeated id computes and writes the same value once more."""
+    """The form for a GPU: a slot keeps how often each token of the vocabulary occurred."""
 
-    def __init__(self, vocab_size: int, device: torch.device) -> None:
+    def __init__(self, vocab_size: int, device: torch.device, penalise_logits: PenaliseLogits) -> None:
         super().__init__(vocab_size, device)
-        self._counts = SlotTable(vocab_size, torch.int32, device)  # of each token in the output
-        self._seen = SlotTable(0, torch.int64, device)  # ids of tokens to penalise
-        self._lengths: dict[int, int] = {}  # by slot: how many of them there are
+        self._penalise_logits = penalise_logits
+        self._occurrences = SlotTable(vocab_size, torch.int32, device)  # as for PenaliseLogits
+        self._one = torch.ones(1, dtype=torch.int32, device=device)
 
     def begin(self, slot: int, start: FeatureStart) -> None:
         """See :meth:`Feature.begin`."""
-        output = torch.tensor(list(start.output_ids), dtype=torch.int64)
-        seen = torch.tensor([*dict.fromkeys(_penalised_prompt(start)), *start.output_ids], dtype=torch.int64)
-        self._counts.reserve(slot + 1)
-        self._seen.reserve(slot + 1, len(seen) + 1)
-        self._lengths[slot] = len(seen)
-        self._seen.row(slot)[: len(seen)] = to_device(seen, self.device)
-        counts = self._counts.row(slot).zero_()
-        ones = torch.ones(len(output), dtype=torch.int32, device=self.device)
-        counts.index_add_(0, to_device(output, self.device), ones)
+        prompt, output = (
+            torch.tensor(list(ids), dtype=torch.int64) for ids in (_penalised_prompt(start), start.output_ids)
+        )
+        self._occurrences.reserve(slot + 1)
+        occurrences = self._occurrences.row(slot).zero_()
+        occurrences.index_fill_(0, to_device(prompt, self.device), IN_PROMPT)
+        occurrences.index_add_(0, to_device(output, self.device), self._one.expand(len(output)))
 
     def apply(self, logits: Tensor, rows: Rows) -> None:
         """See :meth:`Feature.apply`."""
-        kept = [draw for draw in rows.draws if self._lengths[draw.slot]]
-        if not kept:
-            return
-        rows = rows if len(kept) == len(rows.draws) else Rows(kept, self.device)
-        ids = self._seen_ids(rows)  # [n, L]
-        entries = _flat(logits)
-        at = rows.rows[:, None] * logits.stride(0) + ids
-        chosen = _picked(entries, at)
-        penalties = [_penalties_of(draw.params) for draw in rows.draws]
-        repetition, frequency, presence = to_device(torch.tensor(penalties), self.device)[:, :, None].unbind(1)
-        if _has_repetition(rows.draws):
-            chosen = torch.where(chosen < 0, chosen * repetition, chosen / repetition)
-        if _has_others(rows.draws):
-            counts = _picked(_flat(self._counts.values), rows.slots[:, None] * self.vocab_size + ids)
-            chosen -= frequency * counts
-            chosen -= presence * (counts > 0)
-        entries.scatter_(0, at.flatten(), chosen.flatten())
-
-    def _seen_ids(self, rows: Rows) -> Tensor:
-        """Return the ids to penalise -> int64 [n, L]; shorter rows repeat their first one."""
-        lengths = [self._lengths[draw.slot] for draw in rows.draws]
-        seen = self._seen.values[:, : max(lengths)].index_select(0, rows.slots)
-        if min(lengths) < max(lengths):
-            is_padding = torch.arange(max(lengths), device=self.device) >= _column(lengths, self.device)
-            seen = torch.where(is_padding, seen[:, :1], seen)
-        return seen
+        penalties = torch.tensor([_penalties_of(draw.params) for draw in rows.draws])
+        table = self._occurrences.values
+        self._penalise_logits(logits, rows.rows, rows.slots, table, to_device(penalties, self.device))
 
     def advance(self, rows: Rows, drawn: Tensor) -> None:
         """See :meth:`Feature.advance`."""
-        slots = [draw.slot for draw in rows.draws]
-        ends = [self._lengths[slot] for slot in slots]
-        token_ids = rows.tokens(drawn)
-        self._seen.reserve(0, max(ends) + 1)
-        self._seen.values[rows.slots, to_device(torch.tensor(ends), self.device)] = token_ids
-        self._counts.values[rows.slots, token_ids] += 1
-        for slot in slots:
-            self._lengths[slot] += 1
-
-    def end(self, slot: int) -> None:
-        """See :meth:`Feature.end`."""
-        del self._lengths[slot]
+        at = rows.slots * self.vocab_size + rows.tokens(drawn)
+        self._occurrences.values.view(-1).scatter_add_(0, at, self._one.expand(len(at)))
 
     def state(self, slot: int) -> object:
         """See :meth:`Feature.state`."""
-        length = self._lengths[slot]
-        return self._seen.row(slot)[:length].tolist(), self._counts.row(slot).tolist()
+        return self._occurrences.row(slot).tolist()
 
 
 def _penalised_prompt(start: FeatureStart) -> Sequence[int]:
@@ -222,20 +193,6 @@ def _widened(table: Float32Array, columns: int) -> Float32Array:
     return wider
 
 
-def _has_repetition(draws: Sequence[Draw]) -> bool:
-    return any(draw.params.repetition_penalty != 1.0 for draw in draws)
-
-
-def _has_others(draws: Sequence[Draw]) -> bool:
-    return any(draw.params.frequency_penalty or draw.params.presence_penalty for draw in draws)
-
-
-def _flat(table: Tensor) -> Tensor:
-    """Return the entries of a table [R, columns] whose rows may be apart, as a view in one dimension."""
-    assert table.stride(1) == 1
-    return table.as_strided(((table.shape[0] - 1) * table.stride(0) + table.shape[1],), (1,))
-
-
 def _entries(table: Float32Array) -> tuple[Float32Array, int]:
     """Return the entries of a table [R, columns] as a view in one dimension, and those from one row to the next."""
     if table.flags.c_contiguous:
@@ -243,12 +200,3 @@ def _entries(table: Float32Array) -> tuple[Float32Array, int]:
     pitch = table.strides[0] // table.itemsize
     length = (table.shape[0] - 1) * pitch + table.shape[1]
     return np.lib.stride_tricks.as_strided(table[0], (length,), (table.itemsize,)), pitch
-
-
-def _picked(entries: Tensor, at: Tensor) -> Tensor:
-    """Return the entries at the indices ``at`` [n, L], which is faster than by two indices each."""
-    return entries.index_select(0, at.flatten()).view(at.shape)
-
-
-def _column(numbers: list[int], device: torch.device) -> Tensor:
-    return to_device(torch.tensor(numbers), device)[:, None]

@@ -5,6 +5,7 @@ import random
 import pytest
 import torch
 
+from splitserve.kernels.reference.sampling import penalise_logits
 from splitserve.models.sampling.feature import Draw, Rows
 from splitserve.models.sampling.features.penalties import DevicePenalties, HostPenalties
 from splitserve.protocol.request import SamplingParams
@@ -31,7 +32,7 @@ def random_params(chance: random.Random) -> SamplingParams:
 @pytest.mark.parametrize("seed", range(5))
 def test_both_forms_agree(seed: int, columns: int) -> None:
     chance, generator = random.Random(seed), torch.Generator().manual_seed(seed)
-    forms = (HostPenalties(VOCAB, CPU), DevicePenalties(VOCAB, CPU))
+    forms = (HostPenalties(VOCAB, CPU), DevicePenalties(VOCAB, CPU, penalise_logits))
     params = [random_params(chance) for _ in range(6)]
     for slot, each in enumerate(params):
         ids = [[chance.randrange(VOCAB) for _ in range(chance.randint(0, 90))] for _ in range(2)]
