@@ -296,6 +296,10 @@ class Experts(Protocol):
         """
         ...
 
+    def add_to(self, residual: Tensor, x: Tensor, experts: Tensor, factors: Tensor) -> None:
+        """Add these sums, each rounded to the dtype of ``residual`` [T, hidden], to it, in place."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingBatch:

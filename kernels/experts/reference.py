@@ -86,6 +86,10 @@ class LoopedExperts:
             out.index_add_(0, rows, product * factors[rows, choices].unsqueeze(1))
         return out
 
+    def add_to(self, residual: Tensor, x: Tensor, experts: Tensor, factors: Tensor) -> None:
+        """See :class:`splitserve.kernels.api.Experts`."""
+        residual.add_(self(x, experts, factors).to(residual.dtype))
+
     def _mlp(self, x: Tensor, index: int) -> Tensor:
         own = self.weights
         gate_up_bias = None if own.gate_up_bias is None else own.gate_up_bias[index]

@@ -120,6 +120,7 @@ class TritonPagedAttention:
             self._scale * math.log2(math.e),
             BLOCK_STRIDE=kv_layer.stride(0),
             GROUP=group,
+            GROUP_PADDED=triton.next_power_of_2(group),
             ROWS=max(_MIN_DOT, triton.next_power_of_2(group)),
             KV_HEADS=shape.num_kv_heads,
             BLOCK_SIZE=shape.block_size,
@@ -163,6 +164,7 @@ def _decode_kernel(
     scale_log2,
     BLOCK_STRIDE: tl.constexpr,
     GROUP: tl.constexpr,
+    GROUP_PADDED: tl.constexpr,
     ROWS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -255,7 +257,10 @@ def _decode_kernel(
         if tl.atomic_add(ticket, 1, sem="acq_rel") == num_parts - 1:
             tl.debug_barrier()
             first_head = sequence.to(tl.int64) * (KV_HEADS * GROUP) + kv_head * GROUP
-            _join_parts(partial_ptr, lse_ptr, out_ptr, first_head, num_parts, GROUP, HEAD_DIM, DIM, PARTS, PARTS_PADDED)
+            _join_parts(
+                partial_ptr, lse_ptr, out_ptr, first_head, num_parts, GROUP, GROUP_PADDED, HEAD_DIM, DIM, PARTS,
+                PARTS_PADDED,
+            )  # fmt: skip
             tl.store(ticket, 0)
 
 
@@ -273,23 +278,25 @@ def _join_parts(
     first_head,
     num_parts,
     GROUP: tl.constexpr,
+    GROUP_PADDED: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     DIM: tl.constexpr,
     PARTS: tl.constexpr,
     PARTS_PADDED: tl.constexpr,
 ):
-    """Fill the heads of a group, each from its first ``num_parts`` parts."""
-    part = tl.arange(0, PARTS_PADDED)
-    is_part = part < num_parts
-    column = tl.arange(0, DIM)
-    mask = is_part[:, None] & (column < HEAD_DIM)[None, :]
-    for index in tl.range(0, GROUP):
-        head = first_head + index
-        at = head * PARTS + part
-        lse = tl.load(lse_ptr + at, mask=is_part, other=float("-inf"), cache_modifier=".cg")
-        partial_at = partial_ptr + at[:, None] * HEAD_DIM + column[None, :]
-        partial = tl.load(partial_at, mask=mask, other=0.0, cache_modifier=".cg")
-        weights = tl.exp2(lse - tl.max(lse))
-        weights = weights / tl.sum(weights)
-        out = tl.sum(partial * weights[:, None], 0)
-        tl.store(out_ptr + head * HEAD_DIM + column, out.to(out_ptr.dtype.element_ty), mask=column < HEAD_DIM)
+    """Fill the heads of a group together, from their first ``num_parts`` parts. Padding repeats the last head."""
+    row, part, column = tl.arange(0, GROUP_PADDED), tl.arange(0, PARTS_PADDED), tl.arange(0, DIM)
+    head = first_head + tl.minimum(row, GROUP - 1)
+    lse_at = lse_ptr + head * PARTS
+    is_part = (part < num_parts)[None, :]
+    lse = tl.load(lse_at[:, None] + part[None, :], mask=is_part, other=float("-inf"), cache_modifier=".cg")
+    top = tl.max(lse, 1)
+    whole = tl.sum(tl.exp2(lse - top[:, None]), 1)
+    mask = (row < GROUP)[:, None] & (column < HEAD_DIM)[None, :]
+    partial_at = partial_ptr + (head * (PARTS * HEAD_DIM))[:, None] + column[None, :]
+    out = tl.zeros((GROUP_PADDED, DIM), tl.float32)
+    for index in tl.range(0, num_parts, loop_unroll_factor=4):  # loads of several parts are in flight at once
+        weight = tl.exp2(tl.load(lse_at + index, cache_modifier=".cg") - top) / whole
+        partial = tl.load(partial_at + index * HEAD_DIM, mask=mask, other=0.0, cache_modifier=".cg")
+        out += partial * weight[:, None]
+    tl.store(out_ptr + head[:, None] * HEAD_DIM + column[None, :], out.to(out_ptr.dtype.element_ty), mask=mask)

@@ -37,6 +37,15 @@ def wait(OVERLAPPED: tl.constexpr):
 
 
 @triton.jit
+def wait_first(OVERLAPPED: tl.constexpr):
+    """Wait for the end of the previous kernel, then let the next one start: before it waits itself, that one may read
+    what kernels before this one wrote."""
+    if OVERLAPPED:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
 def prefetch(rows_at, first_k, K: tl.constexpr, COUNT: tl.constexpr):
     """Prefetch elements ``first_k`` to ``first_k + COUNT`` of each row of ``K`` into the L2 cache, 128 bytes at a
     time."""

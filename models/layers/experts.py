@@ -21,8 +21,7 @@ if TYPE_CHECKING:
 class Router(Layer):
     """The choice of experts, whole on every rank: all ranks choose the same ones."""
 
-    _linear: "Linear"
-    _wide: "Tensor | None" = None  # the weight in float32, where logits are computed in it
+    _linear: "Linear"  # in float32 where logits are computed in it
     _bias: "Tensor | None" = None
     _correction: "Tensor | None" = None
 
@@ -43,7 +42,7 @@ class Router(Layer):
     def load(self, source: WeightSource) -> None:
         self._kernels = source.kernels
         if self.spec.wide_logits:
-            self._wide = source.vector((self._weight,)).float()
+            self._linear = source.kernels.pack_linear(source.vector((self._weight,)).float())
         else:
             self._linear = source.linear((self._weight,))
         if self.spec.logits_bias:
@@ -53,7 +52,7 @@ class Router(Layer):
 
     def __call__(self, x: "Tensor") -> "tuple[Tensor, Tensor]":
         """Return each row's experts int32 [T, k] and their factors float32 [T, k]."""
-        logits = self._linear(x) if self._wide is None else x.float() @ self._wide.t()
+        logits = self._linear(x.float() if self.spec.wide_logits else x)
         if self._bias is not None:
             logits = logits + self._bias
         return self._kernels.route(logits, self._correction, self.spec)
@@ -87,8 +86,18 @@ class SharedExperts(Layer):
 
     def __call__(self, x: "Tensor") -> "Tensor":
         """Return this rank's share of the product [T, hidden] of the normalised ``x``."""
-        product = self._down(self.gate_up.gated(Normed(x, x[0], 0.0, x)))
+        product = self._down(self._inner(x))
         return product if self._gate_linear is None else product * self._gate_linear(x).sigmoid()
+
+    def add_to(self, residual: "Tensor", x: "Tensor") -> None:
+        """Add the product to ``residual`` [T, hidden], of a model that one rank has."""
+        if self._gate_linear is None:
+            self._down.add_to(residual, self._inner(x))
+        else:
+            residual.add_(self(x))
+
+    def _inner(self, x: "Tensor") -> "Tensor":
+        return self.gate_up.gated(Normed(x, x[0], 0.0, x))
 
 
 class ExpertsMlp(Layer):
@@ -183,6 +192,12 @@ class ExpertsMlp(Layer):
         normed = self._kernels.rms_norm(x.hidden, x.weight, x.eps) if x.normed is None else x.normed
         return Product(_SumOfRanks(self, self._group), normed)
 
+    def add_to(self, residual: "Tensor", x: "Tensor") -> None:
+        """Add the product of the normalised ``x`` to ``residual`` [T, hidden], of a model that one rank has."""
+        if self.shared is not None:
+            self.shared.add_to(residual, x)
+        self.experts.add_to(residual, x, *self.router(x))
+
     def product(self, x: "Tensor") -> "Tensor":
         """Return this rank's share of the product [T, hidden] of the normalised ``x``."""
         total = self.experts(x, *self.router(x))
@@ -202,6 +217,9 @@ class _SumOfRanks:
         self, residual: "Tensor", x: "Tensor", norm: "Tensor | None" = None, eps: float = 0.0
     ) -> "Tensor | None":
         """Add the product to ``residual``; return its norm where the collective has made it."""
+        if self._group.shard.size == 1:
+            self._mlp.add_to(residual, x)
+            return None
         if x.shape[0] == 1:
             norm = None  # as in splitserve.models.parallel.ranks.RowParallelLinear
         return self._group.add_reduced(residual, self._mlp.product(x).unsqueeze(0), norm, eps)

@@ -13,6 +13,7 @@ from splitserve.kernels.experts.launch import ExpertLaunch
 from splitserve.kernels.experts.triton.activation import ACTIVATION_NUMBERS, activate
 from splitserve.kernels.experts.triton.mxfp4 import elements_of, power_of_two
 from splitserve.kernels.experts.triton.sorting import SortedPairs
+from splitserve.kernels.experts.triton.sums import store_sums
 from splitserve.kernels.experts.weights import ExpertWeights
 from splitserve.kernels.fp8.triton_linear import quantise_rows
 from splitserve.kernels.fp8.weight import GROUP as FP8_GROUP
@@ -65,16 +66,15 @@ def grouped_down(
     return out
 
 
-def sum_of_choices(products: Tensor, experts: Tensor, first: int, num_experts: int) -> Tensor:
-    """Return the sum of each token's products [T * k, hidden], in the order of its choices -> float32 [T, hidden]."""
+def sum_choices(products: Tensor, experts: Tensor, first: int, num_experts: int, out: Tensor, *, adds: bool) -> None:
+    """Write the sum of each token's products [T * k, hidden], in the order of its choices, to ``out`` [T, hidden]; with
+    ``adds`` add it, rounded to the dtype there."""
     num_tokens, top_k = experts.shape
     hidden_size = products.shape[1]
-    out = torch.empty((num_tokens, hidden_size), dtype=torch.float32, device=products.device)
     block = min(_SUM_BLOCK, triton.next_power_of_2(hidden_size))
     _sum_kernel[(num_tokens, triton.cdiv(hidden_size, block))](
-        products, experts, out, first, num_experts, HIDDEN=hidden_size, TOP_K=top_k, BLOCK=block, num_warps=4
+        products, experts, out, first, num_experts, HIDDEN=hidden_size, TOP_K=top_k, ADDS=adds, BLOCK=block, num_warps=4
     )
-    return out
 
 
 def _format(scales: Tensor | None) -> int:
@@ -235,6 +235,7 @@ def _sum_kernel(
     num_experts,
     HIDDEN: tl.constexpr,
     TOP_K: tl.constexpr,
+    ADDS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
@@ -246,4 +247,4 @@ def _sum_kernel(
         is_own = (expert >= 0) & (expert < num_experts)
         inside = columns < tl.where(is_own, HIDDEN, 0)
         total += tl.load(products_ptr + pair * HIDDEN + columns, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out_ptr + token * HIDDEN + columns, total, mask=columns < HIDDEN)
+    store_sums(out_ptr + token * HIDDEN + columns, total, columns < HIDDEN, ADDS)

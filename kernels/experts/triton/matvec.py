@@ -13,7 +13,11 @@ from torch import Tensor
 from splitserve.kernels.experts.launch import ExpertLaunch
 from splitserve.kernels.experts.triton.activation import ACTIVATION_NUMBERS, activate
 from splitserve.kernels.experts.triton.mxfp4 import elements_of, power_of_two
+from splitserve.kernels.experts.triton.sums import store_sums
 from splitserve.kernels.experts.weights import ExpertWeights
+from splitserve.kernels.triton.launch import overlapped, prefetch, wait, wait_first
+
+_MAX_FETCHED_BYTES = 32 << 20  # of down projections, which then stay in the L2 cache until they are read
 
 
 def narrow_gate_up(x: Tensor, experts: Tensor, weights: ExpertWeights, launch: ExpertLaunch) -> Tensor:
@@ -29,26 +33,34 @@ def narrow_gate_up(x: Tensor, experts: Tensor, weights: ExpertWeights, launch: E
         HAS_SCALES=scales is not None, IS_MXFP4=weights.is_mxfp4, HAS_BIAS=bias is not None,
         INTERLEAVED=activation.interleaved,
         HAS_LIMIT=activation.limit is not None, FUNCTION=ACTIVATION_NUMBERS[activation.function],
-        BLOCK_N=launch.block_n, BLOCK_K=launch.block_k, num_warps=launch.num_warps,
+        BLOCK_N=launch.block_n, BLOCK_K=launch.block_k, num_warps=launch.num_warps, **overlapped(x.device),
     )  # fmt: skip
     return out
 
 
 def narrow_down(
-    inner: Tensor, experts: Tensor, factors: Tensor, weights: ExpertWeights, launch: ExpertLaunch
-) -> Tensor:
-    """Return the sum of each token's products, times their factors [T, k] -> float32 [T, hidden]."""
+    inner: Tensor,
+    experts: Tensor,
+    factors: Tensor,
+    weights: ExpertWeights,
+    launch: ExpertLaunch,
+    out: Tensor,
+    *,
+    adds: bool,
+) -> None:
+    """Write the sum of each token's products, times their factors [T, k], to ``out`` [T, hidden]; with ``adds`` add it,
+    rounded to the dtype there."""
     num_tokens, top_k = experts.shape
     hidden_size, inner_size = weights.down.shape[1], weights.inner_size
-    out = torch.empty((num_tokens, hidden_size), dtype=torch.float32, device=inner.device)
     bias, scales = weights.down_bias, weights.down_scales
+    read_bytes = top_k * hidden_size * weights.down.stride(1) * weights.down.element_size()
     _narrow_down_kernel[(triton.cdiv(hidden_size, launch.down_block_n), num_tokens)](
         inner, weights.down, inner if scales is None else scales, inner if bias is None else bias, experts, factors,
         out, weights.first, weights.num_experts, HIDDEN=hidden_size, INNER=inner_size, TOP_K=top_k,
         GROUP=weights.group(weights.down, scales), HAS_SCALES=scales is not None, IS_MXFP4=weights.is_mxfp4,
-        HAS_BIAS=bias is not None, BLOCK_N=launch.down_block_n, BLOCK_K=launch.down_block_k, num_warps=launch.num_warps,
+        HAS_BIAS=bias is not None, ADDS=adds, FETCHED=read_bytes <= _MAX_FETCHED_BYTES, BLOCK_N=launch.down_block_n,
+        BLOCK_K=launch.down_block_k, num_warps=launch.num_warps, **overlapped(inner.device),
     )  # fmt: skip
-    return out
 
 
 @triton.jit
@@ -123,7 +135,9 @@ def _narrow_gate_up_kernel(
     FUNCTION: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
 ):
+    wait_first(OVERLAPPED)
     pair = tl.program_id(1).to(tl.int64)
     expert = (tl.load(experts_ptr + pair) - first).to(tl.int64)
     if (expert < 0) | (expert >= num_experts):
@@ -160,12 +174,22 @@ def _narrow_down_kernel(
     HAS_SCALES: tl.constexpr,
     IS_MXFP4: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    ADDS: tl.constexpr,
+    FETCHED: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
 ):
     token = tl.program_id(1).to(tl.int64)
     outputs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     safe = tl.where(outputs < HIDDEN, outputs, 0)
+    if FETCHED and OVERLAPPED:  # the choices were there before the activations were begun
+        ROW: tl.constexpr = INNER // 2 if IS_MXFP4 else INNER
+        for choice in range(TOP_K):
+            expert = (tl.load(experts_ptr + token * TOP_K + choice) - first).to(tl.int64)
+            if (expert >= 0) & (expert < num_experts):
+                prefetch(weight_ptr + (expert * HIDDEN + safe) * ROW, 0, ROW, ROW)
+    wait(OVERLAPPED)
     total = tl.zeros((BLOCK_N,), dtype=tl.float32)
     for choice in range(TOP_K):
         pair = token * TOP_K + choice
@@ -187,4 +211,4 @@ def _narrow_down_kernel(
             if HAS_BIAS:
                 product += tl.load(bias_ptr + rows).to(tl.float32)
             total += product * tl.load(factors_ptr + pair)
-    tl.store(out_ptr + token * HIDDEN + outputs, total, mask=outputs < HIDDEN)
+    store_sums(out_ptr + token * HIDDEN + outputs, total, outputs < HIDDEN, ADDS)

@@ -7,6 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from splitserve.kernels.experts.spec import GroupScore, RouterSpec, Score
+from splitserve.kernels.triton.launch import overlapped, wait
 
 _SCORES = {Score.SOFTMAX: 0, Score.SIGMOID: 1, Score.SOFTMAX_OF_TOP: 2}
 
@@ -37,6 +38,7 @@ def route(logits: Tensor, bias: Tensor | None, spec: RouterSpec) -> tuple[Tensor
         SIZE_BLOCK=triton.next_power_of_2(spec.group_size),
         SLOT_BLOCK=triton.next_power_of_2(spec.top_k),
         num_warps=1 if block <= 256 else 4,
+        **overlapped(logits.device),
     )
     return experts, weights
 
@@ -94,8 +96,10 @@ def _route_kernel(
     GROUP_BLOCK: tl.constexpr,
     SIZE_BLOCK: tl.constexpr,
     SLOT_BLOCK: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
 ):
     LOWEST: tl.constexpr = -3.0e38  # of experts without a number; those that can't be chosen have minus infinity
+    wait(OVERLAPPED)
     row = tl.program_id(0).to(tl.int64)
     groups, members = tl.arange(0, GROUP_BLOCK), tl.arange(0, SIZE_BLOCK)
     numbers = groups[:, None] * GROUP_SIZE + members[None, :]

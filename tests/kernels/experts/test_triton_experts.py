@@ -155,6 +155,19 @@ def test_experts(dtype: torch.dtype, block_m: int, activation: GatedActivation) 
     assert_same(actual, reference.LoopedExperts(weights)(x, experts, factors), 1e-5 if dtype == torch.float32 else 1e-2)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, NARROW])
+@pytest.mark.parametrize("block_m", [1, 16])
+def test_sums_are_rounded_before_they_are_added_to_the_residual(dtype: torch.dtype, block_m: int) -> None:
+    weights = as_dtype(weights_of(6, 52, 44, CLAMPED, biases=True), dtype)
+    x, (experts, factors) = rand(5, 52).to(dtype), choices(5, 6, 2)
+    residual = rand(5, 52).to(dtype)
+    with tuning.forced("experts", {**TILES, "block_m": block_m}):
+        run = TritonExperts(weights)
+        expected = residual + run(x, experts, factors).to(dtype)
+        run.add_to(residual, x, experts, factors)
+    assert torch.equal(residual, expected)
+
+
 @pytest.mark.parametrize("function", ["silu", "gelu", "gelu_pytorch_tanh"])
 @pytest.mark.parametrize("block_m", [1, 16])
 def test_activations(function: str, block_m: int) -> None:
