@@ -37,12 +37,11 @@ def wait(OVERLAPPED: tl.constexpr):
 
 
 @triton.jit
-def wait_first(OVERLAPPED: tl.constexpr):
-    """Wait for the end of the previous kernel, then let the next one start: before it waits itself, that one may read
-    what kernels before this one wrote."""
+def wait_alone(OVERLAPPED: tl.constexpr):
+    """Wait for the end of the previous kernel. The next one starts when this one ends: had it few programs, they would
+    crowd on the multiprocessors that become free first."""
     if OVERLAPPED:
         tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit

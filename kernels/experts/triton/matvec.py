@@ -15,9 +15,7 @@ from splitserve.kernels.experts.triton.activation import ACTIVATION_NUMBERS, act
 from splitserve.kernels.experts.triton.mxfp4 import elements_of, power_of_two
 from splitserve.kernels.experts.triton.sums import store_sums
 from splitserve.kernels.experts.weights import ExpertWeights
-from splitserve.kernels.triton.launch import overlapped, prefetch, wait, wait_first
-
-_MAX_FETCHED_BYTES = 32 << 20  # of down projections, which then stay in the L2 cache until they are read
+from splitserve.kernels.triton.launch import overlapped, wait, wait_alone
 
 
 def narrow_gate_up(x: Tensor, experts: Tensor, weights: ExpertWeights, launch: ExpertLaunch) -> Tensor:
@@ -53,12 +51,11 @@ def narrow_down(
     num_tokens, top_k = experts.shape
     hidden_size, inner_size = weights.down.shape[1], weights.inner_size
     bias, scales = weights.down_bias, weights.down_scales
-    read_bytes = top_k * hidden_size * weights.down.stride(1) * weights.down.element_size()
     _narrow_down_kernel[(triton.cdiv(hidden_size, launch.down_block_n), num_tokens)](
         inner, weights.down, inner if scales is None else scales, inner if bias is None else bias, experts, factors,
         out, weights.first, weights.num_experts, HIDDEN=hidden_size, INNER=inner_size, TOP_K=top_k,
         GROUP=weights.group(weights.down, scales), HAS_SCALES=scales is not None, IS_MXFP4=weights.is_mxfp4,
-        HAS_BIAS=bias is not None, ADDS=adds, FETCHED=read_bytes <= _MAX_FETCHED_BYTES, BLOCK_N=launch.down_block_n,
+        HAS_BIAS=bias is not None, ADDS=adds, BLOCK_N=launch.down_block_n,
         BLOCK_K=launch.down_block_k, num_warps=launch.num_warps, **overlapped(inner.device),
     )  # fmt: skip
 
@@ -137,7 +134,7 @@ def _narrow_gate_up_kernel(
     BLOCK_K: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ):
-    wait_first(OVERLAPPED)
+    wait_alone(OVERLAPPED)
     pair = tl.program_id(1).to(tl.int64)
     expert = (tl.load(experts_ptr + pair) - first).to(tl.int64)
     if (expert < 0) | (expert >= num_experts):
@@ -175,7 +172,6 @@ def _narrow_down_kernel(
     IS_MXFP4: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     ADDS: tl.constexpr,
-    FETCHED: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     OVERLAPPED: tl.constexpr,
@@ -183,12 +179,6 @@ def _narrow_down_kernel(
     token = tl.program_id(1).to(tl.int64)
     outputs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     safe = tl.where(outputs < HIDDEN, outputs, 0)
-    if FETCHED and OVERLAPPED:  # the choices were there before the activations were begun
-        ROW: tl.constexpr = INNER // 2 if IS_MXFP4 else INNER
-        for choice in range(TOP_K):
-            expert = (tl.load(experts_ptr + token * TOP_K + choice) - first).to(tl.int64)
-            if (expert >= 0) & (expert < num_experts):
-                prefetch(weight_ptr + (expert * HIDDEN + safe) * ROW, 0, ROW, ROW)
     wait(OVERLAPPED)
     total = tl.zeros((BLOCK_N,), dtype=tl.float32)
     for choice in range(TOP_K):
