@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from splitserve.benchmarks.twin.cases import Case, Measured
-from splitserve.benchmarks.twin.fits import (
+from splitserve.benchmarks.twin.fit.fits import (
     Figures,
     figures_of,
     fitted,

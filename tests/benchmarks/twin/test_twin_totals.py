@@ -6,8 +6,8 @@ import msgspec
 import pytest
 
 from splitserve.benchmarks.twin.cases import Case, Measured
-from splitserve.benchmarks.twin.fits import fitted, observed_twin, simulated, summary_of, with_steps_off
-from splitserve.benchmarks.twin.totals import LoopFit, fit_loop, fit_steps, totals_of
+from splitserve.benchmarks.twin.fit.fits import fitted, observed_twin, simulated, summary_of, with_steps_off
+from splitserve.benchmarks.twin.fit.totals import LoopFit, fit_loop, fit_steps, totals_of
 from splitserve.protocol.config import EngineConfig
 from splitserve.protocol.memory_records import LayoutRecord
 from splitserve.protocol.placement.step_model import StepModel, StepWork
@@ -75,6 +75,13 @@ def test_hosts_and_the_loop_are_found_again(loads: list[Measured]) -> None:
     for work in (StepWork(5, 2500), StepWork(20, 10_000), StepWork(25, 12_000, 200, 50_000)):
         assert found.loop_seconds(work) == pytest.approx(HOST.loop_seconds(work), rel=0.15)
     assert found.sequence_seconds == pytest.approx(HOST.sequence_seconds, rel=0.25)
+
+
+def test_a_stage_is_taken_from_the_quietest_loads_that_have_it(loads: list[Measured]) -> None:
+    """The quietest load with hand-overs is not the quietest one: mixed workers have a quieter one, without any."""
+    found = fitted([run for run in loads if (run.case.arm, run.case.load) != ("1P1D", 0.5)]).host
+    assert found.offer_seconds == pytest.approx(HOST.offer_seconds, abs=1e-4)
+    assert found.verify_seconds == pytest.approx(HOST.verify_seconds, abs=1e-4)
 
 
 @pytest.mark.parametrize(("base", "work"), [(0.9, 0.9), (1.1, 0.9), (0.8, 1.05)])

@@ -10,9 +10,9 @@ import msgspec
 from splitserve.benchmarks.common.stats import summarise
 from splitserve.benchmarks.goodput.arms import parse_arm
 from splitserve.benchmarks.twin.cases import Case, Measured
+from splitserve.benchmarks.twin.fit.totals import LoopFit, fit_loop, fit_steps, totals_of
 from splitserve.benchmarks.twin.loads import records_of
 from splitserve.benchmarks.twin.residuals import Observed, StepTotals
-from splitserve.benchmarks.twin.totals import LoopFit, fit_loop, fit_steps, totals_of
 from splitserve.protocol.placement.step_model import StepModel
 from splitserve.protocol.request import Role
 from splitserve.simulation.twin.cluster import TwinCluster, TwinResult, TwinSpec
@@ -51,7 +51,8 @@ def others_of(case: Case, runs: Sequence[Measured]) -> list[Measured]:
 
 def fitted(runs: Sequence[Measured]) -> Calibration:
     """Return the calibration that ``runs`` show: step times and the loops' time by the totals of all of them, hosts and
-    link by the runs with the lowest load, in which nothing waits. Raises ValueError without a fitted model."""
+    link by those with the lowest load that have the stage in question, in which least waits. Raises ValueError without
+    a fitted model."""
     totals = [totals_of(run) for run in runs]
     steps: dict[Role, StepModel] = {}
     errors: dict[Role, float] = {}
@@ -64,16 +65,14 @@ def fitted(runs: Sequence[Measured]) -> Calibration:
             errors[role] = statistics.fmean(run.step_errors.get(role, 0.0) for run in having)
     if not steps:
         raise ValueError("no run has a fitted step-time model")
-    lowest = min(run.case.load for run in runs)
-    quiet = [run for run in runs if run.case.load == lowest]
     rates = [run.link_bytes_per_second for run in runs if run.link_bytes_per_second > 0]
     rate = statistics.median(rates) if rates else LinkModel().bytes_per_second
     return Calibration(
         steps=steps,
         errors=errors,
         scatters=scatters,
-        link=LinkModel(read_seconds=_read_seconds(quiet), bytes_per_second=rate),
-        host=_host(quiet, fit_loop(totals)),
+        link=LinkModel(read_seconds=_read_seconds(runs), bytes_per_second=rate),
+        host=_host(runs, fit_loop(totals)),
         source=f"fitted on {len(runs)} runs of other cases",
         is_measured=True,
     )
@@ -133,21 +132,22 @@ def _gap_seconds(summary: dict[str, Any]) -> float:
     return float(summary["tpot_ms"].get("mean", 0.0)) / 1e3
 
 
-def _host(quiet: Sequence[Measured], loop: LoopFit) -> HostModel:
+def _host(runs: Sequence[Measured], loop: LoopFit) -> HostModel:
     """Return the model of hosts: of a stage, the mean over requests, the median over runs."""
 
     def mean(*stages: str) -> float | None:
-        values = [sum(run.stages.get(stage, 0.0) for stage in stages) for run in quiet if stages[0] in run.stages]
+        having = _quietest([run for run in runs if stages[0] in run.stages])
+        values = [sum(run.stages.get(stage, 0.0) for stage in stages) for run in having]
         return statistics.median(values) if values else None
 
     known = HostModel()
     messages = [each for each in (mean("dispatch"), mean("delivery")) if each]
     message_seconds = statistics.fmean(messages) if messages else known.message_seconds
-    client_ttft = statistics.median([run.figures["ttft_ms"]["p50"] / 1e3 - run.router_ttft for run in quiet])
+    client = [run.figures["ttft_ms"]["p50"] / 1e3 - run.router_ttft for run in _quietest(runs)]
     return HostModel(
         prepare_seconds=mean("prepare", "queue") or 0.0,
         message_seconds=message_seconds,
-        deliver_seconds=max(0.0, (mean("write") or 0.0) + client_ttft),
+        deliver_seconds=max(0.0, (mean("write") or 0.0) + statistics.median(client)),
         offer_seconds=mean("offer", "post") or message_seconds,
         verify_seconds=mean("verify") or known.verify_seconds,
         step_seconds=loop.step_seconds,
@@ -156,6 +156,12 @@ def _host(quiet: Sequence[Measured], loop: LoopFit) -> HostModel:
     )
 
 
-def _read_seconds(quiet: Sequence[Measured]) -> float:
-    waits = [run.usual_stages["wire"] for run in quiet if run.usual_stages.get("wire")]
+def _read_seconds(runs: Sequence[Measured]) -> float:
+    waits = [run.usual_stages["wire"] for run in _quietest([run for run in runs if run.usual_stages.get("wire")])]
     return statistics.median(waits) if waits else LinkModel().read_seconds
+
+
+def _quietest(runs: Sequence[Measured]) -> list[Measured]:
+    """Return those of the runs that have the lowest load."""
+    lowest = min((run.case.load for run in runs), default=0.0)
+    return [run for run in runs if run.case.load == lowest]
