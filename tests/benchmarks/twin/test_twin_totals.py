@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 from splitserve.benchmarks.twin.cases import Case, Measured
+from splitserve.benchmarks.twin.comparison import compare
 from splitserve.benchmarks.twin.fit.fits import fitted, observed_twin, simulated, summary_of, with_steps_off
 from splitserve.benchmarks.twin.fit.totals import LoopFit, fit_loop, fit_steps, totals_of
 from splitserve.protocol.config import EngineConfig
@@ -33,7 +34,7 @@ RATES = {0.5: 6.0, 0.8: 10.0, 1.2: 16.0}
 LAYOUT = LayoutRecord("twin", "w", "bfloat16", 64, 8, 8, 64)
 
 
-def run_of(arm: str, load: float, true: Calibration) -> Measured:
+def run_of(arm: str, load: float, true: Calibration, repeat: int = 0) -> Measured:
     """Return a load on the machine ``true``, whose workers have fitted :data:`STEPS`."""
     engine = EngineConfig(model="twin", max_num_seqs=32).on("cuda")
     workers = [
@@ -42,7 +43,9 @@ def run_of(arm: str, load: float, true: Calibration) -> Measured:
     ]
     case = Case(device="paced", arm=arm, workload="512/64", load=load)
     rate = RATES[load]
-    run = msgspec.structs.replace(measured(case, rate), rate=rate, num_requests=round(60 * rate), workers=workers)
+    run = msgspec.structs.replace(
+        measured(case, rate), rate=rate, num_requests=round(60 * rate), workers=workers, repeat=repeat, seed=repeat
+    )
     result = simulated(run, true, seed=1)
     seen, figures = observed_twin(result, workers), summary_of(result)
     at_router = figures["ttft_ms"]["p50"] / 1e3 - true.host.deliver_seconds
@@ -129,3 +132,16 @@ def test_without_totals_the_mean_of_the_workers_models_counts() -> None:
     model, scatter = fit_steps([scaled(0.5, 1.0), scaled(1.5, 1.0)], [])
     assert model.coefficients == pytest.approx(STEPS.coefficients) and scatter == 0.0
     assert totals_of(measured(Case(device="paced", arm="1P1D", workload="512/64", load=0.5), 5.0)) == {}
+
+
+def test_a_case_is_compared_with_the_twins_of_its_repeats(loads: list[Measured]) -> None:
+    """Repeats have other arrivals, and so other waits: the twin of each has its own."""
+    [first] = [run for run in loads if (run.case.arm, run.case.load) == ("1P1D", 1.2)]
+    second = run_of("1P1D", 1.2, TRUE, repeat=1)
+    found = compare(first.case, [*loads, second])
+    assert found is not None
+    by_figure = {each.figure: each for each in found.predictions}
+    wait = by_figure["TTFT mean"]
+    assert wait.noise > 0.3 and abs(wait.error) < 0.1
+    assert all(each.is_inside for each in found.predictions)
+    assert by_figure["requests/s"].holds and found.verdict == "no component is off"
