@@ -1,9 +1,8 @@
 """The policy ``cost``: the route with the smallest predicted harm to the latency of all requests that it concerns.
 
 Harm is measured in seconds beyond the objectives: the request's TTFT and each of its later gaps, and the same of the
-requests that its route delays. Where nothing exceeds an objective, the smallest predicted TTFT decides, with all that
-computing the prompt there costs others: an earlier first token is not worth longer gaps in all the streams beside it.
-Without objectives every second is harm.
+requests that its route delays. Where nothing exceeds an objective, the smallest predicted TTFT decides. Without
+objectives every second counts.
 
 A prompt's own computing keeps later prompts waiting, those that a cached prefix saves doesn't. By Pollaczek and
 Khinchine, the wait of a queue with utilisation u is the mean residual work times u / (1 - u): a second of computing
@@ -60,14 +59,13 @@ RESIDUAL = 0.5
 
 class Prediction(NamedTuple):
     """Prediction for one route: compared by harm, then by delay; among equals prefill workers are kept for prompts,
-    decode workers for outputs, gaps between tokens are short, and requests spread evenly."""
+    decode workers for outputs, and requests spread evenly."""
 
     harm_seconds: float
-    delay_seconds: float  # the request's TTFT, what its computing adds to those of later ones, and to gaps of others
+    delay_seconds: float  # the request's TTFT, and that which its computing adds to those of later ones
     decodes_on_prefill: bool
     is_local: bool
     is_away: bool  # the session decodes on another worker than its own
-    gap_seconds: float  # of the output, and what it adds to those of the others
     num_placed: int
     names: tuple[str, ...]  # no two routes have the same
     ttft_seconds: float
@@ -103,19 +101,18 @@ class _Prompt(NamedTuple):
 
 
 class _Decode(NamedTuple):
-    """The output on one worker; the first four fields are its rank among the workers of a role."""
+    """The output on one worker; the first three fields are its rank among the workers of a role."""
 
-    seconds: float  # harm, and wait for room
-    gap_seconds: float  # of the output, and what it adds to those of the others
+    seconds: float  # both
     num_placed: int
     name: str
     worker: WorkerView
     room: float  # seconds of wait for it
-    harm: float  # by gaps
+    harm: float
 
 
 _PromptFields: TypeAlias = tuple[float, int, str, WorkerView, int, float, PrefixRead | None]
-_DecodeFields: TypeAlias = tuple[float, float, int, str, WorkerView, float, float]
+_DecodeFields: TypeAlias = tuple[float, int, str, WorkerView, float, float]
 
 
 class _Route(NamedTuple):
@@ -223,16 +220,14 @@ def _decode(worker: WorkerView, request: _Request) -> _DecodeFields:
     the others."""
     context, running, model = worker.context_tokens, worker.num_decoding, worker.step_model
     num_tokens, num_outputs, half = request.num_tokens, request.output_tokens, request.output_tokens / 2
-    after = model.decode_seconds(running + 1, context + num_tokens + int(half))
-    before = model.decode_seconds(running, context)
-    gaps = harm = num_outputs * after + running * half * (after - before)
-    if request.gap:
-        slow = request.slow(after)
-        harm = num_outputs * slow + running * half * (slow - request.slow(before))
+    after = request.slow(model.decode_seconds(running + 1, context + num_tokens + int(half)))
+    harm = num_outputs * after
+    if running and after:
+        harm += running * half * (after - request.slow(model.decode_seconds(running, context)))
     room, wanted = 0.0, context + num_tokens + num_outputs
     if worker.num_requests >= worker.max_num_seqs or wanted > worker.kv_capacity_tokens:
         room = _room_seconds(worker, request, wanted)
-    return harm + room, gaps, worker.num_placed, worker.party.engine_id, worker, room, harm
+    return harm + room, worker.num_placed, worker.party.engine_id, worker, room, harm
 
 
 def _predict_pair(prefill: _Prompt, decode: _Decode, request: _Request) -> Prediction:
@@ -244,8 +239,7 @@ def _predict_pair(prefill: _Prompt, decode: _Decode, request: _Request) -> Predi
     num_placed = prefill.worker.num_placed + decode.worker.num_placed
     names = (prefill.worker.party.engine_id, decode.worker.party.engine_id)
     is_away = bool(request.own_workers) and decode.worker.party not in request.own_workers
-    gaps, ttft = decode.gap_seconds, prefill.ttft + decode.room
-    return Prediction(harm, delay, False, False, is_away, gaps, num_placed, names, ttft)
+    return Prediction(harm, delay, False, False, is_away, num_placed, names, prefill.ttft + decode.room)
 
 
 def _predict_local(prompt: _Prompt, decode: _Decode, request: _Request) -> Prediction:
@@ -259,7 +253,7 @@ def _predict_local(prompt: _Prompt, decode: _Decode, request: _Request) -> Predi
     num_chunks = -(-num_missed // chunk)
     alone_seconds = model.decode_seconds(worker.num_decoding, worker.context_tokens) if worker.num_decoding else 0.0
     gap = model.seconds(StepWork(worker.num_decoding, worker.context_tokens, chunk, pairs(matched, chunk)))
-    others = num_chunks * worker.num_decoding
+    others = num_chunks * worker.num_decoding * (request.slow(gap) - request.slow(alone_seconds))
     # More and smaller steps than alone, each with the decoding sequences in it.
     num_alone = -(-num_missed // (worker.chunk_tokens or DEFAULT_CHUNK_TOKENS))
     shared = num_chunks * alone_seconds + max(0, num_chunks - num_alone) * model.base
@@ -267,17 +261,14 @@ def _predict_local(prompt: _Prompt, decode: _Decode, request: _Request) -> Predi
     # Later prompts there interrupt this request, and its steps delay them.
     step = model.decode_seconds(worker.num_decoding + 1, worker.context_tokens + request.num_tokens)
     prompts = worker.prefill_busy * request.output_tokens
+    interrupted = max(0.0, prompts * (request.slow(gap) - request.slow(step)))
     delayed = prompts * step if worker.role is Role.PREFILL else 0.0
-    slow_gap = request.slow(gap)
-    interrupted = max(0.0, prompts * (slow_gap - request.slow(step)))
-    harm = request.late(delay) + others * (slow_gap - request.slow(alone_seconds)) + interrupted + delayed + decode.harm
-    delay += others * (gap - alone_seconds)
+    harm = request.late(delay) + others + interrupted + delayed + decode.harm
     is_prefill = worker.role is Role.PREFILL
     ttft = prompt.ttft + shared + decode.room
     is_away = bool(request.own_workers) and worker.party not in request.own_workers
     is_local, names = worker.role is not Role.MIXED, (worker.party.engine_id,)
-    gaps, num_placed = decode.gap_seconds, 2 * worker.num_placed
-    return Prediction(harm, delay, is_prefill, is_local, is_away, gaps, num_placed, names, ttft)
+    return Prediction(harm, delay, is_prefill, is_local, is_away, 2 * worker.num_placed, names, ttft)
 
 
 def _room_seconds(worker: WorkerView, request: _Request, wanted_tokens: float) -> float:

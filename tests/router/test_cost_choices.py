@@ -71,12 +71,12 @@ class PlainCost:
         guessed = SESSION_TRUST * own if worker.party in self.own and worker.role is not Role.DECODE else 0.0
         return ttft + burden * own - guessed, ttft, matched
 
-    def gaps(self, worker, count):
-        """Return the seconds of gaps between tokens, as ``count`` counts one."""
+    def gaps(self, worker):
+        """Return the harm to gaps between tokens."""
         model, half = worker.step_model, self.outputs / 2
         context = worker.context_tokens + self.num_tokens + int(half)
-        after = count(model.seconds(StepWork(worker.num_decoding + 1, context)))
-        before = count(model.seconds(StepWork(worker.num_decoding, worker.context_tokens)))
+        after = self.slow(model.seconds(StepWork(worker.num_decoding + 1, context)))
+        before = self.slow(model.seconds(StepWork(worker.num_decoding, worker.context_tokens)))
         return self.outputs * after + worker.num_decoding * half * (after - before)
 
     def room(self, worker):
@@ -87,23 +87,21 @@ class PlainCost:
         return max(slots, tokens) * self.outputs * max(step, 1e-3)
 
     def best(self, workers, seconds):
-        ranked = sorted(workers, key=lambda each: (*seconds(each), each.num_placed, each.party.engine_id))
+        ranked = sorted(workers, key=lambda each: (seconds(each), each.num_placed, each.party.engine_id))
         return ranked[:NUM_CANDIDATES]
 
     def routes(self):
         """Yield each candidate's rank and placement."""
         reads = {each.party: prefix_read(self.snapshot, each, self.shape) for each in self.of(Role.PREFILL)}
-        prefills = self.best(self.of(Role.PREFILL), lambda each: self.prompt(each, reads[each.party])[:1])
-        decodes = self.best(
-            self.of(Role.DECODE), lambda each: (self.gaps(each, self.slow) + self.room(each), self.gaps(each, float))
-        )
+        prefills = self.best(self.of(Role.PREFILL), lambda each: self.prompt(each, reads[each.party])[0])
+        decodes = self.best(self.of(Role.DECODE), lambda each: self.gaps(each) + self.room(each))
         for prefill in prefills:
             for decode in decodes:
                 yield self.pair(prefill, decode, reads[prefill.party])
         has_prefill = any(worker.role is Role.PREFILL for worker in self.snapshot.workers)
         for worker in self.of(Role.MIXED) + (decodes if has_prefill else []):
             yield self.alone(worker)
-        spare = self.best(self.of(Role.PREFILL), lambda each: self.prompt(each, None)[:1]) if decodes else []
+        spare = self.best(self.of(Role.PREFILL), lambda each: self.prompt(each, None)[0]) if decodes else []
         for worker in spare:
             if worker.context_tokens_limit >= self.shape.max_context_tokens:
                 yield self.alone(worker)
@@ -114,11 +112,10 @@ class PlainCost:
         last = min(self.num_tokens - matched, LAST_CHUNK_TOKENS)
         rate = decode.link_rates.get(prefill.party.engine_id, USUAL_LINK_RATE)
         handover = READ_SECONDS + last * decode.token_bytes / rate
-        harm = self.late(delay + room) + self.slow(handover) + self.gaps(decode, self.slow)
-        gaps = self.gaps(decode, float)
+        harm = self.late(delay + room) + self.slow(handover) + self.gaps(decode)
         is_away = bool(self.own) and decode.party not in self.own
         names = (prefill.party.engine_id, decode.party.engine_id)
-        rank = (harm, delay + room, False, False, is_away, gaps, prefill.num_placed + decode.num_placed, names)
+        rank = (harm, delay + room, False, False, is_away, prefill.num_placed + decode.num_placed, names)
         return rank, pair(prefill, decode, "", ttft + room, read=read)
 
     def alone(self, worker: WorkerView):
@@ -133,14 +130,12 @@ class PlainCost:
         shared = steps * before + max(0, steps - steps_alone) * model.base
         step = model.seconds(StepWork(running + 1, worker.context_tokens + self.num_tokens))
         prompts = worker.prefill_busy * self.outputs
-        delay = delay + shared + self.room(worker)
-        harm = self.late(delay) + steps * running * (self.slow(gap) - self.slow(before))
+        harm = self.late(delay + shared + self.room(worker))
+        harm += steps * running * (self.slow(gap) - self.slow(before))
         harm += max(0.0, prompts * (self.slow(gap) - self.slow(step))) + (prompts * step if is_prefill else 0.0)
-        delay += steps * running * (gap - before)
-        is_away = bool(self.own) and worker.party not in self.own
+        delay, is_away = delay + shared + self.room(worker), bool(self.own) and worker.party not in self.own
         is_local, names = worker.role is not Role.MIXED, (worker.party.engine_id,)
-        rank = (harm + self.gaps(worker, self.slow), delay, is_prefill, is_local, is_away)
-        rank += (self.gaps(worker, float), 2 * worker.num_placed, names)
+        rank = (harm + self.gaps(worker), delay, is_prefill, is_local, is_away, 2 * worker.num_placed, names)
         return rank, alone(worker, "", ttft + shared + self.room(worker))
 
 

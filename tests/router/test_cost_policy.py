@@ -79,22 +79,6 @@ def test_decode_goes_where_gaps_stay_short():
     assert place(prefill, full, worker("d1", Role.DECODE, num_requests=50, num_decoding=50)).decode == Party("d1", 1)
 
 
-def test_within_the_objectives_a_prompt_pays_for_the_gaps_that_it_makes():
-    """An idle decode worker computes it itself; beside many streams an earlier first token is not worth their gaps."""
-    wide = Objectives(ttft_seconds=5.0, tpot_seconds=1.0)
-    prefill = worker("p", Role.PREFILL, queue_seconds=0.02)
-    assert place(prefill, worker("d", Role.DECODE), shape=SHORT, objectives=wide) == Local(Party("d", 1))
-    streams = worker("d", Role.DECODE, num_requests=63, num_decoding=63)
-    assert place(prefill, streams, shape=SHORT, objectives=wide) == Disaggregated(prefill.party, streams.party)
-
-
-def test_within_the_objectives_outputs_go_where_gaps_are_shortest():
-    wide = Objectives(ttft_seconds=5.0, tpot_seconds=1.0)
-    crowded = worker("d0", Role.DECODE, num_requests=40, num_decoding=40)
-    quiet = worker("d1", Role.DECODE, num_requests=9, num_decoding=9, num_placed=99)
-    assert place(worker("p", Role.PREFILL), crowded, quiet, objectives=wide).decode == quiet.party
-
-
 def test_the_spare_time_of_a_prefill_worker_is_used_where_decode_is_full():
     prefill = worker("p", Role.PREFILL)
     full = worker("d", Role.DECODE, num_requests=128, num_decoding=64)
