@@ -54,7 +54,7 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True):
     """Step-time models by role, and all else that the twin needs to know of a machine.
 
     ``errors``: the mean relative error of each step-time model on the steps that it was fitted on. ``scatters``: the
-    standard deviation of whole loads' step time about it, relative to it; empty if there was one load. ``source`` says
+    standard deviation of whole loads' step time about it, relative to it; none: not known. ``source`` says
     in words where the models come from; ``is_measured`` is False for a roofline.
     """
 
