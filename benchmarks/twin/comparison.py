@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from splitserve.benchmarks.twin.cases import Case, Measured
-from splitserve.benchmarks.twin.fits import (
+from splitserve.benchmarks.twin.fit.fits import (
     Figures,
     figures_of,
     fitted,
@@ -16,14 +16,16 @@ from splitserve.benchmarks.twin.fits import (
     others_of,
     simulated,
     summary_of,
+    with_steps_off,
 )
 from splitserve.benchmarks.twin.residuals import Residual, residuals_of, verdict
 
 NOISE_FACTOR = 1.5
 """An error up to this multiple of the difference of the two repeats counts as within the bound."""
 INTERVAL_FACTOR = 1.645  # of a standard deviation: 90% of a normal distribution
-MAX_TWINS = 4
-"""Twins of a case, each fitted on another part of the other cases' runs."""
+DEVIATIONS = (0.0, 2**0.5, -(2**0.5), 0.0)
+"""Twins of a case, each fitted on another part of the other cases' runs, by how many standard deviations of the loads'
+step times their steps are off: over the four, by one in the mean square."""
 MIN_SPREAD = 0.01
 
 
@@ -93,12 +95,12 @@ def _compare(
     case: Case, repeats: Sequence[Measured], others: Sequence[Measured]
 ) -> tuple[list[Prediction], list[Residual]]:
     noise = _usual_noise(others)
-    parts = [others, *(part for part in _parts(others) if others_of(case, part))][:MAX_TWINS]
+    parts = [others, *(part for part in _parts(others) if others_of(case, part))][: len(DEVIATIONS)]
     real = [figures_of(run.figures) for run in repeats]
     twins: list[Figures] = []
     residuals: list[Residual] = []
     for number, part in enumerate(parts):
-        run, calibration = repeats[number % len(repeats)], fitted(part)
+        run, calibration = repeats[number % len(repeats)], with_steps_off(fitted(part), DEVIATIONS[number])
         result = simulated(run, calibration, number)
         twins.append(figures_of(summary_of(result)))
         if not number:
