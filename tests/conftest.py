@@ -5,7 +5,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from command_line import splitserve
+from compiled_tests import compiled_once
 from quick_interpreter import make_quick
 from two_heads import two_heads  # noqa: F401  (a fixture)
 
@@ -28,13 +29,17 @@ settings.register_profile("same", settings.get_profile("random"), derandomize=Tr
 settings.load_profile("same")
 
 
-def pytest_collection(session: pytest.Session) -> None:
+@pytest.hookimpl(wrapper=True)
+def pytest_collection(session: pytest.Session) -> Generator[None, object, object]:
     """Turn the collector off while modules are imported, whose objects stay: it would take a fifth of the time."""
     gc.disable()
+    with compiled_once(session.config):
+        return (yield)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     gc.freeze()  # or each full pass would go over all modules' objects
+    gc.set_threshold(20_000, 50, 100)  # tests make many objects, and little that only the collector frees
     gc.enable()
     if os.environ.get("TRITON_INTERPRET") and "triton" in sys.modules:
         make_quick()

@@ -48,6 +48,7 @@ def running(
     token_seconds: float = 0.0,
     first_token_seconds: float = 0.0,
     max_num_seqs: int = 1024,
+    has_step_models: bool = False,
     **settings: object,
 ) -> Iterator[Running]:
     """Start the processes; ``settings`` are further ones of the router. All end with the context."""
@@ -64,6 +65,7 @@ def running(
         arguments += ["--mixed", str(num_mixed), "--first-token-seconds", str(first_token_seconds)]
         arguments += ["--max-num-seqs", str(max_num_seqs)]
         arguments += ["--max-model-len", str(max_model_len), "--token-seconds", str(token_seconds)]
+        arguments += ["--step-models"] if has_step_models else []
         workers = stack.enter_context(child_process(f"{_MODULE}.instant_workers", *arguments))
         refs = msgspec.json.decode(next_line(workers), type=list[PeerRef])
         yield Running(url, psutil.Process(router.pid), refs)

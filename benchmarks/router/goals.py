@@ -64,10 +64,10 @@ def _flat(results: dict[str, Rows]) -> Iterator[Goal]:
         ratio = tenants["beside a flood"]["ttft_p99_ms"] / tenants["alone"]["ttft_p99_ms"]
         yield "p99 TTFT of a tenant beside a flood over alone", round(ratio, 3), TENANT_RATIO, False
         yield "429s of the tenant that floods", tenants["the flood itself"]["refused"], 1, True
-    workers = results.get("workers", [])
-    if len(workers) > 1:
-        costs = [row["cpu_ms"] for row in workers]
-        yield f"CPU with {workers[-1]['workers']} workers over 2", round(costs[-1] / costs[0], 3), FLAT, False
+    for policy in dict.fromkeys(row["policy"] for row in results.get("workers", ())):
+        rows = [row for row in results["workers"] if row["policy"] == policy]
+        ratio = round(rows[-1]["cpu_ms"] / rows[0]["cpu_ms"], 3)
+        yield f"CPU with {rows[-1]['workers']} workers over {rows[0]['workers']}, {policy}", ratio, FLAT, False
     memory = results.get("memory", [])
     if memory:
         later = [row["memory_mib"] for row in memory[len(memory) // 2 :]]

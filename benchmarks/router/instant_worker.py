@@ -29,6 +29,7 @@ from splitserve.protocol.messages.envelope import Body, Envelope
 from splitserve.protocol.messages.membership import Heartbeat, Leave, Register, Registered, RegisterRefused, WorkerInfo
 from splitserve.protocol.messages.operators import PrefixCacheReset, ResetPrefixCache, SetFrozen
 from splitserve.protocol.messages.requests import ClockReading, PeerRef, ReadClock
+from splitserve.protocol.placement.step_model import StepModel
 from splitserve.protocol.request import Party, Role
 from splitserve.protocol.wire import decode, encode
 
@@ -47,6 +48,7 @@ class WorkerOptions:
     vocab_size: int = 1000
     heartbeat_seconds: float = 0.2
     secret: str = ""
+    step_model: StepModel = field(default_factory=StepModel)  # that heartbeats report
     incarnation: int = field(default_factory=lambda: secrets.randbits(63))
 
 
@@ -102,7 +104,7 @@ class InstantWorker:
             while not self._stopping.is_set():
                 now = time.monotonic()
                 if now >= next_heartbeat:
-                    self._tell(Heartbeat(self.load))
+                    self._tell(Heartbeat(self.load, step_model=self.options.step_model))
                     next_heartbeat = now + self.options.heartbeat_seconds
                 self._send_due(now)
                 while not self._to_say.empty():

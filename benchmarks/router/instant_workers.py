@@ -13,9 +13,12 @@ from splitserve.benchmarks.router.worker_script import DEFAULT_LAYOUT, default_s
 from splitserve.orchestration.cli.command_parser import CommandParser
 from splitserve.protocol.counters import WorkerLoad
 from splitserve.protocol.messages.requests import PeerRef
+from splitserve.protocol.placement.step_model import StepModel
 from splitserve.protocol.request import Role
 
 MAX_NUM_SEQS = 1024
+STEP_MODEL = StepModel(4e-3, 1.5e-5, 3.1e-8, 2.4e-5, 1.3e-9, 1000)
+"""An 8B model on an H200."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -31,6 +34,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--vocab-size", type=int, required=True)
     parser.add_argument("--max-model-len", type=int, default=4096)
     parser.add_argument("--num-blocks", type=int, default=1 << 15)
+    parser.add_argument("--step-models", action="store_true", help="report a model of steps, as workers do in time")
     options = parser.parse_args(argv)
     num_decode = int(options.decode)
     workers = []
@@ -50,6 +54,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 max_num_seqs=options.max_num_seqs,
                 num_blocks=options.num_blocks,
                 heartbeat_seconds=1.0,
+                step_model=STEP_MODEL if options.step_models else StepModel(),
             )
             worker = InstantWorker(options.membership, script, settings)
             worker.load = WorkerLoad(peers_ready=int(options.prefill) if role is Role.DECODE and num_decode else 0)

@@ -25,6 +25,7 @@ _WARM_UP = 200
 _OUTPUT_TOKENS = 64
 _SHORT_OUTPUT_TOKENS = 8
 _SUSTAINED_RATES = {Kind.IDS: 500.0, Kind.NEW: 250.0}
+_POLICIES = ("cost", "least-loaded")
 _NUM_STREAMS, _EVENTS_PER_SECOND = 256, 15_000
 _LONG_TOKENS, _LONG_RATE, _LONG_REQUESTS = 100_000, 5.0, 30
 _CANARIES, _CANARY_SECONDS = 16, 0.02
@@ -61,16 +62,16 @@ def sustained(language: Language, options: argparse.Namespace) -> list[Row]:
 
 
 def by_workers(language: Language, options: argparse.Namespace) -> list[Row]:
-    """Measure the CPU time of a request of token ids by the number of workers, half of them for prefill."""
+    """Measure the CPU time of a request of token ids by policy and number of workers, half of them for prefill."""
     rows: list[Row] = []
     bodies = Bodies(language, options.prompt_tokens, options.seed)
-    for number in options.num_workers:
+    for policy, number in itertools.product(_POLICIES, options.num_workers):
         half = max(1, number // 2)
-        with running(language, num_prefill=half, num_decode=half) as cluster:
+        with running(language, num_prefill=half, num_decode=half, policy=policy, has_step_models=True) as cluster:
             _run(_warm_up(cluster, bodies))
             due = arrival_seconds(int(50 * options.seconds), 50, "poisson", options.seed)
             chosen = _some(bodies.of(Kind.IDS, _OUTPUT_TOKENS, salt=number), len(due))
-            rows.append({"workers": 2 * half, **_run(_load(cluster, chosen, due, None))})
+            rows.append({"policy": policy, "workers": 2 * half, **_run(_load(cluster, chosen, due, None))})
     return rows
 
 

@@ -2,12 +2,12 @@
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from splitserve.benchmarks.twin.cases import Case, Measured
-from splitserve.benchmarks.twin.fits import (
+from splitserve.benchmarks.twin.fit.fits import (
     Figures,
     figures_of,
     fitted,
@@ -16,14 +16,16 @@ from splitserve.benchmarks.twin.fits import (
     others_of,
     simulated,
     summary_of,
+    with_steps_off,
 )
 from splitserve.benchmarks.twin.residuals import Residual, residuals_of, verdict
 
 NOISE_FACTOR = 1.5
 """An error up to this multiple of the difference of the two repeats counts as within the bound."""
 INTERVAL_FACTOR = 1.645  # of a standard deviation: 90% of a normal distribution
-MAX_TWINS = 4
-"""Twins of a case, each fitted on another part of the other cases' runs."""
+DEVIATIONS = (2**0.5, -(2**0.5), 0.0)
+"""Further twins of a case, each fitted on another part of the other cases' runs, by how many standard deviations of the
+loads' step times their steps are off: with the twin itself, by one in the mean square."""
 MIN_SPREAD = 0.01
 
 
@@ -34,7 +36,7 @@ class Prediction:
     figure: str
     real: float  # mean of the repeats
     noise: float  # relative difference of the repeats
-    twin: float
+    twin: float  # mean of the twins of the repeats: each replays the same requests
     low: float
     high: float
     bound: float | None
@@ -92,40 +94,47 @@ def compare(case: Case, runs: Sequence[Measured]) -> Compared | None:
 def _compare(
     case: Case, repeats: Sequence[Measured], others: Sequence[Measured]
 ) -> tuple[list[Prediction], list[Residual]]:
-    noise = _usual_noise(others)
-    parts = [others, *(part for part in _parts(others) if others_of(case, part))][:MAX_TWINS]
+    calibration, noise = fitted(others), _usual_noise(others)
+    results = [simulated(run, calibration, run.repeat) for run in repeats]
+    twins = [figures_of(summary_of(each)) for each in results]
+    ratios: list[Figures] = []  # of what the same load has when it is fitted otherwise
+    for number, part in enumerate(part for part in _parts(others) if others_of(case, part)):
+        index = number % len(repeats)
+        off = simulated(repeats[index], with_steps_off(fitted(part), DEVIATIONS[number]), repeats[index].repeat)
+        figures = figures_of(summary_of(off))
+        ratios.append({name: figures[name] / twins[index][name] for name in figures if twins[index].get(name)})
     real = [figures_of(run.figures) for run in repeats]
-    twins: list[Figures] = []
-    residuals: list[Residual] = []
-    for number, part in enumerate(parts):
-        run, calibration = repeats[number % len(repeats)], fitted(part)
-        result = simulated(run, calibration, number)
-        twins.append(figures_of(summary_of(result)))
-        if not number:
-            residuals = residuals_of(observed(run), observed_twin(result, run.workers), calibration)
     predictions = [
-        _predicted(name, [each[name] for each in real], [each[name] for each in twins if name in each], noise, case)
+        _predicted(
+            name,
+            [each[name] for each in real],
+            statistics.fmean(each[name] for each in twins),
+            [1.0, *(each[name] for each in ratios if name in each)],
+            bound=bound_of(name, case.load),
+            noise=noise.get(name, 0.0),
+        )
         for name in real[0]
-        if name in twins[0]
+        if all(name in each for each in twins)
     ]
-    return predictions, residuals
+    return predictions, residuals_of(observed(repeats[0]), observed_twin(results[0], repeats[0].workers), calibration)
 
 
 def _predicted(
-    name: str, real: Sequence[float], twins: Sequence[float], noise: Mapping[str, float], case: Case
+    name: str, real: Sequence[float], twin: float, ratios: Sequence[float], *, bound: float | None, noise: float
 ) -> Prediction:
-    """Return the prediction with its interval: the spread over twins, and what repeats of other cases differ by."""
-    middle = statistics.fmean(twins)
-    spread = statistics.pstdev(twins) / middle if middle else 0.0
-    width = INTERVAL_FACTOR * math.hypot(max(spread, MIN_SPREAD), noise.get(name, 0.0)) * middle
+    """Return the prediction with its interval: the spread of twins that are fitted otherwise, by their ``ratios`` to
+    the twin, and what repeats of other cases differ by."""
+    middle = statistics.fmean(ratios)
+    spread = statistics.pstdev(ratios) / middle if middle else 0.0
+    width = INTERVAL_FACTOR * math.hypot(max(spread, MIN_SPREAD), noise) * middle
     return Prediction(
         figure=name,
         real=statistics.fmean(real),
         noise=difference(real),
-        twin=twins[0],
-        low=middle - width,
-        high=middle + width,
-        bound=bound_of(name, case.load),
+        twin=twin,
+        low=twin * (middle - width),
+        high=twin * (middle + width),
+        bound=bound,
     )
 
 

@@ -20,7 +20,7 @@ from splitserve.benchmarks.twin.calibration import CPU as CPU_RATES
 from splitserve.benchmarks.twin.calibration import of_roofline
 from splitserve.benchmarks.twin.cases import PACED, Case, Conditions, Measured, cases_of
 from splitserve.benchmarks.twin.comparison import Compared, compare
-from splitserve.benchmarks.twin.fits import summary_of
+from splitserve.benchmarks.twin.fit.fits import summary_of
 from splitserve.benchmarks.twin.measure import Order
 from splitserve.benchmarks.twin.setups import setups_of_arm
 from splitserve.common.cores import by_core, usable_cpus
@@ -174,11 +174,12 @@ class Run:
         return time.monotonic() + seconds <= ends_at
 
     def _missing(self) -> Iterator[tuple[Case, int]]:
-        """Yield cases and numbers of repeats that are missing: the highest loads, which take longest, first."""
-        every = [(case, repeat) for repeat in range(self.conditions.num_repeats) for case in self.cases]
-        for case, repeat in sorted(every, key=lambda each: -each[0].load):
-            if f"{case.name}_{repeat}" not in self._kept:
-                yield case, repeat
+        """Yield cases and numbers of repeats that are missing: of each repeat the highest loads, which take longest,
+        first. Repeats of a case are apart in time, so that their difference shows how the machine's speed varies."""
+        for repeat in range(self.conditions.num_repeats):
+            for case in sorted(self.cases, key=lambda case: -case.load):
+                if f"{case.name}_{repeat}" not in self._kept:
+                    yield case, repeat
 
     def orders(self, begun: set[str], ends_at: float = math.inf) -> Iterator[Order]:
         """Yield orders of what is missing, not ``begun``, and ends by ``ends_at`` if it begins now. The other loads of

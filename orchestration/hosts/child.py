@@ -114,10 +114,11 @@ def cpus_for(config: Config) -> Collection[int]:
 
 def _imported(name: str) -> Callable[..., None]:
     """Import ``module:function``. The collector is off during imports, whose objects stay alive: it would take a fifth
-    of their time."""
+    of their time. It never looks at them later, either: a pass over those of PyTorch takes 0.1 s."""
     module, _, function = name.partition(":")
     gc.disable()
     imported: Callable[..., None] = getattr(importlib.import_module(module), function)
+    gc.freeze()
     gc.enable()
     return imported
 

@@ -117,6 +117,7 @@ class Membership:
         if step_model.num_steps < TRUSTED_STEPS:
             record.estimate = step_model
         record.step_model = trusted_model(step_model, pool, record.estimate)
+        record.on_change()
         if before is WorkerState.LOST:
             record.state = WorkerState.CONNECTING
         return before
@@ -208,13 +209,24 @@ class Membership:
         """Return the state of each worker; it differs whenever a worker has come, gone or changed."""
         return [(record.info.party, record.state) for record in self._records.values()]
 
+    def usable(self, now: float) -> list[WorkerRecord]:
+        """Return the ready workers; those with an open breaker only if their role has no others."""
+        is_ready = WorkerState.READY
+        ready = [record for record in self._records.values() if record.state is is_ready]
+        trusted = [record for record in ready if record.breaker.open_until <= now]
+        if len(trusted) == len(ready):
+            return ready
+        trusted_roles = {record.info.role for record in trusted}
+        return [r for r in ready if r.breaker.allows(now) or r.info.role not in trusted_roles]
+
     def snapshot(self, now: float, matches: Mapping[Party, int] = MappingProxyType({})) -> Snapshot:
-        """Return the ready workers; those with an open breaker only if their role has no others. ``matches``: tokens of
-        a request's prompt that each worker holds, as far as known."""
-        ready = [record for record in self._records.values() if record.state is WorkerState.READY]
-        trusted_roles = {record.info.role for record in ready if record.breaker.allows(now)}
-        usable = (r for r in ready if r.breaker.allows(now) or r.info.role not in trusted_roles)
-        return Snapshot(tuple(record.view(now, matches.get(record.info.party, 0)) for record in usable))
+        """Return the usable workers as policies see them. ``matches``: tokens of a request's prompt that each worker
+        holds, as far as known."""
+        views = tuple([record.view(now) for record in self.usable(now)])
+        for party, num_tokens in matches.items():
+            if (record := self.get(party)) is not None:
+                record.view(now, num_tokens)
+        return Snapshot(views)
 
     def is_connected(self) -> bool:
         """Return whether a decode worker can read from a prefill worker now; else the first request has to wait."""

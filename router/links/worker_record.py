@@ -59,6 +59,9 @@ class Elsewhere:
         )
 
 
+NOTHING_ELSEWHERE = Elsewhere()
+
+
 @dataclass(slots=True)
 class WorkerRecord:
     """One incarnation of one worker. The counts are this router's own; see :class:`WorkerView`."""
@@ -88,7 +91,8 @@ class WorkerRecord:
     token_bytes: int = field(init=False)  # of KV
     num_kept_blocks: int = field(init=False)  # that fit into its KV memory and its host tier
     reads_prefixes: bool = field(init=False)  # see SinkPart: one rank reads blocks of one full group
-    _view: WorkerView | None = field(default=None, init=False)  # the last one, made for no other routers' requests
+    _view: WorkerView | None = field(default=None, init=False)  # the last one; None: something in it has changed
+    _view_elsewhere: Elsewhere | None = field(default=None, init=False)  # the other routers' part of it
 
     def __post_init__(self) -> None:
         layout = self.info.layout
@@ -122,39 +126,27 @@ class WorkerRecord:
     def view(self, now: float, prefix_match_tokens: int = 0) -> WorkerView:
         """Return the worker as policies see it ``now``. The view is valid until the next call: to make hundreds of
         workers' views anew would take longer than to place the request."""
-        view, elsewhere = self._view, self.elsewhere
-        if view is None or elsewhere is not None or not self._is_shown_by(view):
+        view = self._view
+        if view is None or self._view_elsewhere is not self.elsewhere:
             view = self._view = self._new_view()
+            self._view_elsewhere = self.elsewhere
         view.prefix_match_tokens = prefix_match_tokens
-        view.queue_seconds = self.prompts.seconds(now)
-        view.prefill_busy = self.prompts.busy_share(now)
-        if elsewhere is not None:
-            view.num_requests += elsewhere.num_requests
-            view.prefill_tokens += elsewhere.prefill_tokens
-            view.context_tokens += elsewhere.context_tokens
-            view.queue_seconds += elsewhere.queue_seconds
-            view.prefill_busy = min(1.0, view.prefill_busy + elsewhere.busy_share)
-            view.num_decoding += elsewhere.num_requests - elsewhere.num_prefilling
+        if self.prompts.was_used:
+            view.queue_seconds = self.prompts.seconds(now)
+            view.prefill_busy = self.prompts.busy_share(now)
+            if self.elsewhere is not None:
+                view.queue_seconds += self.elsewhere.queue_seconds
+                view.prefill_busy = min(1.0, view.prefill_busy + self.elsewhere.busy_share)
         return view
 
-    def _is_shown_by(self, view: WorkerView) -> bool:
-        """Return whether nothing in a view has changed but what depends on the time and the request."""
-        return (
-            view.num_placed == self.num_placed
-            and view.num_requests == self.num_requests
-            and view.prefill_tokens == self.prefill_tokens
-            and view.context_tokens == self.context_tokens
-            and view.num_decoding == self.num_requests - self.num_prefilling
-            and view.load is self.load
-            and view.step_model is self.step_model
-            and view.link_rates is self.link_rates
-            and view.party is self.info.party
-        )
+    def on_change(self) -> None:
+        """Let the next view be made anew: counts, the load or predictions have changed."""
+        self._view = None
 
     def check_view(self) -> None:
         """Raise AssertionError if the view that is kept differs from a new one."""
         view = self._view
-        if view is None or self.elsewhere is not None or not self._is_shown_by(view):
+        if view is None or self._view_elsewhere is not self.elsewhere:
             return
         new = self._new_view()
         new.prefix_match_tokens, new.queue_seconds = view.prefix_match_tokens, view.queue_seconds
@@ -162,7 +154,7 @@ class WorkerRecord:
         assert view == new, f"policies see {view} where {new} is true"
 
     def _new_view(self) -> WorkerView:
-        info = self.info
+        info, others = self.info, self.elsewhere or NOTHING_ELSEWHERE
         return WorkerView(
             party=info.party,
             role=info.role,
@@ -170,14 +162,16 @@ class WorkerRecord:
             max_model_len=info.max_model_len,
             kv_capacity_tokens=self.kv_capacity_tokens,
             load=self.load,
-            num_requests=self.num_requests,
-            prefill_tokens=self.prefill_tokens,
-            context_tokens=self.context_tokens,
+            num_requests=self.num_requests + others.num_requests,
+            prefill_tokens=self.prefill_tokens + others.prefill_tokens,
+            context_tokens=self.context_tokens + others.context_tokens,
             num_placed=self.num_placed,
             step_model=self.step_model,
             chunk_tokens=info.max_num_batched_tokens,
             shared_chunk_tokens=info.max_num_prefill_tokens,
-            num_decoding=self.num_requests - self.num_prefilling,
+            queue_seconds=others.queue_seconds,
+            prefill_busy=min(1.0, others.busy_share),
+            num_decoding=self.num_requests - self.num_prefilling + others.num_requests - others.num_prefilling,
             token_bytes=self.token_bytes,
             link_rates=self.link_rates,
             reads_prefixes=self.reads_prefixes,
@@ -207,6 +201,7 @@ class Charge:
         self._count_request(1)
         for record in self._distinct_records():
             record.num_placed += 1
+            record.on_change()
 
     def first_token_out(self, now: float) -> None:
         """Take the prompt, which has been computed, off the prefill worker's load."""
@@ -215,6 +210,7 @@ class Charge:
             self.prefill.prompts.remove(id(self), now)
             if self.prefill is self.decode:
                 self.prefill.num_prefilling -= 1
+            self.prefill.on_change()
         self._prefilling = False
 
     def release(self, now: float) -> None:
@@ -226,6 +222,8 @@ class Charge:
         if self.decode is not None:
             self.decode.context_tokens -= self.num_prompt_tokens
         self._count_request(-1)
+        for record in self._distinct_records():
+            record.on_change()
 
     @property
     def is_prefilling(self) -> bool:

@@ -15,9 +15,9 @@ first turn; this router is new; another one had the turns before), a session tha
 match: the conversation's own worker may have its KV, and counts for a share of the computing that it would save.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import TypeVar
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
 
 from splitserve.protocol.placement.step_model import StepWork, pairs
 from splitserve.protocol.request import Party, Role
@@ -38,7 +38,6 @@ from splitserve.router.placement.policies import (
     least_loaded,
     of_role,
     pair,
-    prefill_seconds,
     prefix_read,
     session_rank,
     why_not,
@@ -58,8 +57,7 @@ RESIDUAL = 0.5
 """Share of a prompt's computing that is left, on average, when another one arrives meanwhile."""
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Prediction:
+class Prediction(NamedTuple):
     """Prediction for one route: compared by harm, then by delay; among equals prefill workers are kept for prompts,
     decode workers for outputs, and requests spread evenly."""
 
@@ -69,13 +67,13 @@ class Prediction:
     is_local: bool
     is_away: bool  # the session decodes on another worker than its own
     num_placed: int
-    names: tuple[str, ...]
-    ttft_seconds: float = field(compare=False)
+    names: tuple[str, ...]  # no two routes have the same
+    ttft_seconds: float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Request:
-    """The request's sizes, the objectives, and the workers' utilisation."""
+    """The request's sizes, the objectives, and the workers of its session."""
 
     num_tokens: int  # to be in KV
     output_tokens: float  # expected
@@ -87,31 +85,49 @@ class _Request:
         return max(0.0, seconds - self.ttft)
 
     def slow(self, seconds: float) -> float:
-        return max(0.0, seconds - self.gap)
+        return seconds - self.gap if seconds > self.gap else 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class _Prompt:
-    """The prompt on one worker: tokens that it has, and seconds."""
+class _Prompt(NamedTuple):
+    """The prompt on one worker; the first three fields are its rank among the workers of a role."""
 
+    delay: float  # seconds of ``ttft``, and of the later prompts' waits for it
+    num_placed: int
+    name: str
     worker: WorkerView
-    matched: int
-    own: float  # computing
-    ttft: float  # queue, read of a prefix, and computing
-    delay: float  # the same, and the later prompts' waits for it
-    read: PrefixRead | None = None
+    matched: int  # tokens that it has
+    ttft: float  # seconds of the queue, the read of a prefix, and computing
+    read: PrefixRead | None
 
 
-@dataclass(frozen=True, slots=True)
-class _Decode:
-    """The output on one worker: seconds of wait for room, and harm."""
+class _Decode(NamedTuple):
+    """The output on one worker; the first three fields are its rank among the workers of a role."""
 
+    seconds: float  # both
+    num_placed: int
+    name: str
     worker: WorkerView
-    room: float
+    room: float  # seconds of wait for it
     harm: float
 
 
-_JudgedT = TypeVar("_JudgedT", _Prompt, _Decode)
+_PromptFields: TypeAlias = tuple[float, int, str, WorkerView, int, float, PrefixRead | None]
+_DecodeFields: TypeAlias = tuple[float, int, str, WorkerView, float, float]
+
+
+class _Route(NamedTuple):
+    """A route that may be the best one; ``decode`` is None where the prompt's worker does both phases."""
+
+    prediction: Prediction
+    why: str
+    prefill: _Prompt
+    decode: _Decode | None
+
+    def placed(self) -> Placed:
+        ttft_seconds = self.prediction.ttft_seconds
+        if self.decode is None:
+            return alone(self.prefill.worker, self.why, ttft_seconds)
+        return pair(self.prefill.worker, self.decode.worker, self.why, ttft_seconds, read=self.prefill.read)
 
 
 def cost(snapshot: Snapshot, shape: RequestShape) -> Placement:
@@ -129,8 +145,8 @@ def cost(snapshot: Snapshot, shape: RequestShape) -> Placement:
         gap=snapshot.objectives.tpot_seconds,
         own_workers=_own_workers(fitting, shape),
     )
-    best = min(_routes(snapshot, fitting, request, shape), key=lambda route: route[0], default=None)
-    return NoWorker(why_not(snapshot, fitting, shape)) if best is None else best[1]
+    best = min(_routes(snapshot, fitting, request, shape), default=None)  # by the prediction
+    return NoWorker(why_not(snapshot, fitting, shape)) if best is None else best.placed()
 
 
 def _own_workers(workers: Iterable[WorkerView], shape: RequestShape) -> frozenset[Party]:
@@ -142,59 +158,76 @@ def _own_workers(workers: Iterable[WorkerView], shape: RequestShape) -> frozense
     return frozenset(worker.party for worker in first if worker is not None)
 
 
-def _burden(worker: WorkerView) -> float:
-    """Return the seconds that a second of computing adds to the waits of the worker's later prompts."""
-    utilisation = min(MAX_UTILISATION, worker.prefill_busy)
-    return RESIDUAL * utilisation / (1.0 - utilisation)
-
-
 def _routes(
     snapshot: Snapshot, workers: Sequence[WorkerView], request: _Request, shape: RequestShape
-) -> Iterator[tuple[Prediction, Placed]]:
+) -> Iterator[_Route]:
     own = [_prompt(worker, request) for worker in of_role(workers, Role.PREFILL)]
-    reads = [prefix_read(snapshot, prompt.worker, shape) for prompt in own]
-    prompts = (
-        prompt if read is None else _prompt(prompt.worker, request, read)
-        for prompt, read in zip(own, reads, strict=True)
-    )
-    outputs = (_decode(worker, request) for worker in of_role(workers, Role.DECODE))
-    prefills = _best(prompts, lambda prompt: prompt.delay)
-    decodes = _best(outputs, lambda decode: decode.harm + decode.room)
+    with_reads = own if snapshot.prefix_source is None else _with_reads(snapshot, own, request, shape)
+    prefills = [_Prompt._make(each) for each in sorted(with_reads)[:NUM_CANDIDATES]]
+    ranked = sorted([_decode(worker, request) for worker in of_role(workers, Role.DECODE)])
+    decodes = [_Decode._make(each) for each in ranked[:NUM_CANDIDATES]]
     for prefill in prefills:
         for decode in decodes:
-            prediction = _predict_pair(prefill, decode, request)
-            yield prediction, pair(prefill.worker, decode.worker, WHY, prediction.ttft_seconds, read=prefill.read)
-    mixed = [_decode(worker, request) for worker in of_role(workers, Role.MIXED)]
-    for decode in (
-        *mixed,
-        *(decodes if of_role(snapshot.workers, Role.PREFILL) else ()),
-    ):  # the router itself lets decode do without prefill
-        prediction = _predict_local(_prompt(decode.worker, request), decode, request)
-        yield prediction, alone(decode.worker, WHY, prediction.ttft_seconds)
-    whole = shape.max_context_tokens
+            yield _Route(_predict_pair(prefill, decode, request), WHY, prefill, decode)
+    alone_on = [_Decode._make(_decode(worker, request)) for worker in of_role(workers, Role.MIXED)]
+    if any(worker.role is Role.PREFILL for worker in snapshot.workers):
+        alone_on += decodes  # else the router itself lets decode do without prefill
+    for decode in alone_on:
+        prompt = _Prompt._make(_prompt(decode.worker, request))
+        yield _Route(_predict_local(prompt, decode, request), WHY, prompt, None)
     # A route on one worker reads no prefix: the best are those that have one themselves, and may have a queue for it.
-    for prompt in _best(own, lambda each: each.delay) if decodes else ():  # without decode, a cluster waits for one
-        if prompt.worker.context_tokens_limit >= whole:
-            prediction = _predict_local(prompt, _decode(prompt.worker, request), request)
-            yield prediction, alone(prompt.worker, WHY_SPARE, prediction.ttft_seconds)
+    spare = sorted(own)[:NUM_CANDIDATES] if decodes else []  # without decode, a cluster waits for one
+    for prompt in map(_Prompt._make, spare):
+        if prompt.worker.context_tokens_limit >= shape.max_context_tokens:
+            decode = _Decode._make(_decode(prompt.worker, request))
+            yield _Route(_predict_local(prompt, decode, request), WHY_SPARE, prompt, None)
 
 
-def _best(judged: Iterable[_JudgedT], seconds: Callable[[_JudgedT], float]) -> list[_JudgedT]:
-    ranked = sorted(judged, key=lambda each: (seconds(each), each.worker.num_placed, each.worker.party.engine_id))
-    return ranked[:NUM_CANDIDATES]
+def _with_reads(
+    snapshot: Snapshot, own: Iterable[_PromptFields], request: _Request, shape: RequestShape
+) -> Iterator[_PromptFields]:
+    """Yield the prompts, with a read of a prefix on those workers that save time by it."""
+    for fields in own:
+        worker = fields[3]
+        read = prefix_read(snapshot, worker, shape)
+        yield fields if read is None else _prompt(worker, request, read)
 
 
-def _prompt(worker: WorkerView, request: _Request, read: PrefixRead | None = None) -> _Prompt:
-    matched = min(worker.prefix_match_tokens, request.num_tokens - 1) if read is None else read.num_tokens
-    own = prefill_seconds(worker, matched, request.num_tokens) if read is None else read.own_seconds
-    ttft = worker.queue_seconds + own + (0.0 if read is None else read.read_seconds)
-    is_own = worker.party in request.own_workers and worker.role is not Role.DECODE  # a guess makes no route local
-    guessed = SESSION_TRUST * own if is_own else 0.0
-    return _Prompt(worker, matched, own, ttft, ttft + _burden(worker) * own - guessed, read)
+def _prompt(worker: WorkerView, request: _Request, read: PrefixRead | None = None) -> _PromptFields:
+    """Return the fields of a :class:`_Prompt`: named tuples are made of the best ones alone, since to make one takes
+    longer than to predict its seconds."""
+    if read is None:
+        num_tokens, matched = request.num_tokens, worker.prefix_match_tokens
+        if matched >= num_tokens:
+            matched = num_tokens - 1
+        chunk = worker.chunk_tokens or DEFAULT_CHUNK_TOKENS
+        own = worker.step_model.prefill_seconds(matched, num_tokens - matched, chunk)
+        ttft = worker.queue_seconds + own
+    else:
+        matched, own = read.num_tokens, read.own_seconds
+        ttft = worker.queue_seconds + own + read.read_seconds
+    busy = worker.prefill_busy
+    utilisation = busy if busy < MAX_UTILISATION else MAX_UTILISATION
+    delay = ttft + RESIDUAL * utilisation / (1.0 - utilisation) * own  # what a second of it adds to later waits
+    party = worker.party
+    if request.own_workers and party in request.own_workers and worker.role is not Role.DECODE:
+        delay -= SESSION_TRUST * own  # a guess makes no route local
+    return delay, worker.num_placed, party.engine_id, worker, matched, ttft, read
 
 
-def _decode(worker: WorkerView, request: _Request) -> _Decode:
-    return _Decode(worker, _room_seconds(worker, request), _decode_harm(worker, request))
+def _decode(worker: WorkerView, request: _Request) -> _DecodeFields:
+    """Return the fields of a :class:`_Decode`. The harm is that of the request's own gaps, and what it adds to those of
+    the others."""
+    context, running, model = worker.context_tokens, worker.num_decoding, worker.step_model
+    num_tokens, num_outputs, half = request.num_tokens, request.output_tokens, request.output_tokens / 2
+    after = request.slow(model.decode_seconds(running + 1, context + num_tokens + int(half)))
+    harm = num_outputs * after
+    if running and after:
+        harm += running * half * (after - request.slow(model.decode_seconds(running, context)))
+    room, wanted = 0.0, context + num_tokens + num_outputs
+    if worker.num_requests >= worker.max_num_seqs or wanted > worker.kv_capacity_tokens:
+        room = _room_seconds(worker, request, wanted)
+    return harm + room, worker.num_placed, worker.party.engine_id, worker, room, harm
 
 
 def _predict_pair(prefill: _Prompt, decode: _Decode, request: _Request) -> Prediction:
@@ -238,22 +271,9 @@ def _predict_local(prompt: _Prompt, decode: _Decode, request: _Request) -> Predi
     return Prediction(harm, delay, is_prefill, is_local, is_away, 2 * worker.num_placed, names, ttft)
 
 
-def _decode_harm(worker: WorkerView, request: _Request) -> float:
-    """Return the harm of decoding there: the request's own gaps, and what it adds to those of the others."""
-    model, half = worker.step_model, request.output_tokens / 2
-    before = model.decode_seconds(worker.num_decoding, worker.context_tokens) if worker.num_decoding else 0.0
-    after = model.decode_seconds(worker.num_decoding + 1, worker.context_tokens + request.num_tokens + int(half))
-    others = worker.num_decoding * half * (request.slow(after) - request.slow(before))
-    return request.output_tokens * request.slow(after) + others
-
-
-def _room_seconds(worker: WorkerView, request: _Request) -> float:
+def _room_seconds(worker: WorkerView, request: _Request, wanted_tokens: float) -> float:
     """Return the predicted wait for room in the batch, and for KV memory: what is lacking, by what requests free."""
     lacking_slots = max(0, worker.num_requests + 1 - worker.max_num_seqs) / worker.max_num_seqs
-    wanted = worker.context_tokens + request.num_tokens + request.output_tokens
-    lacking_tokens = max(0.0, wanted - worker.kv_capacity_tokens) / max(1, worker.kv_capacity_tokens)
-    lacking = max(lacking_slots, lacking_tokens)
-    if not lacking:
-        return 0.0
+    lacking_tokens = max(0.0, wanted_tokens - worker.kv_capacity_tokens) / max(1, worker.kv_capacity_tokens)
     step = worker.step_model.decode_seconds(worker.num_decoding, worker.context_tokens)
-    return lacking * request.output_tokens * max(step, 1e-3)
+    return max(lacking_slots, lacking_tokens) * request.output_tokens * max(step, 1e-3)

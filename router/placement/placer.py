@@ -97,12 +97,16 @@ class Placer:
         """Return the worker with the longest part of a prompt that others can read. A prompt that a prefill worker was
         sent may still wait there: only what it has announced counts."""
         announced = self._matches(prompt, certain=True) if self._prefixes.hears_events else {}
-        found = (
-            PrefixSource(worker.party, match.num_tokens)
-            for worker in workers
-            if (match := (announced if worker.role is Role.PREFILL else matches).get(worker.party)) is not None
-            and worker.party not in self.unreset
-        )
+        usable = {worker.party.engine_id: worker for worker in workers}
+        found = [
+            PrefixSource(party, match.num_tokens)
+            for held, is_of_prefill in ((announced, True), (matches, False))
+            for party, match in held.items()
+            if (worker := usable.get(party.engine_id)) is not None
+            and worker.party == party
+            and (worker.role is Role.PREFILL) is is_of_prefill
+            and party not in self.unreset
+        ]
         return max(found, key=lambda source: (source.num_tokens, source.party.engine_id), default=None)
 
     def note_sent(self, parties: Iterable[Party], prompt: PromptHashes) -> None:
@@ -152,10 +156,15 @@ class Placer:
         matches = self._matches(prompt, certain=True)
         if not matches:
             return None
-        ready = {view.party for view in self._membership.snapshot(now).workers} - self.unreset.keys()
+        usable = {record.info.party.engine_id: record.info.party for record in self._membership.usable(now)}
         record = self._membership.get(worker)
         min_gain = MIN_GAIN_BLOCKS * record.info.layout.block_size if record is not None else 0
-        helper = helper_of(worker, {p: match for p, match in matches.items() if p in ready or p == worker}, min_gain)
+        held = {
+            party: match
+            for party, match in matches.items()
+            if party == worker or (usable.get(party.engine_id) == party and party not in self.unreset)
+        }
+        helper = helper_of(worker, held, min_gain)
         return None if helper is None else self.peer(helper)
 
     def peer(self, party: Party) -> PeerRef:

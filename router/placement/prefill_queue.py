@@ -21,6 +21,7 @@ class PrefillQueue:
         self._first_since = 0.0
         self._busy = 0.0  # seconds given lately, each forgotten with BUSY_SECONDS
         self._busy_at = 0.0
+        self.was_used = False  # a prompt was added at some time
 
     def __len__(self) -> int:
         return len(self._seconds)
@@ -31,6 +32,7 @@ class PrefillQueue:
 
     def add(self, key: Hashable, seconds: float, now: float) -> None:
         """Add a prompt that will take ``seconds``."""
+        self.was_used = True
         if not self._seconds:
             self._first_since = now
         self._seconds[key] = seconds
@@ -59,7 +61,9 @@ class PrefillQueue:
         """Return the share of the worker's recent time that prompts took, 1 at most."""
         if not self._busy:
             return 0.0
-        return min(1.0, self._decayed(now) / BUSY_SECONDS)
+        share = self._decayed(now) / BUSY_SECONDS
+        return share if share < 1.0 else 1.0
 
     def _decayed(self, now: float) -> float:
-        return self._busy * math.exp(-max(0.0, now - self._busy_at) / BUSY_SECONDS)
+        age = now - self._busy_at
+        return self._busy * math.exp(-age / BUSY_SECONDS) if age > 0.0 else self._busy

@@ -19,7 +19,10 @@ def test_verdicts_by_hand() -> None:
             {"kind": "none", "requests": 0, "cpu_ms_of_all": 100.0, "late_p99_ms": 1.0},
             {"kind": "later turn", "requests": 10, "cpu_ms_of_all": 500.0, "late_p99_ms": 11.0},
         ],
-        "workers": [{"workers": 2, "cpu_ms": 2.0}, {"workers": 64, "cpu_ms": 2.1}],
+        "workers": [
+            {"policy": "cost", "workers": 2, "cpu_ms": 2.0},
+            {"policy": "cost", "workers": 64, "cpu_ms": 2.1},
+        ],
         "memory": [{"memory_mib": mib} for mib in (50.0, 100.0, 100.0, 120.0)],
     }
     found = {verdict["goal"]: (verdict["value"], verdict["met"]) for verdict in verdicts(results)}
@@ -30,7 +33,7 @@ def test_verdicts_by_hand() -> None:
         "events that came, none merged": (99, False),
         "CPU ms of 100k tokens, later turn": (40.0, False),
         "others' tokens late p99 ms, later turn": (11.0, False),
-        "CPU with 64 workers over 2": (1.05, True),
+        "CPU with 64 workers over 2, cost": (1.05, True),
         "memory at the end over that at half": (1.2, False),
     }
 

@@ -8,6 +8,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,6 @@ from splitserve.orchestration.control.requests import (
 )
 from splitserve.orchestration.control.state_folder import StateFolder
 from splitserve.orchestration.hosts.local import Entries
-from splitserve.orchestration.ray.access import accepts_strangers
 from splitserve.orchestration.ray.client import RayClient, connect, start_on_ray
 from splitserve.orchestration.ray.commands import client_on_ray, up_on_ray
 from splitserve.orchestration.ray.host import RayChild, RayHost, groups_of
@@ -54,7 +54,8 @@ from waiting import wait_until
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-NODE = {"num_cpus": 5, "object_store_memory": 80 << 20, "include_dashboard": False, "include_log_monitor": False}
+NODE = {"num_cpus": 5, "object_store_memory": 80 << 20, "no_monitor": True}  # of an autoscaler
+NODE |= {"include_dashboard": False, "include_log_monitor": False}
 PATIENCE_SECONDS = 100.0  # for what Ray does; a quiet machine takes a tenth
 
 
@@ -75,14 +76,42 @@ def raylets() -> Iterator[Cluster]:
         cluster.shutdown()
 
 
+@dataclass(frozen=True)
+class Life:
+    """A cluster of two pools of two workers. ``expected``: its right answers, by the number of the body."""
+
+    client: RayClient
+    state: Path
+    url: str
+    expected: list[list[int]]
+
+
+@pytest.fixture(scope="module")
+def life(raylets: Cluster, tiny_qwen3: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Life]:
+    """The cluster of several tests, each of which asks for the workers that it needs. Its driver was killed while it
+    started."""
+    folder, client = tmp_path_factory.mktemp("life"), RayClient("life", raylets.address)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SPLITSERVE_STATE_DIR", str(folder / "state"))
+        try:
+            spec = write_spec(folder / "spec.yaml", tiny_qwen3, "life")
+            kill_in_the_middle("up", "--ray", raylets.address, "--spec", spec)
+            url = follow(client, print, lambda status: status.state == "serving", 0, PATIENCE_SECONDS).url
+            yield Life(client, folder / "state", url, right_tokens(url, "tiny", tiny_qwen3))
+        finally:
+            take_down(client)
+
+
 @pytest.fixture
 def left_alone(raylets: Cluster) -> Iterator[None]:
     """A test that fails takes its cluster down, or the next one would find no room."""
     yield
-    for name in ("life", "back", "near"):
-        client = RayClient(name, raylets.address)
-        if client.leftovers():
-            client.down(print)
+    take_down(RayClient("near", raylets.address))
+
+
+def take_down(client: RayClient) -> None:
+    if client.leftovers():
+        client.down(print)
 
 
 @pytest.fixture
@@ -122,27 +151,24 @@ def settle(client: RayClient, counts: dict[str, int]) -> ClusterStatus:
     return follow(client, print, lambda status: status.is_settled and status.counts == counts, 0, PATIENCE_SECONDS)
 
 
-@pytest.mark.usefixtures("left_alone")
-def test_a_life_under_load_on_two_and_on_three_nodes(
-    raylets: Cluster, tiny_qwen3: Path, tmp_path: Path, state: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    spec = write_spec(tmp_path / "spec.yaml", tiny_qwen3, "life")
-    url = up_on_ray(read_spec(spec), StateFolder("life"), raylets.address, "info", restart=True)
-    warnings = [record.getMessage() for record in caplog.records if record.name.endswith("ray.commands")]
-    assert accepts_strangers(raylets.address) and "has no authentication" in warnings[0]
-    assert "notices a machine without power or network after up to" in warnings[1]
-    client = client_on_ray("life", raylets.address)
+def scale(client: RayClient, counts: dict[str, int]) -> ClusterStatus:
+    for pool, count in counts.items():
+        accepted(client.ask(Scale(pool, count)))
+    return settle(client, counts)
+
+
+def test_nodes_come_and_die_under_load(raylets: Cluster, life: Life, tiny_qwen3: Path, tmp_path: Path) -> None:
+    client = life.client
     home, other = raylets.list_all_nodes()
     assert raylet_above(status_of(client).router.pid) == raylet_of(home), "the router is where `up` was run"
     assert set(places(status_of(client), raylets).values()) == {1}, "each pool is spread over the nodes"
     with pytest.raises(ConfigError, match="a cluster called life is on Ray"):
-        start_on_ray(read_spec(spec), raylets.address, "info", restart=True, show=print)
-    expected = right_tokens(url, "tiny", tiny_qwen3)
+        spec = read_spec(write_spec(tmp_path / "spec.yaml", tiny_qwen3, "life"))
+        start_on_ray(spec, raylets.address, "info", restart=True, show=print)
 
-    with steady_load(url, bodies("tiny"), expected, streams=2) as load:
+    with steady_load(life.url, bodies("tiny"), life.expected, streams=2) as load:
         newcomer = raylets.add_node(**NODE)
-        accepted(client.ask(Scale("gen", 3)))
-        status = settle(client, {"fill": 2, "gen": 3})
+        status = scale(client, {"fill": 2, "gen": 3})
         assert places(status, raylets)[newcomer.node_id, "gen"] == 1, "it had none"
 
         died_at = time.time()
@@ -157,27 +183,8 @@ def test_a_life_under_load_on_two_and_on_three_nodes(
         ways_back = recoveries(msgspec.to_builtins(status), names, died_at)
         assert [each.worker for each in ways_back] == sorted(names, key=lambda name: ready_at(status, name))
         assert all(min(each.detection, each.delay, each.assignment, each.start) >= 0 for each in ways_back)
-
-        for pool in ("fill", "gen"):
-            accepted(client.ask(Scale(pool, 1)))
-        status = settle(client, {"fill": 1, "gen": 1})
-        pids = {worker.pid for worker in status.workers}
-        client.bring_code()
-        target = read_spec(write_spec(tmp_path / "next.yaml", tiny_qwen3, "x", threads=2))
-        accepted(client.ask(UpgradeCluster(msgspec.to_builtins(target))))
-        status = follow(client, print, is_upgraded, 0, PATIENCE_SECONDS)
-        assert status.upgrade is not None and (status.upgrade.state, status.upgrade.num_replaced) == ("done", 2)
-        assert not pids & {worker.pid for worker in status.workers}
     assert not load.problems, load.problems[:3]
     assert load.num_done > 4
-    wait_until_quiet(url)
-    assert any("is asked to finish its requests" in line for line in log_lines(client, "launcher", 99, follow=False))
-
-    said: list[str] = []
-    client.down(said.append)
-    assert said == ["life: all processes have ended"]
-    assert not processes_of("life") and not client.leftovers() and not state.exists()
-    wait_until(is_idle, "nothing is reserved on any node")
 
 
 def ready_at(status: ClusterStatus, name: str) -> float:
@@ -188,46 +195,62 @@ def is_upgraded(status: ClusterStatus) -> bool:
     return status.upgrade is not None and status.upgrade.state != "running"
 
 
-@pytest.mark.usefixtures("left_alone")
-def test_the_controller_comes_back_and_a_killed_driver_leaves_nothing(
-    raylets: Cluster, tiny_qwen3: Path, tmp_path: Path, state: Path
-) -> None:
-    spec = write_spec(tmp_path / "spec.yaml", tiny_qwen3, "back", num_prefill=1)
-    kill_in_the_middle("up", "--ray", raylets.address, "--spec", spec)
-    client = RayClient("back", raylets.address)
-    status = follow(client, print, lambda status: status.state == "serving", 0, PATIENCE_SECONDS)
-    expected = right_tokens(status.url, "tiny", tiny_qwen3)
-    assert same_on_this_machine(spec, status.url)
+def test_the_controller_comes_back(life: Life, tiny_qwen3: Path, tmp_path: Path) -> None:
+    client = life.client
+    status = scale(client, {"fill": 1, "gen": 2})
+    assert same_on_this_machine(write_spec(tmp_path / "spec.yaml", tiny_qwen3, "same", num_prefill=1), life.url)
 
-    controller = ray.get_actor(controller_name("back"), namespace=NAMESPACE)
+    controller = ray.get_actor(controller_name("life"), namespace=NAMESPACE)
     pids = {worker.name: worker.pid for worker in status.workers}
     # What Ray makes of a group whose node is gone while there is no controller to remove it.
-    placement_group([{"CPU": 1}], name="back/agent/gen-1/0badcafe", lifetime="detached")
-    assert "back/agent/gen-1/0badcafe" in groups_of("back")
-    with steady_load(status.url, bodies("tiny"), expected, streams=2) as load:
+    placement_group([{"CPU": 1}], name="life/agent/gen-1/0badcafe", lifetime="detached")
+    assert "life/agent/gen-1/0badcafe" in groups_of("life")
+    with steady_load(life.url, bodies("tiny"), life.expected, streams=2) as load:
         ray.kill(controller, no_restart=False)
         after = follow(
             client, print, lambda status: status.state == "serving" and status.is_settled, 0, PATIENCE_SECONDS
         )
-        assert {worker.name: worker.pid for worker in after.workers} == pids and after.url == status.url
-        wait_until(lambda: "back/agent/gen-1/0badcafe" not in groups_of("back"), "the group is still there")
+        assert {worker.name: worker.pid for worker in after.workers} == pids and after.url == life.url
+        wait_until(lambda: "life/agent/gen-1/0badcafe" not in groups_of("life"), "the group is still there")
         assert isinstance(client.ask(Scale("gen", 0)), Refused)
-        os.kill(pids["gen-1"], signal.SIGKILL)
-        wait_until(lambda: any(worker.num_restarts for worker in status_of(client).workers), "gen-1 is back")
+        victim = next(worker for worker in after.workers if worker.pool == "gen")
+        os.kill(victim.pid, signal.SIGKILL)
+        wait_until(lambda: num_restarts(client, victim.name) > victim.num_restarts, f"{victim.name} is back")
         settle(client, {"fill": 1, "gen": 2})
     assert not load.problems, load.problems[:3]
 
     router = status_of(client).router.pid
     os.kill(router, signal.SIGKILL)
     wait_until(lambda: status_of(client).router.pid not in (0, router), "another router runs")
-    wait_until(lambda: right_tokens_or_none(status.url, tiny_qwen3) == expected, "it answers as before")
+    wait_until(lambda: right_tokens_or_none(life.url, tiny_qwen3) == life.expected, "it answers as before")
 
-    folders = [Path(each) for process in processes_of("back") if (each := process.environ().get("UCX_POSIX_DIR"))]
-    assert len(folders) == 3 and all(folder.is_dir() for folder in folders)
+
+def num_restarts(client: RayClient, name: str) -> int:
+    return next(worker.num_restarts for worker in status_of(client).workers if worker.name == name)
+
+
+def test_an_upgrade_under_load_and_an_end_that_leaves_nothing(life: Life, tiny_qwen3: Path, tmp_path: Path) -> None:
+    client = life.client
+    with steady_load(life.url, bodies("tiny"), life.expected, streams=2) as load:
+        pids = {worker.pid for worker in scale(client, {"fill": 1, "gen": 1}).workers}
+        client.bring_code()
+        target = read_spec(write_spec(tmp_path / "next.yaml", tiny_qwen3, "x", threads=2))
+        accepted(client.ask(UpgradeCluster(msgspec.to_builtins(target))))
+        status = follow(client, print, is_upgraded, 0, PATIENCE_SECONDS)
+        assert status.upgrade is not None and (status.upgrade.state, status.upgrade.num_replaced) == ("done", 2)
+        assert not pids & {worker.pid for worker in status.workers}
+    assert not load.problems, load.problems[:3]
+    assert load.num_done > 4
+    wait_until_quiet(life.url)
+    assert any("is asked to finish its requests" in line for line in log_lines(client, "launcher", 99, follow=False))
+
+    folders = [Path(each) for process in processes_of("life") if (each := process.environ().get("UCX_POSIX_DIR"))]
+    assert len(folders) == 2 and all(folder.is_dir() for folder in folders)
     text = splitserve("down")
     assert "all processes have ended" in text
     assert not any(folder.exists() for folder in folders), "shared memory"
-    assert not processes_of("back") and not client.leftovers() and not state.exists()
+    assert not processes_of("life") and not client.leftovers() and not life.state.exists()
+    wait_until(is_idle, "nothing is reserved on any node")
 
 
 def same_on_this_machine(spec: str, url: str) -> bool:
@@ -269,7 +292,9 @@ def right_tokens_or_none(url: str, checkpoint: Path) -> list[list[int]] | None:
 
 
 @pytest.mark.usefixtures("left_alone")
-def test_each_node_has_an_lmcache_server(raylets: Cluster, tiny_qwen3: Path, tmp_path: Path, state: Path) -> None:
+def test_each_node_has_an_lmcache_server(
+    raylets: Cluster, tiny_qwen3: Path, tmp_path: Path, state: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """Workers use their own node's; what they share is a folder. A server that dies comes back at the same place, one
     that nobody uses any more ends, and another controller goes on with those that it finds."""
     python_with_lmcache()
@@ -283,6 +308,9 @@ router: {{port: 0, policy: least-loaded}}
 network: {{host: 127.0.0.1}}
 """)
     url = up_on_ray(read_spec(str(spec)), StateFolder("near"), raylets.address, "info", restart=True)
+    warnings = [record.getMessage() for record in caplog.records if record.name.endswith("ray.commands")]
+    assert "has no authentication" in warnings[0]
+    assert "notices a machine without power or network after up to" in warnings[1]
     client = client_on_ray("near", raylets.address)
     stays, goes = (raylet_above(worker.pid) for worker in status_of(client).workers)
     wait_until(lambda: set(keepers_of("near")) == {stays, goes}, "each node has its server", PATIENCE_SECONDS)

@@ -71,9 +71,19 @@ def test_requests_of_other_routers_are_seen_while_they_last() -> None:
     for _ in range(2):
         view = record.view(core.now)
         assert (view.num_requests, view.prefill_tokens) == (5, 13) and view.queue_seconds >= 1.5
+    core.membership.check_invariants()
     record.elsewhere = None
     assert record.view(core.now).num_requests == 1
     core.membership.check_invariants()
+
+
+def test_a_change_that_the_view_misses_is_noticed() -> None:
+    core = Core(ONE)
+    record = record_of(core)
+    record.view(core.now)
+    record.num_requests += 1
+    with pytest.raises(AssertionError, match="policies see"):
+        core.membership.check_invariants()
 
 
 def test_a_view_that_is_wrong_is_noticed() -> None:

@@ -176,3 +176,13 @@ def test_a_worker_that_lies_gets_no_crowd() -> None:
 def test_a_prompt_that_all_share_gathers_no_crowd() -> None:
     rows = {row["arm"]: row for row in cases.sessions(600)}
     assert rows["system prompt of all"]["holds"] and rows["cost, no keys"]["holds"]
+
+
+def test_a_prompt_finds_what_earlier_steps_have_computed_of_the_one_before_it() -> None:
+    """It begins in the last step of the first prompt, whose blocks aren't all there yet."""
+    blocks = [bytes([number]) for number in range(4)]
+    first, second = (ReplayRequest(at, 4 * BLOCK_TOKENS + 100, 2, blocks) for at in (0.0, 0.001))
+    result = run([first, second])
+    num_computed = 2 * WORKER.chunk_tokens
+    assert result.requests[0].cached_tokens == 0
+    assert result.requests[1].cached_tokens == num_computed // BLOCK_TOKENS * BLOCK_TOKENS > 0

@@ -4,21 +4,11 @@ import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
-import msgspec
-
 from splitserve.benchmarks.tables import twins
 from splitserve.benchmarks.tables.runs import Run
 from splitserve.benchmarks.twin.accuracy import accuracy_of, rankings_of
 from splitserve.benchmarks.twin.cases import Case
 from splitserve.benchmarks.twin.comparison import Compared, Prediction, plain
-from splitserve.benchmarks.twin.fits import fitted, simulated, summary_of
-from splitserve.protocol.config import EngineConfig
-from splitserve.protocol.memory_records import LayoutRecord
-from splitserve.protocol.placement.step_model import StepModel
-from splitserve.protocol.request import Role
-from splitserve.simulation.twin.models import Calibration, HostModel
-from splitserve.simulation.twin.worker import WorkerSetup
-from twin_runs import measured
 
 LOADS = (0.5, 1.2)
 
@@ -62,22 +52,6 @@ def test_arrangements_are_ranked_where_they_differ_by_more_than_their_noise() ->
     assert ranking.real == ["4M", "2P2D", "1P2D", "2P1D"] and ranking.twin == ["2P2D", "4M", "2P1D", "1P2D"]
     assert ranking.num_pairs == 5 and ranking.wrong == [("1P2D", "2P1D")]
     assert "4 of 5 pairs that differ by more than their noise are right; wrong: 1P2D above 2P1D" in ranking.words
-
-
-def test_the_loops_time_is_what_gaps_have_beyond_steps() -> None:
-    """At this load batches are of three sequences on average, and of more for the average token."""
-    steps = StepModel(0.008, 3e-4, 5e-7, 1.2e-4, 2e-8, 1000)
-    engine = EngineConfig(model="twin").on("cuda")
-    layout = LayoutRecord("twin", "w", "bfloat16", 64, 8, 8, 64)
-    workers = [
-        WorkerSetup(role, role, engine, layout, (2000,), 8192, 1000, steps) for role in (Role.PREFILL, Role.DECODE)
-    ]
-    true = Calibration(steps={each.role: steps for each in workers}, host=HostModel(step_seconds=0.0012))
-    case = Case(device="paced", arm="1P1D", workload="512/64", load=0.5)
-    run = msgspec.structs.replace(measured(case, 5.0), rate=5.0, workers=workers)
-    figures = summary_of(simulated(run, true, seed=1))
-    found = fitted([msgspec.structs.replace(run, figures=figures, router_ttft=figures["ttft_ms"]["p50"] / 1e3)])
-    assert 0.0011 < found.host.step_seconds < 0.0013
 
 
 def test_one_arrangement_or_no_overload_has_no_ranking() -> None:

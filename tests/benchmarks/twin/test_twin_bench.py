@@ -10,7 +10,7 @@ from splitserve.benchmarks.twin import bench, run
 from splitserve.benchmarks.twin.bench import main
 from splitserve.benchmarks.twin.cases import Case, cases_of
 from splitserve.benchmarks.twin.comparison import Prediction, bound_of, difference
-from splitserve.benchmarks.twin.fits import FIGURES
+from splitserve.benchmarks.twin.fit.fits import FIGURES
 from splitserve.benchmarks.twin.run import Run, shared_cpus
 from splitserve.common.cores import usable_cpus
 from splitserve.common.errors import ConfigError
@@ -52,7 +52,7 @@ def test_bounds_follow_the_load_and_the_noise_of_repeats() -> None:
 
 
 def test_other_loads_await_the_throughput_of_the_highest_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Its repeats begin at once, at a rate that is estimated; they come first, since they take longest."""
+    """Its repeats begin at once, at a rate that is estimated. Of a repeat, it comes first, since it takes longest."""
     monkeypatch.setattr(Run, "_burst_rate", lambda _run, case: {"1M": 10.0, "2M": 20.0}[case.arm])
     options = [
         "--arms",
@@ -75,7 +75,7 @@ def test_other_loads_await_the_throughput_of_the_highest_one(monkeypatch: pytest
     Path(next(found.orders(set())).result).write_bytes(msgspec.json.encode(measured(found.cases[0], 11.0)))
     again = Run.of(bench.parser().parse_args(options))
     assert [(each.case.arm, each.case.load, each.repeat, each.rate) for each in again.orders(set())] == [
-        ("2M", 1.2, 0, 24.0), ("1M", 1.2, 1, 13.0), ("2M", 1.2, 1, 24.0), ("1M", 0.5, 0, 5.5), ("1M", 0.5, 1, 5.5),
+        ("2M", 1.2, 0, 24.0), ("1M", 0.5, 0, 5.5), ("1M", 1.2, 1, 13.0), ("2M", 1.2, 1, 24.0), ("1M", 0.5, 1, 5.5),
     ]  # fmt: skip
 
 

@@ -5,7 +5,7 @@ from functools import lru_cache
 import msgspec
 import pytest
 
-from splitserve.benchmarks.twin.fits import observed_twin
+from splitserve.benchmarks.twin.fit.fits import observed_twin
 from splitserve.benchmarks.twin.residuals import Observed, Residual, residuals_of, verdict
 from splitserve.protocol.config import EngineConfig
 from splitserve.protocol.memory_records import LayoutRecord

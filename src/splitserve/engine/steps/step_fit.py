@@ -56,7 +56,10 @@ class _Minutes:
 
 
 class StepFit:
-    """Least squares of relative errors with non-negative coefficients.
+    """Least squares with non-negative coefficients, of errors relative to the predicted times.
+
+    Errors relative to the steps' own times would weigh quick steps more than slow ones, and so predict less than the
+    mean: 8% less where times scatter by 20%.
 
     ``estimate``: the model until :data:`MIN_FITTED_STEPS` steps were seen; later it decides what no step has shown.
     ``relative_error``: mean error of the predictions of the last few hundred steps, relative to their true times.
@@ -82,19 +85,22 @@ class StepFit:
             return
         work = work_of(plan)
         self._minutes.note(work, seconds, self.model, now)
-        seconds = self._judge(work, seconds)
-        row = np.array([1.0, *work]) / seconds  # so that errors are relative: short steps count as much as long ones
-        self._moments[work.prefill_tokens > 0].add(row, 1.0)
+        seconds, scale = self._judge(work, seconds)
+        row = np.array([1.0, *work]) / scale  # so that errors are relative: short steps count as much as long ones
+        self._moments[work.prefill_tokens > 0].add(row, seconds / scale)
         self._num_steps += 1
         if self._num_steps >= MIN_FITTED_STEPS and self._num_steps % REFIT_STEPS == 0:
             self.model = self._fitted()
 
-    def _judge(self, work: StepWork, seconds: float) -> float:
-        """Note the error of the prediction. Return the seconds, within bounds of it."""
+    def _judge(self, work: StepWork, seconds: float) -> tuple[float, float]:
+        """Note the error of the prediction. Return the seconds, within bounds of it, and what errors are relative to:
+        the prediction, once it is a fit's."""
         predicted = self.model.seconds(work)
         error = min(abs(predicted - seconds) / seconds, MAX_SURPRISE)
         self.relative_error += (error - self.relative_error) / min(self._num_steps + 1, _ERROR_STEPS)
-        return min(seconds, MAX_SURPRISE * predicted) if self.model.num_steps and predicted > 0.0 else seconds
+        if not self.model.num_steps or predicted <= 0.0:
+            return seconds, seconds
+        return min(seconds, MAX_SURPRISE * predicted), predicted
 
     def _fitted(self) -> StepModel:
         estimate = np.array(self._estimate.coefficients)
@@ -103,11 +109,11 @@ class StepFit:
         targets = sum(moments.targets for moments in self._moments.values()) * scale
         size = len(scale)
         weight = _ESTIMATE_WEIGHT * np.trace(products) / size / MEMORY_STEPS
-        solution = _non_negative(products + weight * np.eye(size), targets + weight * (estimate / scale))
+        solution = non_negative(products + weight * np.eye(size), targets + weight * (estimate / scale))
         return StepModel.of((solution * scale).tolist(), self._num_steps)
 
 
-def _non_negative(products: _Floats, targets: _Floats) -> _Floats:
+def non_negative(products: _Floats, targets: _Floats) -> _Floats:
     """Return ``x >= 0`` that minimises ``x @ products @ x / 2 - targets @ x``, by coordinate descent."""
     solution: _Floats = np.maximum(np.linalg.solve(products, targets), 0.0)
     for _ in range(_ROUNDS):

@@ -1,7 +1,6 @@
 """Step-time models: the seconds of a worker's step by the work in it. Pure; workers fit them, the router predicts with
 them."""
 
-import math
 from collections.abc import Sequence
 from typing import Annotated, NamedTuple
 
@@ -58,13 +57,13 @@ class StepModel(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
         """Return the seconds of ``num_tokens`` prompt tokens after ``start``, alone on a worker, in chunks."""
         if num_tokens <= 0:
             return 0.0
-        num_steps = math.ceil(num_tokens / max(1, chunk_tokens))
-        work = StepWork(prefill_tokens=num_tokens, prefill_pairs=pairs(start, num_tokens))
-        return (num_steps - 1) * self.base + self.seconds(work)
+        num_steps = -(-num_tokens // max(1, chunk_tokens))
+        first = self.base + self.per_token * num_tokens + self.per_pair * pairs(start, num_tokens)
+        return (num_steps - 1) * self.base + first
 
     def decode_seconds(self, num_decodes: int, context_tokens: int) -> float:
         """Return the seconds of a step of ``num_decodes`` sequences with ``context_tokens`` tokens in all."""
-        return self.seconds(StepWork(num_decodes, context_tokens))
+        return self.base + (self.per_decode * num_decodes + self.per_context * context_tokens)
 
     def clamped(self, reference: "StepModel", factor: float) -> "StepModel":
         """Return this model with each coefficient between ``1 / factor`` and ``factor`` times that of ``reference``."""

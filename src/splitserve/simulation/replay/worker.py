@@ -277,16 +277,19 @@ class PacedWorker:
         self._draw(1)
         for job, count in chunks:
             job.num_computed += count
+            self._publish(job)
             if job.num_computed == job.num_known:
                 self._end_prompt(job)
         self._next_step()
 
+    def _publish(self, job: Job) -> None:
+        """Let later prompts find the blocks that are computed so far, as the engine does after each step."""
+        self.cache.add(job.request.blocks[: job.request.num_full_blocks(job.num_computed)], self.num_blocks_used)
+        self.on_events(self)
+
     def _end_prompt(self, job: Job) -> None:
         now = self.clock.now
         self.active.remove(job)
-        blocks = job.request.blocks[: job.request.num_full_blocks(job.num_known)]
-        self.cache.add(blocks, self.num_blocks_used)
-        self.on_events(self)
         if job.num_drawn:  # it was preempted
             self.on_gap(now - job.last_token_at, 1)
         else:

@@ -10,6 +10,7 @@ from typing import Any
 
 from splitserve.protocol.config import ProtocolConfig, RouterConfig
 from splitserve.protocol.messages.envelope import Body, Envelope
+from splitserve.protocol.messages.handover import Offer
 from splitserve.protocol.messages.membership import WorkerInfo
 from splitserve.protocol.messages.requests import HandoverReport, TokenDelta
 from splitserve.protocol.request import Party, SamplingParams
@@ -177,7 +178,8 @@ class TwinCluster:
             self.clock.after(self.host.message_seconds, lambda: self._handle(FromWorker(sender, body)))
         else:
             envelope = Envelope(sender=sender, to=to, body=body)
-            self.clock.after(self.host.message_seconds, lambda: self.workers[to].deliver(envelope))
+            seconds = self.host.offer_seconds if isinstance(body, Offer) else self.host.message_seconds
+            self.clock.after(seconds, lambda: self.workers[to].deliver(envelope))
 
     def _handle(self, event: Event) -> None:
         effects: list[Effect] = self.core.handle(event, self.clock.now)

@@ -4,7 +4,7 @@ from typing import Annotated
 
 import msgspec
 
-from splitserve.protocol.placement.step_model import StepModel
+from splitserve.protocol.placement.step_model import StepModel, StepWork
 from splitserve.protocol.request import Role
 
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=3600)]
@@ -39,18 +39,28 @@ class HostModel(msgspec.Struct, frozen=True, kw_only=True):
     message_seconds: Seconds = 2e-4  # of a message between processes, with its handling
     deliver_seconds: Seconds = 2e-4  # from the router's core to the client
     connect_seconds: Seconds = 2e-2  # of a connection between two workers
+    offer_seconds: Seconds = 2e-4  # from prefill's token until decode has the offer of its KV
+    verify_seconds: Seconds = 0.0  # from a read's last byte until its blocks are verified
     step_seconds: Seconds = 0.0  # of a worker's loop between two steps, where it doesn't overlap with them
+    sequence_seconds: Seconds = 0.0  # the same per sequence that decodes in the step
+    token_seconds: Seconds = 0.0  # and per prompt token
+
+    def loop_seconds(self, work: StepWork) -> float:
+        """Return the time of a worker's loop for a step with this work."""
+        return self.step_seconds + self.sequence_seconds * work.num_decodes + self.token_seconds * work.prefill_tokens
 
 
 class Calibration(msgspec.Struct, frozen=True, kw_only=True):
     """Step-time models by role, and all else that the twin needs to know of a machine.
 
-    ``errors``: the mean relative error of each step-time model on the steps that it was fitted on. ``source`` says in
-    words where the models come from; ``is_measured`` is False for a roofline.
+    ``errors``: the mean relative error of each step-time model on the steps that it was fitted on. ``scatters``: the
+    standard deviation of whole loads' step time about it, relative to it; none: not known. ``source`` says
+    in words where the models come from; ``is_measured`` is False for a roofline.
     """
 
     steps: dict[Role, StepModel]
     errors: dict[Role, float] = {}
+    scatters: dict[Role, float] = {}
     link: LinkModel = LinkModel()
     host: HostModel = HostModel()
     copies: CopyModel = CopyModel()

@@ -212,14 +212,14 @@ class TwinWorker:
         seconds = self.setup.model.seconds(work)
         self.num_steps += 1
         self.busy_seconds += seconds
-        return seconds + self._twin.host.step_seconds
+        return seconds + self._twin.host.loop_seconds(work)
 
     def _last_step_end(self, work: StepWork) -> float:
         """Return the end of the step at which the first sequence of a decode step ends, if the batch stays as it is."""
         num_more = min(sequence.end_length - chunk.start - 2 for sequence, chunk in self.core.newest_step)
         model, num = self.setup.model, work.num_decodes
         growing = work._replace(decode_context=work.decode_context + num * (num_more + 1) / 2)  # on average
-        return self._step_ends_at + num_more * (model.seconds(growing) + self._twin.host.step_seconds)
+        return self._step_ends_at + num_more * (model.seconds(growing) + self._twin.host.loop_seconds(work))
 
     def _end_leap(self, epoch: int) -> None:
         if epoch == self._epoch:
@@ -248,7 +248,7 @@ class TwinWorker:
         Return the end of the last one, ``begin`` if there was none."""
         if not self._twin.leaps:
             return begin
-        between = self._twin.host.step_seconds
+        between = self._twin.host.loop_seconds(StepWork(len(self.core.scheduler.decodes.running)))
         leap = Leap(self.core, self.setup.model, begin, between)
         ends = leap.ends_before(until)
         if not ends:
@@ -320,7 +320,8 @@ class TwinWorker:
         begins_at = max(self._clock.now, self._link_free_at)
         self._link_free_at = begins_at + self._twin.link.seconds(block_bytes * len(command.remote_blocks))
         seconds = self._link_free_at - self._clock.now
-        self._clock.at(self._link_free_at, lambda: self._end_read(command, seconds))
+        verified_at = self._link_free_at + self._twin.host.verify_seconds
+        self._clock.at(verified_at, lambda: self._end_read(command, seconds))
 
     def _end_read(self, command: ReadCommand, seconds: float) -> None:
         source = self._twin.workers[command.peer]

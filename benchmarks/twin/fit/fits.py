@@ -10,6 +10,7 @@ import msgspec
 from splitserve.benchmarks.common.stats import summarise
 from splitserve.benchmarks.goodput.arms import parse_arm
 from splitserve.benchmarks.twin.cases import Case, Measured
+from splitserve.benchmarks.twin.fit.totals import LoopFit, fit_loop, fit_steps, totals_of
 from splitserve.benchmarks.twin.loads import records_of
 from splitserve.benchmarks.twin.residuals import Observed, StepTotals
 from splitserve.protocol.placement.step_model import StepModel
@@ -49,38 +50,46 @@ def others_of(case: Case, runs: Sequence[Measured]) -> list[Measured]:
 
 
 def fitted(runs: Sequence[Measured]) -> Calibration:
-    """Return the calibration that ``runs`` show: each role's fit with the most steps, and hosts and link from the runs
-    with the lowest load, in which nothing waits. Raises ValueError without a fitted model."""
+    """Return the calibration that ``runs`` show: step times and the loops' time by the totals of all of them, hosts and
+    link by those with the lowest load that have the stage in question, in which least waits. Raises ValueError without
+    a fitted model."""
+    totals = [totals_of(run) for run in runs]
     steps: dict[Role, StepModel] = {}
     errors: dict[Role, float] = {}
-    for run in runs:
-        for worker in run.workers:
-            known = steps.get(worker.role)
-            if worker.model.num_steps and (known is None or known.num_steps < worker.model.num_steps):
-                steps[worker.role] = worker.model
-                errors[worker.role] = run.step_errors.get(worker.role, 0.0)
+    scatters: dict[Role, float] = {}
+    for role in Role:
+        having = [run for run in runs if any(_is_fitted(worker, role) for worker in run.workers)]
+        if having:
+            models = [worker.model for run in having for worker in run.workers if _is_fitted(worker, role)]
+            steps[role], scatters[role] = fit_steps(models, [each[role] for each in totals if role in each])
+            errors[role] = statistics.fmean(run.step_errors.get(role, 0.0) for run in having)
     if not steps:
         raise ValueError("no run has a fitted step-time model")
-    lowest = min(run.case.load for run in runs)
-    quiet = [run for run in runs if run.case.load == lowest]
     rates = [run.link_bytes_per_second for run in runs if run.link_bytes_per_second > 0]
     rate = statistics.median(rates) if rates else LinkModel().bytes_per_second
-    calibration = Calibration(
+    return Calibration(
         steps=steps,
         errors=errors,
-        link=LinkModel(read_seconds=_read_seconds(quiet), bytes_per_second=rate),
-        host=_host(quiet),
+        scatters=scatters,
+        link=LinkModel(read_seconds=_read_seconds(runs), bytes_per_second=rate),
+        host=_host(runs, fit_loop(totals)),
         source=f"fitted on {len(runs)} runs of other cases",
         is_measured=True,
     )
-    return _with_loop(calibration, min(quiet, key=_rank_for_loop))
 
 
-def _rank_for_loop(run: Measured) -> tuple[bool, int]:
-    """Return a run's rank for the fit of the loop's time: first those with a decode worker, whose steps hold no prompts
-    with an error of their own, and of these the smallest, which take the least time."""
-    roles = {worker.role for worker in run.workers}
-    return Role.DECODE not in roles, len(run.workers)
+def _is_fitted(worker: WorkerSetup, role: Role) -> bool:
+    return worker.role is role and worker.model.num_steps > 0
+
+
+def with_steps_off(calibration: Calibration, num_deviations: float) -> Calibration:
+    """Return the calibration with each role's steps slower by this number of the loads' standard deviations."""
+    factors = {role: 1.0 + num_deviations * calibration.scatters.get(role, 0.0) for role in calibration.steps}
+    steps = {
+        role: StepModel.of([factors[role] * each for each in model.coefficients], model.num_steps)
+        for role, model in calibration.steps.items()
+    }
+    return msgspec.structs.replace(calibration, steps=steps)
 
 
 def simulated(run: Measured, calibration: Calibration, seed: int) -> TwinResult:
@@ -123,46 +132,36 @@ def _gap_seconds(summary: dict[str, Any]) -> float:
     return float(summary["tpot_ms"].get("mean", 0.0)) / 1e3
 
 
-def _host(quiet: Sequence[Measured]) -> HostModel:
-    def usual(stage: str) -> float:
-        values = [run.usual_stages[stage] for run in quiet if stage in run.usual_stages]
-        return max(0.0, statistics.median(values)) if values else 0.0
+def _host(runs: Sequence[Measured], loop: LoopFit) -> HostModel:
+    """Return the model of hosts: of a stage, the mean over requests, the median over runs."""
 
-    client_ttft = statistics.median([run.figures["ttft_ms"]["p50"] / 1e3 - run.router_ttft for run in quiet])
-    messages = [usual(stage) for stage in ("dispatch", "delivery", "offer") if usual(stage)]
+    def mean(*stages: str) -> float | None:
+        having = _quietest([run for run in runs if stages[0] in run.stages])
+        values = [sum(run.stages.get(stage, 0.0) for stage in stages) for run in having]
+        return statistics.median(values) if values else None
+
+    known = HostModel()
+    messages = [each for each in (mean("dispatch"), mean("delivery")) if each]
+    message_seconds = statistics.fmean(messages) if messages else known.message_seconds
+    client = [run.figures["ttft_ms"]["p50"] / 1e3 - run.router_ttft for run in _quietest(runs)]
     return HostModel(
-        prepare_seconds=usual("prepare") + usual("receive"),
-        message_seconds=statistics.median(messages) if messages else HostModel().message_seconds,
-        deliver_seconds=max(0.0, usual("write") + client_ttft),
+        prepare_seconds=mean("prepare", "queue") or 0.0,
+        message_seconds=message_seconds,
+        deliver_seconds=max(0.0, (mean("write") or 0.0) + statistics.median(client)),
+        offer_seconds=mean("offer", "post") or message_seconds,
+        verify_seconds=mean("verify") or known.verify_seconds,
+        step_seconds=loop.step_seconds,
+        sequence_seconds=loop.sequence_seconds,
+        token_seconds=loop.token_seconds,
     )
 
 
-def _with_loop(calibration: Calibration, run: Measured) -> Calibration:
-    """Return the calibration with the loop's time between two steps with which the twin's gaps between tokens are those
-    of a measured run.
-
-    Gaps are means over tokens, of which large batches have the most, and batches grow with the loop's time: so the twin
-    runs without it and with all that the gaps have beyond that, and the time in between is interpolated.
-    """
-    if not run.figures["itl_ms"]:
-        return calibration
-    without = _gap_of_twin(run, calibration)
-    missing = _gap_seconds(run.figures) - without
-    if missing <= 0:
-        return calibration
-    effect = _gap_of_twin(run, _of_loop(calibration, missing)) - without
-    return _of_loop(calibration, missing * missing / max(effect, missing))
-
-
-def _gap_of_twin(run: Measured, calibration: Calibration) -> float:
-    return _gap_seconds(summary_of(simulated(run, calibration, run.seed)))
-
-
-def _of_loop(calibration: Calibration, seconds: float) -> Calibration:
-    host = msgspec.structs.replace(calibration.host, step_seconds=seconds)
-    return msgspec.structs.replace(calibration, host=host)
-
-
-def _read_seconds(quiet: Sequence[Measured]) -> float:
-    waits = [run.usual_stages["wire"] for run in quiet if run.usual_stages.get("wire")]
+def _read_seconds(runs: Sequence[Measured]) -> float:
+    waits = [run.usual_stages["wire"] for run in _quietest([run for run in runs if run.usual_stages.get("wire")])]
     return statistics.median(waits) if waits else LinkModel().read_seconds
+
+
+def _quietest(runs: Sequence[Measured]) -> list[Measured]:
+    """Return those of the runs that have the lowest load."""
+    lowest = min((run.case.load for run in runs), default=0.0)
+    return [run for run in runs if run.case.load == lowest]

@@ -1,0 +1,200 @@
+"""The policy ``cost`` chooses as a plain reading of its rules does, on random pools: its shortcuts change nothing."""
+
+import random
+
+import pytest
+
+from splitserve.protocol.placement.step_model import StepModel, StepWork, pairs
+from splitserve.protocol.request import Party, Role
+from splitserve.router.placement.cost import (
+    LAST_CHUNK_TOKENS,
+    MAX_UTILISATION,
+    NUM_CANDIDATES,
+    RESIDUAL,
+    SESSION_TRUST,
+    cost,
+)
+from splitserve.router.placement.policies import (
+    READ_SECONDS,
+    USUAL_LINK_RATE,
+    NoWorker,
+    PrefixSource,
+    RequestShape,
+    Snapshot,
+    WorkerView,
+    alone,
+    fits,
+    pair,
+    prefix_read,
+    session_rank,
+)
+from splitserve.router.requests.objectives import Objectives
+
+MODELS = [StepModel(4e-3, 1.5e-5, 3.1e-8, 2.4e-5, 1.3e-9, 1000), StepModel(8e-3, 3e-5, 6.2e-8, 4.8e-5, 2.6e-9, 1000)]
+
+
+class PlainCost:
+    """The rules of the policy for one request, each prediction computed where it is used."""
+
+    def __init__(self, snapshot: Snapshot, shape: RequestShape) -> None:
+        self.snapshot, self.shape = snapshot, shape
+        self.num_tokens = shape.num_prompt_tokens + shape.num_output_tokens
+        self.outputs = max(1.0, min(shape.max_tokens, snapshot.output_tokens))
+        self.workers = [worker for worker in snapshot.workers if fits(worker, shape)]
+        self.own = self.own_workers()
+
+    def late(self, seconds):
+        return max(0.0, seconds - self.snapshot.objectives.ttft_seconds)
+
+    def slow(self, seconds):
+        return max(0.0, seconds - self.snapshot.objectives.tpot_seconds)
+
+    def of(self, role):
+        return [worker for worker in self.workers if worker.role is role]
+
+    def own_workers(self):
+        if not self.shape.session or any(worker.prefix_match_tokens for worker in self.workers):
+            return set()
+        of_roles = [workers for role in Role if (workers := self.of(role))]
+        return {min(each, key=lambda worker: session_rank(self.shape.session, worker)).party for each in of_roles}
+
+    def prompt(self, worker, read):
+        """Return the delay, the time to first token, and the tokens that need no computing."""
+        matched = min(worker.prefix_match_tokens, self.num_tokens - 1) if read is None else read.num_tokens
+        left = self.num_tokens - matched
+        steps = -(-left // worker.chunk_tokens)
+        work = StepWork(prefill_tokens=left, prefill_pairs=pairs(matched, left))
+        own = (steps - 1) * worker.step_model.base + worker.step_model.seconds(work)
+        ttft = worker.queue_seconds + own + (0.0 if read is None else read.read_seconds)
+        utilisation = min(MAX_UTILISATION, worker.prefill_busy)
+        burden = RESIDUAL * utilisation / (1.0 - utilisation)
+        guessed = SESSION_TRUST * own if worker.party in self.own and worker.role is not Role.DECODE else 0.0
+        return ttft + burden * own - guessed, ttft, matched
+
+    def gaps(self, worker):
+        """Return the harm to gaps between tokens."""
+        model, half = worker.step_model, self.outputs / 2
+        context = worker.context_tokens + self.num_tokens + int(half)
+        after = self.slow(model.seconds(StepWork(worker.num_decoding + 1, context)))
+        before = self.slow(model.seconds(StepWork(worker.num_decoding, worker.context_tokens)))
+        return self.outputs * after + worker.num_decoding * half * (after - before)
+
+    def room(self, worker):
+        wanted = worker.context_tokens + self.num_tokens + self.outputs
+        slots = max(0, worker.num_requests + 1 - worker.max_num_seqs) / worker.max_num_seqs
+        tokens = max(0.0, wanted - worker.kv_capacity_tokens) / worker.kv_capacity_tokens
+        step = worker.step_model.seconds(StepWork(worker.num_decoding, worker.context_tokens))
+        return max(slots, tokens) * self.outputs * max(step, 1e-3)
+
+    def best(self, workers, seconds):
+        ranked = sorted(workers, key=lambda each: (seconds(each), each.num_placed, each.party.engine_id))
+        return ranked[:NUM_CANDIDATES]
+
+    def routes(self):
+        """Yield each candidate's rank and placement."""
+        reads = {each.party: prefix_read(self.snapshot, each, self.shape) for each in self.of(Role.PREFILL)}
+        prefills = self.best(self.of(Role.PREFILL), lambda each: self.prompt(each, reads[each.party])[0])
+        decodes = self.best(self.of(Role.DECODE), lambda each: self.gaps(each) + self.room(each))
+        for prefill in prefills:
+            for decode in decodes:
+                yield self.pair(prefill, decode, reads[prefill.party])
+        has_prefill = any(worker.role is Role.PREFILL for worker in self.snapshot.workers)
+        for worker in self.of(Role.MIXED) + (decodes if has_prefill else []):
+            yield self.alone(worker)
+        spare = self.best(self.of(Role.PREFILL), lambda each: self.prompt(each, None)[0]) if decodes else []
+        for worker in spare:
+            if worker.context_tokens_limit >= self.shape.max_context_tokens:
+                yield self.alone(worker)
+
+    def pair(self, prefill, decode, read):
+        delay, ttft, matched = self.prompt(prefill, read)
+        room = self.room(decode)
+        last = min(self.num_tokens - matched, LAST_CHUNK_TOKENS)
+        rate = decode.link_rates.get(prefill.party.engine_id, USUAL_LINK_RATE)
+        handover = READ_SECONDS + last * decode.token_bytes / rate
+        harm = self.late(delay + room) + self.slow(handover) + self.gaps(decode)
+        is_away = bool(self.own) and decode.party not in self.own
+        names = (prefill.party.engine_id, decode.party.engine_id)
+        rank = (harm, delay + room, False, False, is_away, prefill.num_placed + decode.num_placed, names)
+        return rank, pair(prefill, decode, "", ttft + room, read=read)
+
+    def alone(self, worker: WorkerView):
+        delay, ttft, matched = self.prompt(worker, None)
+        model, running, left = worker.step_model, worker.num_decoding, self.num_tokens - matched
+        is_prefill = worker.role is Role.PREFILL
+        limit = (worker.shared_chunk_tokens if running or is_prefill else 0) or worker.chunk_tokens
+        chunk = min(limit, left)
+        steps, steps_alone = -(-left // chunk), -(-left // worker.chunk_tokens)
+        before = model.seconds(StepWork(running, worker.context_tokens)) if running else 0.0
+        gap = model.seconds(StepWork(running, worker.context_tokens, chunk, pairs(matched, chunk)))
+        shared = steps * before + max(0, steps - steps_alone) * model.base
+        step = model.seconds(StepWork(running + 1, worker.context_tokens + self.num_tokens))
+        prompts = worker.prefill_busy * self.outputs
+        harm = self.late(delay + shared + self.room(worker))
+        harm += steps * running * (self.slow(gap) - self.slow(before))
+        harm += max(0.0, prompts * (self.slow(gap) - self.slow(step))) + (prompts * step if is_prefill else 0.0)
+        delay, is_away = delay + shared + self.room(worker), bool(self.own) and worker.party not in self.own
+        is_local, names = worker.role is not Role.MIXED, (worker.party.engine_id,)
+        rank = (harm + self.gaps(worker), delay, is_prefill, is_local, is_away, 2 * worker.num_placed, names)
+        return rank, alone(worker, "", ttft + shared + self.room(worker))
+
+
+def pool(chosen: random.Random, num_tokens: int) -> tuple[WorkerView, ...]:
+    """Return workers that are idle, busy or full, some alike in all but their names."""
+    roles = chosen.choice([[Role.PREFILL, Role.DECODE], list(Role), [Role.MIXED], [Role.DECODE], [Role.PREFILL]])
+    names = [f"w{number}" for number in range(chosen.choice([1, 2, 3, 9, 24]))]
+    views = []
+    for name in names:
+        running = chosen.choice([0, 0, 1, 5, 15, 16])
+        views.append(
+            WorkerView(
+                Party(name, 1),
+                chosen.choice(roles),
+                max_num_seqs=16,
+                max_model_len=chosen.choice([num_tokens + 2, 10**6, 10**6, 10**6]),
+                kv_capacity_tokens=chosen.choice([20_000, 400_000]),
+                num_requests=running,
+                context_tokens=running * chosen.choice([100, 2000]),
+                num_placed=chosen.choice([0, 3, 9]),
+                prefix_match_tokens=chosen.choice([0, 0, 0, num_tokens // 2, num_tokens, num_tokens + 64]),
+                step_model=chosen.choice(MODELS),
+                chunk_tokens=chosen.choice([512, 8192]),
+                shared_chunk_tokens=chosen.choice([0, 256]),
+                queue_seconds=chosen.choice([0.0, 0.0, 0.01, 0.3, 2.0]),
+                prefill_busy=chosen.choice([0.0, 0.0, 0.2, 0.6, 1.0]),
+                num_decoding=running,
+                token_bytes=1 << 17,
+                link_rates={each: chosen.choice([1e10, 4e10]) for each in names if chosen.random() < 0.7},
+                reads_prefixes=chosen.random() < 0.9,
+            )
+        )
+    if chosen.random() < 0.4:
+        for view in views:
+            view.prefix_match_tokens = 0
+    return tuple(views)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_shortcuts_change_no_choice(seed: int) -> None:
+    chosen = random.Random(seed)
+    num_placed = 0
+    for _ in range(60):
+        num_tokens = chosen.choice([1, 20, 700, 6000, 15_000])
+        workers = pool(chosen, num_tokens)
+        holder = chosen.choice(workers)
+        source = PrefixSource(holder.party, num_tokens * 2 // 3) if chosen.random() < 0.5 else None
+        objectives = chosen.choice([Objectives(0.0, 0.0), Objectives(0.5, 0.02), Objectives(0.1, 0.005)])
+        shape = RequestShape(num_tokens, chosen.choice([1, 64, 900]), session=chosen.choice(["", "s"]))
+        snapshot = Snapshot(workers, objectives, chosen.choice([8.0, 128.0]), source)
+        ranked = sorted(PlainCost(snapshot, shape).routes(), key=lambda route: route[0])
+        placement = cost(snapshot, shape)
+        if not ranked:
+            assert isinstance(placement, NoWorker)
+            continue
+        num_placed += 1
+        expected = ranked[0][1]
+        assert not isinstance(placement, NoWorker) and placement == expected
+        assert placement.matched_tokens == expected.matched_tokens
+        assert placement.ttft_seconds == pytest.approx(expected.ttft_seconds, abs=1e-12)
+        assert getattr(placement, "prefix", None) == getattr(expected, "prefix", None)
+    assert num_placed > 15, "many pools can take the request"
