@@ -24,6 +24,7 @@ from splitserve.kvconnector.lmcache.block_bytes import CudaBlockBytes
 from splitserve.kvconnector.lmcache.tier import lmcache_tier
 from splitserve.kvconnector.tiers.copies import PartialCopyError, ToldError
 from splitserve.orchestration.lmcache.server import free_port
+from stopping import stop_process
 from waiting import PATIENCE_SECONDS, wait_until
 
 BLOCKS_PER_CHUNK = CHUNK_TOKENS // LAYOUT.block_size
@@ -212,7 +213,7 @@ def test_a_server_that_comes_and_goes() -> None:
 def test_a_server_that_hangs_holds_up_one_copy(server: ProbedServer) -> None:
     with Side(server.endpoint) as side:
         assert side.put(tokens(1, seed=7)) == BLOCKS_PER_CHUNK
-        os.kill(server.process.pid, signal.SIGSTOP)
+        stop_process(server.process.pid)
         try:
             seconds = []
             for _ in range(6):

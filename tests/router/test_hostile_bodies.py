@@ -18,13 +18,13 @@ from splitserve.router.http.parsing import parse, parse_checked
 from splitserve.router.http.schema import ChatCompletionRequest, CompletionRequest
 from waiting import wait_until
 
-TRIES = 8  # the longest gap is asserted of the best: other processes disturb some on a busy machine
+TRIES = 4  # asserted of the best: the router's threads wait for each other, too, where others have the cores
 ANSWER_SECONDS = 60.0
-MAX_GAP_MS = 100.0
+MAX_STOP_MS = 100.0
 
 
 @pytest.fixture(scope="module")
-def target() -> Iterator[tuple[Address, int]]:
+def target() -> Iterator[tuple[Address, tuple[int, int]]]:
     with attacked_router(num_descriptors=260) as found:
         yield found
 
@@ -47,14 +47,14 @@ def target() -> Iterator[tuple[Address, int]]:
         ("a profile request of 4 MiB", "413"),
     ],
 )
-def test_a_stream_goes_on_beside_it(target: tuple[Address, int], name: str, status: str):
+def test_a_stream_goes_on_beside_it(target: tuple[Address, tuple[int, int]], name: str, status: str):
     rows = []
     for _ in range(TRIES):
         rows.append(run_attack(name, *target, ANSWER_SECONDS))
         # A refused body isn't read, and its connection may be cut before the answer has been read.
         answers = set(rows[-1]["outcomes"])
         assert status in answers and answers <= {status, "closed"}, rows
-        if rows[-1]["longest_gap_ms"] < MAX_GAP_MS:
+        if rows[-1]["longest_stop_ms"] < MAX_STOP_MS:
             return
     raise AssertionError(f"the stream stood still each time: {rows}")
 

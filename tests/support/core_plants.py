@@ -152,6 +152,7 @@ def each_token_ends_the_prefill(patch: pytest.MonkeyPatch) -> None:
     def first_token_out(self: Charge, now: float) -> None:
         if self.prefill is not None:
             self.prefill.prefill_tokens -= self.num_prompt_tokens
+            self.prefill.on_change()
         self._prefilling = False
 
     patch.setattr(Charge, "first_token_out", first_token_out)

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 
 import msgspec
-import psutil
 
 from forked_processes import fork_context
 from nixl_source import NUM_BLOCKS, PATTERN, SOURCE, make_memory, serve_blocks
@@ -19,7 +18,8 @@ from splitserve.kvconnector.transfer.read_settings import ReadSettings
 from splitserve.protocol.handover.reads import ReadCommand, ReadResult
 from splitserve.protocol.messages.handover import PeerWelcome
 from splitserve.protocol.request import Party
-from waiting import PATIENCE_SECONDS, wait_until
+from stopping import stop_process
+from waiting import PATIENCE_SECONDS
 
 ME = Party("decode-0", 22)
 
@@ -41,10 +41,10 @@ class Source:
 
     def signal(self, number: int) -> None:
         assert self.process.pid is not None
-        os.kill(self.process.pid, number)
-        if number == signal.SIGSTOP:  # its threads stop a moment later
-            stopped = psutil.Process(self.process.pid)
-            wait_until(lambda: stopped.status() == psutil.STATUS_STOPPED, "the source stops")
+        if number == signal.SIGSTOP:
+            stop_process(self.process.pid)
+        else:
+            os.kill(self.process.pid, number)
 
     def close(self) -> None:
         if self.process.is_alive():

@@ -2,14 +2,14 @@
 
 from dataclasses import replace
 
-import torch
 from torch import Tensor
 
 from splitserve.kernels.experts.launch import expert_launch, experts_key
 from splitserve.kernels.experts.mxfp4 import by_halves
-from splitserve.kernels.experts.triton.grouped import grouped_down, grouped_gate_up, sum_choices
+from splitserve.kernels.experts.triton.grouped import grouped_down, grouped_gate_up
 from splitserve.kernels.experts.triton.matvec import narrow_down, narrow_gate_up
 from splitserve.kernels.experts.triton.sorting import sort_pairs
+from splitserve.kernels.experts.triton.sums import add_sums, sum_choices
 from splitserve.kernels.experts.weights import ExpertWeights
 
 
@@ -25,18 +25,11 @@ class TritonExperts:
             weights = replace(weights, gate_up=by_halves(weights.gate_up), down=by_halves(weights.down))
         self.weights = weights
 
-    def __call__(self, x: Tensor, experts: Tensor, factors: Tensor) -> Tensor:
-        out = torch.empty(x.shape, dtype=torch.float32, device=x.device)
-        self._compute(x, experts, factors, out, adds=False)
-        return out
-
     def add_to(self, residual: Tensor, x: Tensor, experts: Tensor, factors: Tensor) -> None:
         """See :class:`splitserve.kernels.api.Experts`."""
-        self._compute(x, experts, factors, residual, adds=True)
+        add_sums(residual, self(x, experts, factors))
 
-    def _compute(self, x: Tensor, experts: Tensor, factors: Tensor, out: Tensor, *, adds: bool) -> None:
-        """Write the sums to ``out`` [T, hidden], or add them."""
-        assert out.is_contiguous()
+    def __call__(self, x: Tensor, experts: Tensor, factors: Tensor) -> Tensor:
         own, (num_tokens, top_k) = self.weights, experts.shape
         key = experts_key(
             own.gate_up.dtype,
@@ -48,10 +41,8 @@ class TritonExperts:
         launch = expert_launch(key, num_experts=own.num_experts, top_k=top_k, num_tokens=num_tokens)
         x = x.contiguous()
         if launch.block_m == 1:
-            inner = narrow_gate_up(x, experts, own, launch)
-            narrow_down(inner, experts, factors, own, launch, out, adds=adds)
-            return
+            return narrow_down(narrow_gate_up(x, experts, own, launch), experts, factors, own, launch)
         ordered = sort_pairs(experts, own.first, own.num_experts, launch.block_m)
         inner = grouped_gate_up(x, ordered, top_k, own, launch)
         products = grouped_down(inner, factors, ordered, own, launch)
-        sum_choices(products, experts, own.first, own.num_experts, out, adds=adds)
+        return sum_choices(products, experts, own.first, own.num_experts)

@@ -1,4 +1,4 @@
-"""Products of sorted pairs with their experts' weights, tile by tile, and the sum of each token's products.
+"""Products of sorted pairs with their experts' weights, tile by tile.
 
 A tile's rows are gathered, and results are stored by pair, so that every sum has one order: that of a token's choices.
 """
@@ -13,13 +13,11 @@ from splitserve.kernels.experts.launch import ExpertLaunch
 from splitserve.kernels.experts.triton.activation import ACTIVATION_NUMBERS, activate
 from splitserve.kernels.experts.triton.mxfp4 import elements_of, power_of_two
 from splitserve.kernels.experts.triton.sorting import SortedPairs
-from splitserve.kernels.experts.triton.sums import store_sums
 from splitserve.kernels.experts.weights import ExpertWeights
 from splitserve.kernels.fp8.triton_linear import quantise_rows
 from splitserve.kernels.fp8.weight import GROUP as FP8_GROUP
 
 _PLAIN, _FP8, _MXFP4 = 0, 1, 2
-_SUM_BLOCK = 1024
 
 
 def grouped_gate_up(
@@ -64,17 +62,6 @@ def grouped_down(
         num_warps=launch.num_warps, num_stages=launch.num_stages,
     )  # fmt: skip
     return out
-
-
-def sum_choices(products: Tensor, experts: Tensor, first: int, num_experts: int, out: Tensor, *, adds: bool) -> None:
-    """Write the sum of each token's products [T * k, hidden], in the order of its choices, to ``out`` [T, hidden]; with
-    ``adds`` add it, rounded to the dtype there."""
-    num_tokens, top_k = experts.shape
-    hidden_size = products.shape[1]
-    block = min(_SUM_BLOCK, triton.next_power_of_2(hidden_size))
-    _sum_kernel[(num_tokens, triton.cdiv(hidden_size, block))](
-        products, experts, out, first, num_experts, HIDDEN=hidden_size, TOP_K=top_k, ADDS=adds, BLOCK=block, num_warps=4
-    )
 
 
 def _format(scales: Tensor | None) -> int:
@@ -224,27 +211,3 @@ def _down_kernel(
     total *= tl.load(factors_ptr + safe_pairs)[:, None]
     at = out_ptr + safe_pairs[:, None] * HIDDEN + outputs[None, :]
     tl.store(at, total.to(out_ptr.dtype.element_ty), mask=has_pair[:, None] & has_output[None, :])
-
-
-@triton.jit
-def _sum_kernel(
-    products_ptr,
-    experts_ptr,
-    out_ptr,
-    first,
-    num_experts,
-    HIDDEN: tl.constexpr,
-    TOP_K: tl.constexpr,
-    ADDS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    token = tl.program_id(0).to(tl.int64)
-    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    total = tl.zeros((BLOCK,), dtype=tl.float32)
-    for choice in range(TOP_K):
-        pair = token * TOP_K + choice
-        expert = tl.load(experts_ptr + pair) - first
-        is_own = (expert >= 0) & (expert < num_experts)
-        inside = columns < tl.where(is_own, HIDDEN, 0)
-        total += tl.load(products_ptr + pair * HIDDEN + columns, mask=inside, other=0.0).to(tl.float32)
-    store_sums(out_ptr + token * HIDDEN + columns, total, columns < HIDDEN, ADDS)

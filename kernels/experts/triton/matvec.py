@@ -13,7 +13,6 @@ from torch import Tensor
 from splitserve.kernels.experts.launch import ExpertLaunch
 from splitserve.kernels.experts.triton.activation import ACTIVATION_NUMBERS, activate
 from splitserve.kernels.experts.triton.mxfp4 import elements_of, power_of_two
-from splitserve.kernels.experts.triton.sums import store_sums
 from splitserve.kernels.experts.weights import ExpertWeights
 from splitserve.kernels.triton.launch import overlapped, wait, wait_alone
 
@@ -37,27 +36,21 @@ def narrow_gate_up(x: Tensor, experts: Tensor, weights: ExpertWeights, launch: E
 
 
 def narrow_down(
-    inner: Tensor,
-    experts: Tensor,
-    factors: Tensor,
-    weights: ExpertWeights,
-    launch: ExpertLaunch,
-    out: Tensor,
-    *,
-    adds: bool,
-) -> None:
-    """Write the sum of each token's products, times their factors [T, k], to ``out`` [T, hidden]; with ``adds`` add it,
-    rounded to the dtype there."""
+    inner: Tensor, experts: Tensor, factors: Tensor, weights: ExpertWeights, launch: ExpertLaunch
+) -> Tensor:
+    """Return the sum of each token's products, times their factors [T, k] -> float32 [T, hidden]."""
     num_tokens, top_k = experts.shape
     hidden_size, inner_size = weights.down.shape[1], weights.inner_size
+    out = torch.empty((num_tokens, hidden_size), dtype=torch.float32, device=inner.device)
     bias, scales = weights.down_bias, weights.down_scales
     _narrow_down_kernel[(triton.cdiv(hidden_size, launch.down_block_n), num_tokens)](
         inner, weights.down, inner if scales is None else scales, inner if bias is None else bias, experts, factors,
         out, weights.first, weights.num_experts, HIDDEN=hidden_size, INNER=inner_size, TOP_K=top_k,
         GROUP=weights.group(weights.down, scales), HAS_SCALES=scales is not None, IS_MXFP4=weights.is_mxfp4,
-        HAS_BIAS=bias is not None, ADDS=adds, BLOCK_N=launch.down_block_n,
-        BLOCK_K=launch.down_block_k, num_warps=launch.num_warps, **overlapped(inner.device),
+        HAS_BIAS=bias is not None, BLOCK_N=launch.down_block_n, BLOCK_K=launch.down_block_k, num_warps=launch.num_warps,
+        **overlapped(inner.device),
     )  # fmt: skip
+    return out
 
 
 @triton.jit
@@ -171,7 +164,6 @@ def _narrow_down_kernel(
     HAS_SCALES: tl.constexpr,
     IS_MXFP4: tl.constexpr,
     HAS_BIAS: tl.constexpr,
-    ADDS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     OVERLAPPED: tl.constexpr,
@@ -201,4 +193,4 @@ def _narrow_down_kernel(
             if HAS_BIAS:
                 product += tl.load(bias_ptr + rows).to(tl.float32)
             total += product * tl.load(factors_ptr + pair)
-    store_sums(out_ptr + token * HIDDEN + outputs, total, outputs < HIDDEN, ADDS)
+    tl.store(out_ptr + token * HIDDEN + outputs, total, mask=outputs < HIDDEN)
