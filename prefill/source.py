@@ -19,6 +19,7 @@ from splitserve.kvconnector.transfer.connector import ServedMemory
 from splitserve.prefill.grant_queue import GrantQueue, Ungranted
 from splitserve.prefill.host_offers import HostOffers
 from splitserve.prefill.prefix_source import PrefixSource
+from splitserve.protocol.handover.reads import Readers
 from splitserve.protocol.handover.source import SourceHandover, SourceState
 from splitserve.protocol.messages.handover import (
     Grant,
@@ -37,6 +38,8 @@ from splitserve.protocol.messages.marks import MarkKind
 from splitserve.protocol.messages.requests import FailureCode, PrefillRequest
 from splitserve.protocol.request import Party, RequestKey
 from splitserve.protocol.step import Draw
+
+_PROBE_SECONDS = 1.0  # a peer that greets us has measured the link by then, unless something is in its way
 
 
 class SourcePart(Part):
@@ -63,8 +66,8 @@ class SourcePart(Part):
         self.prefixes = PrefixSource(state, why_not)
         # A copy may be of another computation of the same tokens, and its bytes differ from those of the digest.
         self._host_offers = HostOffers(state, is_on=leading_digests is no_digests)
-        self._is_serving = False
-        self._serve_until = 0.0
+        self._readers = Readers.NONE
+        self._probed_until = self._connected_until = 0.0  # of the last peer that greeted us
 
     # ---- messages ----
 
@@ -86,8 +89,9 @@ class SourcePart(Part):
             reason = f"{self._state.me.engine_id} and {sender.engine_id} differ in {difference}"
             self._state.outbox.send(sender, PeerRefused(reason=reason))
             return
-        self._serve_until = now + self._state.protocol.dead_after_seconds
-        self._serve(True)  # the peer's connector may need our progress to connect
+        self._connected_until = now + self._state.protocol.dead_after_seconds
+        self._probed_until = min(now + _PROBE_SECONDS, self._connected_until)
+        self._serve(Readers.READING)  # the peer's connector may need our progress to connect, and reads to measure it
         self._state.outbox.send(
             sender,
             PeerWelcome(
@@ -144,7 +148,7 @@ class SourcePart(Part):
         """Offer a peer the blocks of a prefix that are here."""
         self.prefixes.on_grant(grant, sender, now)
         if self.prefixes.num_live:
-            self._serve(True)
+            self._serve(Readers.READING)
 
     def on_ack(self, ack: OfferAck, sender: Party, now: float) -> None:
         del now
@@ -244,13 +248,13 @@ class SourcePart(Part):
         self.prefixes.poll(now)
         self._host_offers.poll(now)
         self._parked_grants.expire(now)
-        if now >= self._serve_until and not self._handovers and not self.prefixes.num_live:
-            self._serve(False)
+        if not self._handovers and not self.prefixes.num_live and now >= self._probed_until:
+            self._serve(Readers.CONNECTING if now < self._connected_until else Readers.NONE)
 
     def next_deadline(self) -> float:
         deadlines = [handover.next_deadline() for handover in self._handovers.values()]
-        if self._is_serving and not self._handovers and not self.prefixes.num_live:
-            deadlines.append(self._serve_until)
+        if self._readers is not Readers.NONE and not self._handovers and not self.prefixes.num_live:
+            deadlines.append(self._probed_until if self._readers is Readers.READING else self._connected_until)
         deadlines.append(self._ungranted.next_deadline())
         return min(self.prefixes.next_deadline(), self._host_offers.next_deadline(), *deadlines, float("inf"))
 
@@ -321,7 +325,7 @@ class SourcePart(Part):
         if sequence.marks is not None:
             sequence.marks.add(MarkKind.GRANTED, now)
         self._scheduler.add(sequence)
-        self._serve(True)
+        self._serve(Readers.READING)
 
     def _finish(self, handover: SourceHandover, now: float) -> None:
         del self._handovers[handover.key]
@@ -378,7 +382,7 @@ class SourcePart(Part):
         self._undigested.discard(key)
         self._first_tokens.pop(key, None)
 
-    def _serve(self, active: bool) -> None:
-        if active != self._is_serving:
-            self._is_serving = active
-            self._state.outbox.put(Serve(active))
+    def _serve(self, readers: Readers) -> None:
+        if readers is not self._readers:
+            self._readers = readers
+            self._state.outbox.put(Serve(readers))

@@ -23,6 +23,7 @@ RESULTS_DIRECTORY = _PACKAGE_FOLDER / "results"  # in a checkout: the kept resul
 COMMIT_VARIABLE = "SPLITSERVE_COMMIT"  # names the commit of a copy without git
 UNKNOWN_COMMIT = "unknown"
 _ARCHIVED_COMMIT = _PACKAGE_FOLDER / "COMMIT"  # filled in by git archive
+_COMMANDS = frozenset(("plan", "simulate"))  # that keep results, and are no benches
 _PACKAGES = (
     "torch",
     "triton",
@@ -70,12 +71,13 @@ def keep_result(name: str, argv: Sequence[str], data: dict[str, Any], options: a
 def write_result(name: str, argv: Sequence[str], data: dict[str, Any], directory: str = "") -> Path:
     """Write ``data`` with command, versions and machine to ``<directory>/<name>-<UTC time>.json``; returns the path.
 
-    ``argv`` are the arguments of ``splitserve bench <name>``; an empty ``directory`` means :func:`results_directory`.
+    ``argv`` are the arguments of ``splitserve bench <name>``, or of the command of that name that is no bench; an empty
+    ``directory`` means :func:`results_directory`.
     """
     now = datetime.datetime.now(datetime.UTC)
     result = {
         "bench": name,
-        "command": ["splitserve", "bench", name, *argv],
+        "command": ["splitserve", *(() if name in _COMMANDS else ("bench",)), name, *argv],
         "time": now.isoformat(timespec="seconds"),
         "versions": versions(),
         "machine": machine(),

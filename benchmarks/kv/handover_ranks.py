@@ -21,7 +21,7 @@ from splitserve.kvconnector.nixl.agent import Agent
 from splitserve.kvconnector.nixl.connector import NixlConnector
 from splitserve.kvconnector.transfer.connector import Link, PeerConnected
 from splitserve.kvconnector.transfer.read_settings import ReadSettings
-from splitserve.protocol.handover.reads import ReadCommand, ReadResult
+from splitserve.protocol.handover.reads import ReadCommand, Readers, ReadResult
 from splitserve.protocol.memory_records import LayoutRecord, MemoryKind, RankMemory
 from splitserve.protocol.messages.handover import PeerWelcome
 from splitserve.protocol.request import Party
@@ -80,7 +80,7 @@ def serve_source(setup: RankSetup, serve_poll_seconds: float, pipe: Connection) 
         torch.cuda.synchronize()
     settings = ReadSettings.of(memory.kind, num_threads=1, serve_poll_seconds=serve_poll_seconds)
     connector = NixlConnector(SOURCE, memory, lambda: None, rank=setup.rank, settings=settings)
-    connector.serve(True)
+    connector.serve(Readers.READING)
     pipe.send(connector.served())
     pipe.recv()
     connector.close()

@@ -66,7 +66,7 @@ def _flat(results: dict[str, Rows]) -> Iterator[Goal]:
         yield "429s of the tenant that floods", tenants["the flood itself"]["refused"], 1, True
     for policy in dict.fromkeys(row["policy"] for row in results.get("workers", ())):
         rows = [row for row in results["workers"] if row["policy"] == policy]
-        ratio = round(rows[-1]["cpu_ms"] / rows[0]["cpu_ms"], 3)
+        ratio = round(rows[-1]["request_ms"] / rows[0]["request_ms"], 3)
         yield f"CPU with {rows[-1]['workers']} workers over {rows[0]['workers']}, {policy}", ratio, FLAT, False
     memory = results.get("memory", [])
     if memory:

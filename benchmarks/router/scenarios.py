@@ -26,6 +26,7 @@ _OUTPUT_TOKENS = 64
 _SHORT_OUTPUT_TOKENS = 8
 _SUSTAINED_RATES = {Kind.IDS: 500.0, Kind.NEW: 250.0}
 _POLICIES = ("cost", "least-loaded")
+_WORKERS_RATE = 100.0
 _NUM_STREAMS, _EVENTS_PER_SECOND = 256, 15_000
 _LONG_TOKENS, _LONG_RATE, _LONG_REQUESTS = 100_000, 5.0, 30
 _CANARIES, _CANARY_SECONDS = 16, 0.02
@@ -62,16 +63,23 @@ def sustained(language: Language, options: argparse.Namespace) -> list[Row]:
 
 
 def by_workers(language: Language, options: argparse.Namespace) -> list[Row]:
-    """Measure the CPU time of a request of token ids by policy and number of workers, half of them for prefill."""
+    """Measure the CPU time of a request of token ids by policy and number of workers, half of them for prefill.
+
+    Workers cost CPU time without requests, too (heartbeats): that is measured first, per second, and isn't a request's.
+    """
     rows: list[Row] = []
     bodies = Bodies(language, options.prompt_tokens, options.seed)
     for policy, number in itertools.product(_POLICIES, options.num_workers):
         half = max(1, number // 2)
         with running(language, num_prefill=half, num_decode=half, policy=policy, has_step_models=True) as cluster:
             _run(_warm_up(cluster, bodies))
-            due = arrival_seconds(int(50 * options.seconds), 50, "poisson", options.seed)
+            idle = _run(_idle_ms_per_second(cluster, options.seconds))
+            due = arrival_seconds(int(_WORKERS_RATE * options.seconds), _WORKERS_RATE, "poisson", options.seed)
             chosen = _some(bodies.of(Kind.IDS, _OUTPUT_TOKENS, salt=number), len(due))
-            rows.append({"policy": policy, "workers": 2 * half, **_run(_load(cluster, chosen, due, None))})
+            row = _run(_load(cluster, chosen, due, None))
+            own = row["cpu_ms"] - idle * due[-1] / len(due)
+            figures = {"idle_ms_per_second": round(idle, 2), "request_ms": round(own, 3)}
+            rows.append({"policy": policy, "workers": 2 * half, **figures, **row})
     return rows
 
 
@@ -149,6 +157,13 @@ async def _warm_up(cluster: Running, bodies: Bodies) -> None:
         for body in itertools.islice(bodies.of(kind, _SHORT_OUTPUT_TOKENS, salt=-1), _WARM_UP):
             await client.post(client.request(body.path, body.content))
     client.close()
+
+
+async def _idle_ms_per_second(cluster: Running, seconds: float) -> float:
+    """Return the CPU time that router and helpers spend without requests, in milliseconds a second."""
+    before = sum(cluster.cpu_seconds())
+    await asyncio.sleep(seconds)
+    return 1e3 * (sum(cluster.cpu_seconds()) - before) / seconds
 
 
 async def _direct(cluster: Running, due: Sequence[float], options: argparse.Namespace) -> dict[str, float]:

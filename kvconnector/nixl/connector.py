@@ -33,7 +33,7 @@ from splitserve.kvconnector.transfer.joining import ConnectionJoin, ReadJoin, on
 from splitserve.kvconnector.transfer.read_choice import ReadShape, choose_path, path_seconds
 from splitserve.kvconnector.transfer.read_cost import ReadCost
 from splitserve.kvconnector.transfer.read_settings import ReadSettings
-from splitserve.protocol.handover.reads import ReadCommand, ReadPath, ReadResult
+from splitserve.protocol.handover.reads import ReadCommand, Readers, ReadPath, ReadResult
 from splitserve.protocol.memory_records import HostTierMemory, MemoryKind
 from splitserve.protocol.messages.handover import PeerWelcome
 from splitserve.protocol.request import Party
@@ -144,8 +144,8 @@ class NixlConnector:
         for thread, (part, path) in zip(self._threads, reads, strict=False):
             thread.submit(partial(thread.read, part, path))
 
-    def serve(self, active: bool) -> None:
-        self._server.submit(lambda: setattr(self._server, "active", active))
+    def serve(self, readers: Readers) -> None:
+        self._server.submit(lambda: setattr(self._server, "readers", readers))
 
     def events(self) -> list[Event]:
         for thread in (self._server, *self._threads):

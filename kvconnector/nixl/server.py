@@ -6,15 +6,19 @@ from splitserve.kvconnector.nixl.agent import Agent
 from splitserve.kvconnector.transfer.gather import GatherSource, NoGathers
 from splitserve.kvconnector.transfer.owner_thread import OwnerThread
 from splitserve.kvconnector.transfer.read_settings import ReadSettings
+from splitserve.protocol.handover.reads import Readers
 from splitserve.protocol.memory_records import GatherMemory, HostTierMemory, MappableMemory, MemoryKind, RankMemory
+
+_IDLE_FACTOR = 10  # polls are so much rarer while peers only connect: a core would spend 6% on the usual ones
 
 
 class NixlServer(OwnerThread):
-    """Owner of the agent that peers read through, and of the slots gathered for them; polls while ``active``."""
+    """Owner of the agent that peers read through, and of the slots gathered for them; polls while there are
+    ``readers``."""
 
     def __init__(self, name: str, memory: KVMemory, settings: ReadSettings, host: HostTierMemory | None = None) -> None:
         super().__init__("nixl-serve", settings.serve_poll_seconds)
-        self.active = False
+        self.readers = Readers.NONE
         self._gather_poll_seconds = settings.poll_seconds
         self._device = memory.device
         self._agent = Agent(f"serve/{name}")
@@ -40,18 +44,20 @@ class NixlServer(OwnerThread):
 
     @property
     def is_busy(self) -> bool:
-        return self.active
+        return self.readers is not Readers.NONE
 
     @property
     def poll_seconds(self) -> float:
-        return self._gather_poll_seconds if self._gather.is_wanted else super().poll_seconds
+        if self._gather.is_wanted:
+            return self._gather_poll_seconds
+        return super().poll_seconds * (1 if self.readers is Readers.READING else _IDLE_FACTOR)
 
     def begin(self) -> None:
         make_context_current(self._device)
         self._gather.prepare()
 
     def poll(self) -> None:
-        if self.active:
+        if self.is_busy:
             for message in self._agent.progress():
                 self._gather.hear(message)
             self._gather.poll()

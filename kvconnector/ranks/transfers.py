@@ -31,7 +31,7 @@ from splitserve.kvconnector.tiers.copies import AnyStore, LocalTierCopier
 from splitserve.kvconnector.tiers.shared import ChainCopy, TierState
 from splitserve.kvconnector.transfer.connector import KVConnector, PeerConnected, ServedMemory
 from splitserve.kvconnector.transfer.joining import ConnectionJoin, ReadJoin, side_by_side
-from splitserve.protocol.handover.reads import ReadCommand, ReadResult
+from splitserve.protocol.handover.reads import ReadCommand, Readers, ReadResult
 from splitserve.protocol.memory_records import RankMemory
 from splitserve.protocol.messages.handover import PeerWelcome
 from splitserve.protocol.request import Party
@@ -53,7 +53,7 @@ class RankDisconnect(msgspec.Struct, frozen=True, tag=True):
 
 
 class RankServe(msgspec.Struct, frozen=True, tag=True):
-    active: bool
+    readers: Readers
 
 
 class RankEnd(msgspec.Struct, frozen=True, tag=True):
@@ -141,9 +141,9 @@ class RankedConnector:
             results.append(self._copy_results.popleft())
         return results
 
-    def serve(self, active: bool) -> None:
-        self._tell(RankServe(active))
-        self._local.serve(active)
+    def serve(self, readers: Readers) -> None:
+        self._tell(RankServe(readers))
+        self._local.serve(readers)
 
     def events(self) -> list[ReadResult | PeerConnected]:
         """Return the joined events since the last call. Raises :class:`TransferRankError` once a rank's transfers have
@@ -265,8 +265,8 @@ class RankTransfers:
                 self._connector.read(command)
             case CopyCommand() | ChainCopy() | ClearCommand():
                 self._copies.start(command)
-            case RankServe(active):
-                self._connector.serve(active)
+            case RankServe(readers):
+                self._connector.serve(readers)
             case RankEnd():
                 self._has_ended = True
 

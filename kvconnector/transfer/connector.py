@@ -10,7 +10,7 @@ from typing import Protocol
 
 import msgspec
 
-from splitserve.protocol.handover.reads import ReadCommand, ReadResult
+from splitserve.protocol.handover.reads import ReadCommand, Readers, ReadResult
 from splitserve.protocol.memory_records import RankMemory
 from splitserve.protocol.messages.handover import PeerWelcome
 from splitserve.protocol.request import Party
@@ -60,8 +60,8 @@ class KVConnector(Protocol):
     def read(self, command: ReadCommand) -> None:
         """Start a read; it always ends in one :class:`ReadResult` event, unless the peer is frozen."""
 
-    def serve(self, active: bool) -> None:
-        """Set whether peers may be reading from this worker: only then are their reads advanced."""
+    def serve(self, readers: Readers) -> None:
+        """Set what peers may be doing here: their reads and connections advance accordingly."""
 
     def events(self) -> list[ReadResult | PeerConnected]:
         """Return the events since the last call."""

@@ -20,8 +20,8 @@ def test_verdicts_by_hand() -> None:
             {"kind": "later turn", "requests": 10, "cpu_ms_of_all": 500.0, "late_p99_ms": 11.0},
         ],
         "workers": [
-            {"policy": "cost", "workers": 2, "cpu_ms": 2.0},
-            {"policy": "cost", "workers": 64, "cpu_ms": 2.1},
+            {"policy": "cost", "workers": 2, "request_ms": 2.0},
+            {"policy": "cost", "workers": 64, "request_ms": 2.1},
         ],
         "memory": [{"memory_mib": mib} for mib in (50.0, 100.0, 100.0, 120.0)],
     }

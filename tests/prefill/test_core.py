@@ -7,6 +7,7 @@ import pytest
 from core_driver import DECODE, KEY, PREFILL, Worker, grant, of, prefill_request, sent
 from splitserve.engine.effects import Effect, Incident, Serve
 from splitserve.kvconnector.blocks.pool import BlockState
+from splitserve.protocol.handover.reads import Readers
 from splitserve.protocol.memory_records import LayoutRecord
 from splitserve.protocol.messages.envelope import Envelope
 from splitserve.protocol.messages.handover import (
@@ -209,15 +210,15 @@ class TestPrefill:
         prefill.assert_idle()
 
     def test_it_polls_for_readers_only_while_there_is_something_to_read(self, prefill: Worker) -> None:
-        assert of(prefill.hear(DECODE, PeerHello(LAYOUT)), Serve) == [Serve(True)]
+        assert of(prefill.hear(DECODE, PeerHello(LAYOUT)), Serve) == [Serve(Readers.READING)]
         prefill.hear(ROUTER, prefill_request())  # waits for its grant
         effects = prefill.wait(PROTOCOL.dead_after_seconds / 2)
         prefill.hear(DECODE, GrantDelayed(KEY))
         effects += prefill.wait(PROTOCOL.dead_after_seconds / 2 + 0.2)
-        assert of(effects, Serve) == [Serve(False)]
-        assert of(prefill.hear(DECODE, grant()), Serve) == [Serve(True)]
+        assert of(effects, Serve) == [Serve(Readers.CONNECTING), Serve(Readers.NONE)]
+        assert of(prefill.hear(DECODE, grant()), Serve) == [Serve(Readers.READING)]
         assert of(prefill.wait(3.0), Serve) == []
-        assert of(prefill.hear(DECODE, Release(KEY, False)), Serve) == [Serve(False)]
+        assert of(prefill.hear(DECODE, Release(KEY, False)), Serve) == [Serve(Readers.NONE)]
 
     def test_a_peer_with_another_layout_is_refused_by_name(self, prefill: Worker) -> None:
         other = LayoutRecord("sim", "w", "bfloat16", BLOCK_SIZE, 1, 1, 1)

@@ -9,6 +9,7 @@ import torch
 from splitserve.kvconnector.layout.memory import KVMemory
 from splitserve.kvconnector.nixl.connector import NixlConnector
 from splitserve.protocol.cache_layout import CacheGroup, Field, GroupKind
+from splitserve.protocol.handover.reads import Readers
 from splitserve.protocol.memory_records import LayoutRecord
 from splitserve.protocol.messages.handover import PeerWelcome
 from splitserve.protocol.request import Party
@@ -38,7 +39,7 @@ def serve_groups(pipe: Connection) -> None:
     memory = make_memory()
     fill(memory)
     connector = NixlConnector(SOURCE, memory, lambda: None)
-    connector.serve(True)
+    connector.serve(Readers.READING)
     served = connector.served()
     welcome = PeerWelcome(memory.layout, served.connector, list(served.generations_addresses), list(served.ranks))
     pipe.send_bytes(msgspec.msgpack.encode(welcome))

@@ -7,6 +7,7 @@ import numpy as np
 
 from splitserve.kvconnector.layout.memory import KVMemory
 from splitserve.kvconnector.layout.numa_memory import HostMemory
+from splitserve.protocol.handover.reads import Readers
 from splitserve.protocol.memory_records import HostTierMemory, LayoutRecord, MemoryKind, MemoryRegion
 from splitserve.protocol.messages.handover import PeerWelcome
 from splitserve.protocol.request import Party
@@ -38,12 +39,12 @@ def serve_blocks(pipe: Connection, num_blocks: int) -> None:
     region = MemoryRegion(MemoryKind.DRAM, 0, host.address, NUM_SLOTS, memory.block_bytes)
     served_host = HostTierMemory(region, int(generations.ctypes.data))
     connector = NixlConnector(SOURCE, memory, lambda: None, host=served_host)
-    connector.serve(True)
+    connector.serve(Readers.READING)
     served = connector.served()
     pipe.send(PeerWelcome(LAYOUT, served.connector, list(served.generations_addresses), list(served.ranks)))
     while (command := pipe.recv()) != "end":
         if command in ("serve", "rest"):
-            connector.serve(command == "serve")
+            connector.serve(Readers.READING if command == "serve" else Readers.NONE)
         else:
             block_id = int(command)
             if block_id < num_blocks:

@@ -14,6 +14,7 @@ from splitserve.kvconnector.nixl.connector import NixlConnector
 from splitserve.kvconnector.ranks.transfers import RankedConnector, RankTransfers
 from splitserve.kvconnector.transfer import gather
 from splitserve.kvconnector.transfer.read_settings import ReadSettings
+from splitserve.protocol.handover.reads import Readers
 from splitserve.protocol.memory_records import LayoutRecord, MemoryKind
 from splitserve.protocol.messages.handover import PeerWelcome
 from splitserve.protocol.request import Party
@@ -91,7 +92,7 @@ def serve_ranks(pipe: Connection) -> None:
         if name == "start":
             worker = RankedWorker(SOURCE, layout_of(num_heads, num_ranks), lambda: None)
             worker.fill()
-            worker.connector.serve(True)
+            worker.connector.serve(Readers.READING)
             workers[num_heads, num_ranks] = worker
         for block_id in block_ids:
             worker = workers[num_heads, num_ranks]

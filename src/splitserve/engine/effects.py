@@ -4,7 +4,7 @@ loop."""
 from dataclasses import dataclass, field
 
 from splitserve.kvconnector.tiers.commands import AnyCommand
-from splitserve.protocol.handover.reads import ReadCommand
+from splitserve.protocol.handover.reads import ReadCommand, Readers
 from splitserve.protocol.messages.envelope import Body
 from splitserve.protocol.messages.handover import PeerWelcome
 from splitserve.protocol.messages.requests import PeerRef
@@ -62,9 +62,9 @@ class StartCopy:
 
 @dataclass(frozen=True, slots=True)
 class Serve:
-    """Peers may (or can no longer) be reading from here: the connector makes progress for them, or rests."""
+    """The connector makes progress for what peers may be doing here from now on."""
 
-    active: bool
+    readers: Readers
 
 
 @dataclass(frozen=True, slots=True)

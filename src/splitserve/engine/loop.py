@@ -265,8 +265,8 @@ class WorkerLoop:
                     self._io.connector.read(command)
                 case StartCopy(copy):
                     self._io.copies.start(copy)
-                case Serve(active):
-                    self._io.connector.serve(active)
+                case Serve(readers):
+                    self._io.connector.serve(readers)
                 case Dial(peer):
                     self._sockets.dial(peer)
                 case HangUp(peer):

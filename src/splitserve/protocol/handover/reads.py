@@ -37,6 +37,14 @@ class ReadPath(StrEnum):
         return self in (ReadPath.MAPPED, ReadPath.KERNEL)
 
 
+class Readers(StrEnum):
+    """What peers may be doing here, for which our transport has to make progress."""
+
+    NONE = "none"
+    CONNECTING = "connecting"  # nothing that is urgent
+    READING = "reading"
+
+
 class ReadResult(msgspec.Struct, frozen=True, tag=True):
     """The end of a read: nothing will write to its local blocks any more.
 
