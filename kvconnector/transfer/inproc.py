@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from splitserve.kvconnector.layout.memory import KVMemory
 from splitserve.kvconnector.transfer.connector import PeerConnected, ServedMemory
-from splitserve.protocol.handover.reads import ReadCommand, ReadResult
+from splitserve.protocol.handover.reads import ReadCommand, Readers, ReadResult
 from splitserve.protocol.memory_records import RankMemory
 from splitserve.protocol.messages.handover import PeerWelcome
 from splitserve.protocol.request import Party
@@ -60,7 +60,7 @@ class InprocConnector:
             generations = [int(theirs.generations[block_id]) for block_id in command.remote_blocks]
         self._emit(ReadResult(command.read_id, None, generations))
 
-    def serve(self, active: bool) -> None:
+    def serve(self, readers: Readers) -> None:
         """Do nothing: a copy needs no help from its source."""
 
     def events(self) -> list[ReadResult | PeerConnected]:

@@ -44,7 +44,7 @@ def run_of(arm: str, load: float, true: Calibration, repeat: int = 0) -> Measure
     case = Case(device="paced", arm=arm, workload="512/64", load=load)
     rate = RATES[load]
     run = msgspec.structs.replace(
-        measured(case, rate), rate=rate, num_requests=round(60 * rate), workers=workers, repeat=repeat, seed=repeat
+        measured(case, rate), rate=rate, num_requests=round(40 * rate), workers=workers, repeat=repeat, seed=repeat
     )
     result = simulated(run, true, seed=1)
     seen, figures = observed_twin(result, workers), summary_of(result)
