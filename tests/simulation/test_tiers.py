@@ -68,7 +68,8 @@ def test_the_schedules_do_load_from_tiers_and_have_steps_that_wait_for_loads() -
     """Else the tests above say nothing. Some loads come to nothing: what was computed isn't used."""
     faults = Faults(copy_error=0.2)
     for shape in SHAPES:
-        loaded = num_waits = seed = 0
+        loaded = num_waits = 0
+        seed = 10  # the next ones load often
         while loaded <= 20 or num_waits <= 2:
             sim = run_schedule(Schedule(seed=seed, shape=shape, faults=faults, num_requests=30))
             loaded += sum(worker.core.load().tier_loaded_blocks for worker in sim.workers.values())
@@ -114,7 +115,7 @@ def test_blocks_that_left_prefills_device_are_read_from_its_host_tier() -> None:
     shape = Shape(prefill=2, decode=2, num_blocks=16, prefill_blocks=12, tier_slots=40)
     faults = Faults(partitions=2, read_seconds=1.0, read_late=0.1, kills=1, freezes=1, drop=0.1, abort=0.2)
     num_others = 0
-    for seed in (*range(20, 26), *range(20)):  # 20 is the first that has one, soon followed by another
+    for seed in (24, 6, *range(30)):  # today these two have one each
         schedule = Schedule(seed=seed, shape=shape, faults=faults, num_requests=16, protocol=SHORT_LEASES)
         num_others += sum(worker.core.load().other_copies for worker in run_schedule(schedule).workers.values())
         if num_others > 1:
