@@ -18,6 +18,7 @@ SWITCHES = {
     "--one-rank": "one rank of decode alone on its GPU",
     "--profile": "profiled after timing",
 }
+WITHOUT_GPU = frozenset(("placement", "router-limits", "simulate", "twin"))  # benches that use none where there is one
 _NAME = re.compile(r"(?P<bench>[a-z-]+)-20\d\d(?P<label>\d{4}T\d{6})-\d+")
 
 
@@ -42,6 +43,9 @@ class Run:
 
     @property
     def gpus(self) -> str:
+        """The machine's GPUs, of a bench that uses them."""
+        if self.bench in WITHOUT_GPU:
+            return "none"
         names = [gpu.partition(",")[0].removeprefix("NVIDIA ") for gpu in self.content["machine"]["gpus"]]
         return f"{len(names)} x {names[0]}" if names else "none"
 
