@@ -72,7 +72,7 @@ def test_noise_and_stalls_do_little_harm() -> None:
 
 @pytest.mark.parametrize("scatter", (0.2, 0.3))
 def test_times_that_scatter_are_predicted_by_their_mean(scatter: float) -> None:
-    """Of lognormal times with this deviation, a fit relative to the steps' own times is 8 or 16% below the mean."""
+    """A fit relative to the steps' own times would be 8 or 16% below the mean of such lognormal times."""
     chosen, fit = random.Random(8), StepFit(ESTIMATE)
     works: list[StepWork] = []
     for _ in range(8000):

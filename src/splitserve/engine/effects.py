@@ -62,7 +62,7 @@ class StartCopy:
 
 @dataclass(frozen=True, slots=True)
 class Serve:
-    """The connector makes progress for what peers may be doing here from now on."""
+    """Change of the peers' activity here: the connector makes progress for it from now on."""
 
     readers: Readers
 

@@ -38,7 +38,7 @@ class ReadPath(StrEnum):
 
 
 class Readers(StrEnum):
-    """What peers may be doing here, for which our transport has to make progress."""
+    """Activity of peers here, for which our transport has to make progress."""
 
     NONE = "none"
     CONNECTING = "connecting"  # nothing that is urgent
