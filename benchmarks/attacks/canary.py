@@ -5,6 +5,7 @@ import socket
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 READ_SECONDS = 60.0
@@ -66,8 +67,12 @@ class Canary(threading.Thread):
                 self.warmed_up.set()
 
     def _seconds_without_core(self) -> float:
-        """Return how long the threads have been ready to run without a core, in all."""
-        return sum(int(path.read_text().split()[1]) for path in self._threads if path.exists()) / 1e9
+        """Return how long the threads have been ready to run without a core, in all; 0 of one that has ended."""
+        nanoseconds = 0
+        for path in self._threads:
+            with suppress(OSError):  # ended: the stream breaks off, too
+                nanoseconds += int(path.read_text().split()[1])
+        return nanoseconds / 1e9
 
     def close(self) -> None:
         """End the stream, and with it the thread."""

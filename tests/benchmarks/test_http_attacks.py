@@ -47,12 +47,16 @@ def test_a_router_that_stands_still_is_seen(target: tuple[Address, tuple[int, in
     canary = Canary(address, MODEL_ID, 2000, pids)
     canary.start()
     assert canary.warmed_up.wait(PATIENCE_SECONDS)
-    canary.reset()
-    stop_process(pids[0])
-    time.sleep(0.3)
-    os.kill(pids[0], signal.SIGCONT)
-    wait_until(lambda: canary.longest_stop_seconds > 0.2, "the stop is seen")
-    canary.close()
+    try:
+        canary.reset()
+        try:
+            stop_process(pids[0])
+            time.sleep(0.3)
+        finally:
+            os.kill(pids[0], signal.SIGCONT)
+        wait_until(lambda: canary.longest_stop_seconds > 0.2, "the stop is seen")
+    finally:
+        canary.close()
 
 
 def test_every_attack_has_a_name_and_an_end() -> None:
