@@ -74,7 +74,7 @@ def by_workers(language: Language, options: argparse.Namespace) -> list[Row]:
         with running(language, num_prefill=half, num_decode=half, policy=policy, has_step_models=True) as cluster:
             _run(_warm_up(cluster, bodies))
             idle = _run(_idle_ms_per_second(cluster, options.seconds))
-            due = arrival_seconds(int(_WORKERS_RATE * options.seconds), _WORKERS_RATE, "poisson", options.seed)
+            due = arrival_seconds(max(1, int(_WORKERS_RATE * options.seconds)), _WORKERS_RATE, "poisson", options.seed)
             chosen = _some(bodies.of(Kind.IDS, _OUTPUT_TOKENS, salt=number), len(due))
             row = _run(_load(cluster, chosen, due, None))
             own = row["cpu_ms"] - idle * due[-1] / len(due)

@@ -41,6 +41,14 @@ def test_an_archive_of_a_commit_names_it(tmp_path: Path, monkeypatch: pytest.Mon
     assert report.versions()["commit"] == "e79c62a", "told by who made the copy"
 
 
+def test_a_result_names_the_command_that_made_it(tmp_path: Path) -> None:
+    found = [json.loads(report.write_result(name, ["--x"], {}, str(tmp_path)).read_text()) for name in ("twin", "plan")]
+    assert [each["command"] for each in found] == [
+        ["splitserve", "bench", "twin", "--x"],
+        ["splitserve", "plan", "--x"],
+    ]
+
+
 def test_an_installed_package_keeps_results_out_of_itself(tmp_path: Path) -> None:
     """The package as a wheel installs it, below another project's repository: files of its own, no pyproject.toml."""
     root, site, here = report.results_directory().parent.parent, tmp_path / "site-packages", tmp_path / "here"
