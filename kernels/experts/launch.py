@@ -1,13 +1,13 @@
 """Launch parameters of mixtures of experts: tuned (:mod:`splitserve.kernels.tuning.parameters`), else a default."""
 
 from dataclasses import dataclass
+from math import inf
 
 import torch
 
 from splitserve.kernels.tuning.parameters import shape_key, tuned
 
 OPERATION = "experts"
-_FEW_TOKENS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,20 +23,43 @@ class ExpertLaunch:
     num_stages: int = 3
 
 
+@dataclass(frozen=True, slots=True)
+class _Defaults:
+    few_tokens: int  # for which pairs are not sorted
+    pairs: ExpertLaunch
+    tiles: tuple[tuple[float, ExpertLaunch], ...]  # with the most pairs of an expert, on average
+
+
+_PLAIN = _Defaults(
+    4,
+    ExpertLaunch(1, 4, 1024, 8, 1024),
+    ((16, ExpertLaunch()), (64, ExpertLaunch(32, 64, 64, 128, 64)), (inf, ExpertLaunch(128, 64, 64, 128, 64, 8))),
+)
+_PACKED = _Defaults(
+    8,
+    ExpertLaunch(1, 32, 256, 64, 256),
+    (
+        (16, ExpertLaunch(16, 64, 128, 128, 128)),
+        (64, ExpertLaunch(32, 64, 128, 128, 128)),
+        (inf, ExpertLaunch(128, 64, 128, 128, 128, 8)),
+    ),
+)
+
+
 def experts_key(dtype: torch.dtype, *, num_experts: int, top_k: int, hidden_size: int, inner_size: int) -> str:
     """Return the key of a layer's shape; ``dtype``: of the weights."""
     return shape_key(dtype, experts=num_experts, top_k=top_k, hidden=hidden_size, inner=inner_size)
 
 
-def expert_launch(key: str, *, num_experts: int, top_k: int, num_tokens: int) -> ExpertLaunch:
-    """Return the tuned parameters, else a default: tiles about as high as an expert has pairs on average."""
-    if num_tokens <= _FEW_TOKENS:
-        default = ExpertLaunch(block_m=1, block_n=4, block_k=1024, down_block_n=8, down_block_k=1024)
+def expert_launch(key: str, *, num_experts: int, top_k: int, num_tokens: int, is_packed: bool) -> ExpertLaunch:
+    """Return the tuned parameters, else a default: tiles about as high as an expert has pairs on average.
+
+    ``is_packed``: the weights are in MXFP4.
+    """
+    defaults = _PACKED if is_packed else _PLAIN
+    average = num_tokens * top_k // num_experts
+    if num_tokens <= defaults.few_tokens:
+        default = defaults.pairs
     else:
-        average = num_tokens * top_k // num_experts
-        default = ExpertLaunch()
-        if average > 16:
-            default = ExpertLaunch(32, 64, 64, 128, 64)
-        if average > 64:
-            default = ExpertLaunch(128, 64, 64, 128, 64, num_warps=8)
+        default = next(launch for most, launch in defaults.tiles if average <= most)
     return tuned(default, OPERATION, key, num_tokens)

@@ -32,6 +32,14 @@ _STARTS = (
     ExpertLaunch(128, 128, 64, 256, 64, num_warps=8),
 )
 
+_PACKED_STARTS = (
+    ExpertLaunch(1, 32, 256, 64, 256),
+    ExpertLaunch(16, 64, 128, 128, 128),
+    ExpertLaunch(32, 64, 128, 128, 128),
+    ExpertLaunch(64, 64, 128, 128, 128, num_warps=8),
+    ExpertLaunch(128, 64, 128, 128, 128, num_warps=8),
+)
+
 
 def make_tunable(_operation: str) -> "ExpertsTunable":
     return ExpertsTunable()
@@ -102,9 +110,11 @@ class ExpertsCase:
         """Return starting points, then the neighbours of the best."""
         if not best:
             default = expert_launch(
-                self._key, num_experts=self._router.num_experts, top_k=self._router.top_k, num_tokens=self._rows
-            )
-            return [asdict(launch) for launch in dict.fromkeys((default, *_STARTS)) if self._fits(launch)]
+                self._key, num_experts=self._router.num_experts, top_k=self._router.top_k, num_tokens=self._rows,
+                is_packed=self._is_mxfp4,
+            )  # fmt: skip
+            starts = dict.fromkeys((default, *(_PACKED_STARTS if self._is_mxfp4 else _STARTS)))
+            return [asdict(launch) for launch in starts if self._fits(launch)]
         return [asdict(launch) for launch in self._neighbours(ExpertLaunch(**best)) if self._fits(launch)]  # type: ignore[arg-type]
 
     def _neighbours(self, launch: ExpertLaunch) -> list[ExpertLaunch]:
@@ -120,13 +130,13 @@ class ExpertsCase:
     def _fits(self, launch: ExpertLaunch) -> bool:
         if not (1 <= launch.num_warps <= 8 and 2 <= launch.num_stages <= 6):
             return False
+        if self._is_mxfp4:
+            return self._fits_packed(launch)
         if launch.block_m == 1:
             per_thread = max(2 * launch.block_n * launch.block_k, launch.down_block_n * launch.down_block_k)
             return self._rows <= 64 and min(launch.block_n, launch.down_block_n) >= 1 and per_thread <= 1 << 14
         blocks = (launch.block_n, launch.block_k, launch.down_block_n, launch.down_block_k)
         if not (16 <= launch.block_m <= 128 and all(16 <= block <= 256 for block in blocks)):
-            return False
-        if self._is_mxfp4 and min(launch.block_k, launch.down_block_k) < MXFP4_GROUP:
             return False
         block_k, down_block_k = (FP8_GROUP, FP8_GROUP) if self._is_fp8 else (launch.block_k, launch.down_block_k)
         columns = max(
@@ -134,6 +144,17 @@ class ExpertsCase:
         )
         item_bytes = 1 if self._is_fp8 else self._x.element_size()
         return launch.num_stages * columns * item_bytes <= _MAX_SHARED_BYTES
+
+    def _fits_packed(self, launch: ExpertLaunch) -> bool:
+        """A quarter of a tile's columns is a matrix instruction's; words and vectors wait in shared memory."""
+        tiles = ((2 * launch.block_n, launch.block_k), (launch.down_block_n, launch.down_block_k))
+        if not all(64 <= rows <= 256 and 64 <= columns <= 512 for rows, columns in tiles):
+            return False
+        if launch.block_m == 1 and self._rows > 64 or not (launch.block_m == 1 or 16 <= launch.block_m <= 128):
+            return False
+        held = max(rows * (columns // 2 + 4 * launch.block_m) for rows, columns in tiles)
+        shared = max(columns * (rows // 2 + launch.block_m * self._x.element_size()) for rows, columns in tiles)
+        return held <= 1 << 16 and launch.num_stages * shared <= _MAX_SHARED_BYTES
 
     def calls(self) -> Sequence[Callable[[], Tensor]]:
         return [partial(self._call, TritonExperts(weights)) for weights in self._weights]

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from splitserve.kernels.experts.spec import MXFP4_GROUP, GatedActivation
+from splitserve.kernels.experts.spec import GatedActivation
 from splitserve.kernels.fp8.weight import GROUP
 
 
@@ -44,8 +44,6 @@ class ExpertWeights:
 
     @staticmethod
     def group(weight: Tensor, scales: Tensor | None) -> int:
-        """Return the elements of a row that share a scale."""
-        if weight.dtype == torch.uint8:
-            return MXFP4_GROUP
+        """Return the elements of a row that share a scale, of a weight that isn't in MXFP4."""
         columns = weight.shape[2]
         return columns if scales is None or scales.shape[2] == 1 else GROUP

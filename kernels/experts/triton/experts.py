@@ -2,12 +2,14 @@
 
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
-from splitserve.kernels.experts.launch import expert_launch, experts_key
-from splitserve.kernels.experts.mxfp4 import by_halves
+from splitserve.kernels.experts.launch import ExpertLaunch, expert_launch, experts_key
+from splitserve.kernels.experts.mxfp4 import by_quarters, shifted_scales
 from splitserve.kernels.experts.triton.grouped import grouped_down, grouped_gate_up
 from splitserve.kernels.experts.triton.matvec import narrow_down, narrow_gate_up
+from splitserve.kernels.experts.triton.packed import packed_down, packed_gate_up
 from splitserve.kernels.experts.triton.sorting import sort_pairs
 from splitserve.kernels.experts.triton.sums import add_sums, sum_choices
 from splitserve.kernels.experts.weights import ExpertWeights
@@ -22,7 +24,7 @@ class TritonExperts:
     def __init__(self, weights: ExpertWeights) -> None:
         assert weights.gate_up.is_contiguous() and weights.down.is_contiguous()
         if weights.is_mxfp4:
-            weights = replace(weights, gate_up=by_halves(weights.gate_up), down=by_halves(weights.down))
+            weights = _as_read(weights)
         self.weights = weights
 
     def add_to(self, residual: Tensor, x: Tensor, experts: Tensor, factors: Tensor) -> None:
@@ -38,11 +40,34 @@ class TritonExperts:
             hidden_size=x.shape[1],
             inner_size=own.inner_size,
         )
-        launch = expert_launch(key, num_experts=own.num_experts, top_k=top_k, num_tokens=num_tokens)
+        launch = expert_launch(
+            key, num_experts=own.num_experts, top_k=top_k, num_tokens=num_tokens, is_packed=own.is_mxfp4
+        )
         x = x.contiguous()
+        if own.is_mxfp4:
+            return self._packed(x, experts, factors, launch)
         if launch.block_m == 1:
             return narrow_down(narrow_gate_up(x, experts, own, launch), experts, factors, own, launch)
         ordered = sort_pairs(experts, own.first, own.num_experts, launch.block_m)
         inner = grouped_gate_up(x, ordered, top_k, own, launch)
         products = grouped_down(inner, factors, ordered, own, launch)
         return sum_choices(products, experts, own.first, own.num_experts)
+
+    def _packed(self, x: Tensor, experts: Tensor, factors: Tensor, launch: ExpertLaunch) -> Tensor:
+        own = self.weights
+        ordered = None if launch.block_m == 1 else sort_pairs(experts, own.first, own.num_experts, launch.block_m)
+        inner = packed_gate_up(x, experts, ordered, own, launch)
+        products = packed_down(inner, experts, factors, ordered, own, launch)
+        return sum_choices(products, experts, own.first, own.num_experts)
+
+
+def _as_read(weights: ExpertWeights) -> ExpertWeights:
+    """Return weights in MXFP4 in the order in which the kernels read them."""
+    assert weights.gate_up_scales is not None and weights.down_scales is not None
+    return replace(
+        weights,
+        gate_up=by_quarters(weights.gate_up).view(torch.uint8),
+        down=by_quarters(weights.down).view(torch.uint8),
+        gate_up_scales=shifted_scales(weights.gate_up_scales),
+        down_scales=shifted_scales(weights.down_scales),
+    )

@@ -11,13 +11,10 @@ from torch import Tensor
 
 from splitserve.kernels.experts.launch import ExpertLaunch
 from splitserve.kernels.experts.triton.activation import ACTIVATION_NUMBERS, activate
-from splitserve.kernels.experts.triton.mxfp4 import elements_of, power_of_two
 from splitserve.kernels.experts.triton.sorting import SortedPairs
 from splitserve.kernels.experts.weights import ExpertWeights
 from splitserve.kernels.fp8.triton_linear import quantise_rows
 from splitserve.kernels.fp8.weight import GROUP as FP8_GROUP
-
-_PLAIN, _FP8, _MXFP4 = 0, 1, 2
 
 
 def grouped_gate_up(
@@ -27,16 +24,15 @@ def grouped_gate_up(
     num_pairs, inner_size, hidden_size = x.shape[0] * top_k, weights.inner_size, x.shape[1]
     out = torch.empty((num_pairs, inner_size), dtype=x.dtype, device=x.device)
     activation, scales = weights.activation, weights.gate_up_scales
-    number_format = _format(scales)
-    x, x_scales = quantise_rows(x, FP8_GROUP) if number_format == _FP8 else (x, x)
+    x, x_scales = quantise_rows(x, FP8_GROUP) if scales is not None else (x, x)
     grid = (triton.cdiv(inner_size, launch.block_n), ordered.tile_experts.shape[0])
     _gate_up_kernel[grid](
         x, x_scales, weights.gate_up, x if scales is None else scales, _or(weights.gate_up_bias, x), out,
         ordered.pairs, ordered.tile_experts, num_pairs, activation.limit or 0.0, activation.sigmoid_factor,
-        activation.up_offset, HIDDEN=hidden_size, INNER=inner_size, TOP_K=top_k, FORMAT=number_format,
+        activation.up_offset, HIDDEN=hidden_size, INNER=inner_size, TOP_K=top_k, IS_FP8=scales is not None,
         HAS_BIAS=weights.gate_up_bias is not None, INTERLEAVED=activation.interleaved,
         HAS_LIMIT=activation.limit is not None, FUNCTION=ACTIVATION_NUMBERS[activation.function],
-        BLOCK_M=ordered.block_m, BLOCK_N=launch.block_n, BLOCK_K=FP8_GROUP if number_format == _FP8 else launch.block_k,
+        BLOCK_M=ordered.block_m, BLOCK_N=launch.block_n, BLOCK_K=FP8_GROUP if scales is not None else launch.block_k,
         num_warps=launch.num_warps, num_stages=launch.num_stages,
     )  # fmt: skip
     return out
@@ -51,24 +47,16 @@ def grouped_down(
     hidden_size = weights.down.shape[1]
     out = torch.empty((num_pairs, hidden_size), dtype=inner.dtype, device=inner.device)
     scales = weights.down_scales
-    number_format = _format(scales)
-    x, x_scales = quantise_rows(inner, FP8_GROUP) if number_format == _FP8 else (inner, inner)
+    x, x_scales = quantise_rows(inner, FP8_GROUP) if scales is not None else (inner, inner)
     grid = (triton.cdiv(hidden_size, launch.down_block_n), ordered.tile_experts.shape[0])
     _down_kernel[grid](
         x, x_scales, weights.down, x if scales is None else scales, _or(weights.down_bias, x), factors, out,
         ordered.pairs, ordered.tile_experts, num_pairs, HIDDEN=hidden_size, INNER=inner_size,
-        FORMAT=number_format, HAS_BIAS=weights.down_bias is not None, BLOCK_M=ordered.block_m,
-        BLOCK_N=launch.down_block_n, BLOCK_K=FP8_GROUP if number_format == _FP8 else launch.down_block_k,
+        IS_FP8=scales is not None, HAS_BIAS=weights.down_bias is not None, BLOCK_M=ordered.block_m,
+        BLOCK_N=launch.down_block_n, BLOCK_K=FP8_GROUP if scales is not None else launch.down_block_k,
         num_warps=launch.num_warps, num_stages=launch.num_stages,
     )  # fmt: skip
     return out
-
-
-def _format(scales: Tensor | None) -> int:
-    """Return the number that the kernels have for a weight's format, given its scales."""
-    if scales is None:
-        return _PLAIN
-    return _MXFP4 if scales.dtype == torch.uint8 else _FP8
 
 
 def _or(tensor: Tensor | None, other: Tensor) -> Tensor:
@@ -77,45 +65,19 @@ def _or(tensor: Tensor | None, other: Tensor) -> Tensor:
 
 @triton.jit
 def _tile(x_at, weight_at, x_scales_at, weight_scales_at, total, SIZE: tl.constexpr, BLOCK_K: tl.constexpr,
-          FORMAT: tl.constexpr):  # fmt: skip
+          IS_FP8: tl.constexpr):  # fmt: skip
     """Return ``total`` plus the product of a tile's rows of x and of the weight; pointers are those of the rows."""
-    if FORMAT == 2:  # one return for all: the compiler also compiles what comes after an early one
-        total = _packed_tile(x_at, weight_at, weight_scales_at, total, SIZE, BLOCK_K, total.shape[1])
-    else:
-        columns = tl.arange(0, BLOCK_K)
-        for start in range(0, SIZE, BLOCK_K):
-            inside = start + columns < SIZE
-            rows = tl.load(x_at[:, None] + start + columns[None, :], mask=inside[None, :], other=0.0)
-            weight = tl.load(weight_at[None, :] + start + columns[:, None], mask=inside[:, None], other=0.0)
-            if FORMAT == 1:
-                group = start // BLOCK_K
-                scale = tl.load(x_scales_at + group)[:, None] * tl.load(weight_scales_at + group)[None, :]
-                total += tl.dot(rows, weight) * scale
-            else:
-                total = tl.dot(rows, weight, total, input_precision="ieee")
-    return total
-
-
-@triton.jit
-def _packed_tile(x_at, blocks_at, scales_at, total, SIZE: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Return the same for a weight in MXFP4: a group's bytes meet both halves of 32 columns, and share a scale."""
-    HALF: tl.constexpr = BLOCK_K // 2
-    GROUPS: tl.constexpr = BLOCK_K // 32
-    local = tl.arange(0, HALF)
-    columns = local // 16 * 32 + local % 16
+    columns = tl.arange(0, BLOCK_K)
     for start in range(0, SIZE, BLOCK_K):
         inside = start + columns < SIZE
-        first = tl.load(x_at[:, None] + start + columns[None, :], mask=inside[None, :], other=0.0)
-        second = tl.load(x_at[:, None] + start + 16 + columns[None, :], mask=inside[None, :], other=0.0)
-        blocks = tl.load(blocks_at[:, None] + start // 2 + local[None, :], mask=inside[None, :], other=0)
-        groups = start // 32 + tl.arange(0, GROUPS)
-        scales = tl.load(scales_at[:, None] + groups[None, :], mask=groups[None, :] < SIZE // 32, other=127)
-        scales = tl.broadcast_to(power_of_two(scales)[:, :, None], (BLOCK_N, GROUPS, 16))
-        low, high = elements_of(tl.reshape(blocks, (BLOCK_N, GROUPS, 16)))
-        low = tl.reshape((low * scales).to(first.dtype), (BLOCK_N, HALF))
-        high = tl.reshape((high * scales).to(first.dtype), (BLOCK_N, HALF))
-        total = tl.dot(first, tl.trans(low), total, input_precision="ieee")
-        total = tl.dot(second, tl.trans(high), total, input_precision="ieee")
+        rows = tl.load(x_at[:, None] + start + columns[None, :], mask=inside[None, :], other=0.0)
+        weight = tl.load(weight_at[None, :] + start + columns[:, None], mask=inside[:, None], other=0.0)
+        if IS_FP8:
+            group = start // BLOCK_K
+            scale = tl.load(x_scales_at + group)[:, None] * tl.load(weight_scales_at + group)[None, :]
+            total += tl.dot(rows, weight) * scale
+        else:
+            total = tl.dot(rows, weight, total, input_precision="ieee")
     return total
 
 
@@ -136,7 +98,7 @@ def _gate_up_kernel(
     HIDDEN: tl.constexpr,
     INNER: tl.constexpr,
     TOP_K: tl.constexpr,
-    FORMAT: tl.constexpr,
+    IS_FP8: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     HAS_LIMIT: tl.constexpr,
@@ -148,8 +110,7 @@ def _gate_up_kernel(
     expert = tl.load(tile_experts_ptr + tl.program_id(1)).to(tl.int64)
     if expert < 0:
         return
-    GROUPS: tl.constexpr = (HIDDEN + BLOCK_K - 1) // BLOCK_K if FORMAT != 2 else HIDDEN // 32
-    ROW: tl.constexpr = HIDDEN if FORMAT != 2 else HIDDEN // 2
+    GROUPS: tl.constexpr = (HIDDEN + BLOCK_K - 1) // BLOCK_K
     pairs = tl.load(pairs_ptr + tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M))
     has_pair = pairs < num_pairs
     tokens = tl.where(has_pair, pairs // TOP_K, 0).to(tl.int64)
@@ -161,8 +122,8 @@ def _gate_up_kernel(
     zeros = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     x_at, x_scales_at = x_ptr + tokens * HIDDEN, x_scales_ptr + tokens * GROUPS
     gate_scales, up_scales = weight_scales_ptr + gate_rows * GROUPS, weight_scales_ptr + up_rows * GROUPS
-    gate = _tile(x_at, weight_ptr + gate_rows * ROW, x_scales_at, gate_scales, zeros, HIDDEN, BLOCK_K, FORMAT)
-    up = _tile(x_at, weight_ptr + up_rows * ROW, x_scales_at, up_scales, zeros, HIDDEN, BLOCK_K, FORMAT)
+    gate = _tile(x_at, weight_ptr + gate_rows * HIDDEN, x_scales_at, gate_scales, zeros, HIDDEN, BLOCK_K, IS_FP8)
+    up = _tile(x_at, weight_ptr + up_rows * HIDDEN, x_scales_at, up_scales, zeros, HIDDEN, BLOCK_K, IS_FP8)
     if HAS_BIAS:
         gate += tl.load(bias_ptr + gate_rows).to(tl.float32)[None, :]
         up += tl.load(bias_ptr + up_rows).to(tl.float32)[None, :]
@@ -185,7 +146,7 @@ def _down_kernel(
     num_pairs,
     HIDDEN: tl.constexpr,
     INNER: tl.constexpr,
-    FORMAT: tl.constexpr,
+    IS_FP8: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -194,8 +155,7 @@ def _down_kernel(
     expert = tl.load(tile_experts_ptr + tl.program_id(1)).to(tl.int64)
     if expert < 0:
         return
-    GROUPS: tl.constexpr = (INNER + BLOCK_K - 1) // BLOCK_K if FORMAT != 2 else INNER // 32
-    ROW: tl.constexpr = INNER if FORMAT != 2 else INNER // 2
+    GROUPS: tl.constexpr = (INNER + BLOCK_K - 1) // BLOCK_K
     pairs = tl.load(pairs_ptr + tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M))
     has_pair = pairs < num_pairs
     safe_pairs = tl.where(has_pair, pairs, 0).to(tl.int64)
@@ -203,8 +163,8 @@ def _down_kernel(
     has_output = outputs < HIDDEN
     rows = expert * HIDDEN + tl.where(has_output, outputs, 0)
     total = _tile(
-        inner_ptr + safe_pairs * INNER, weight_ptr + rows * ROW, inner_scales_ptr + safe_pairs * GROUPS,
-        weight_scales_ptr + rows * GROUPS, tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32), INNER, BLOCK_K, FORMAT,
+        inner_ptr + safe_pairs * INNER, weight_ptr + rows * INNER, inner_scales_ptr + safe_pairs * GROUPS,
+        weight_scales_ptr + rows * GROUPS, tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32), INNER, BLOCK_K, IS_FP8,
     )  # fmt: skip
     if HAS_BIAS:
         total += tl.load(bias_ptr + rows).to(tl.float32)[None, :]

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from splitserve.kernels.experts.launch import ExpertLaunch
 from splitserve.kernels.experts.triton.activation import ACTIVATION_NUMBERS, activate
-from splitserve.kernels.experts.triton.mxfp4 import elements_of, power_of_two
 from splitserve.kernels.experts.weights import ExpertWeights
 from splitserve.kernels.triton.launch import overlapped, wait, wait_alone
 
@@ -27,7 +26,7 @@ def narrow_gate_up(x: Tensor, experts: Tensor, weights: ExpertWeights, launch: E
         x, weights.gate_up, x if scales is None else scales, x if bias is None else bias, experts, out,
         weights.first, weights.num_experts, activation.limit or 0.0, activation.sigmoid_factor, activation.up_offset,
         HIDDEN=hidden_size, INNER=inner_size, TOP_K=top_k, GROUP=weights.group(weights.gate_up, scales),
-        HAS_SCALES=scales is not None, IS_MXFP4=weights.is_mxfp4, HAS_BIAS=bias is not None,
+        HAS_SCALES=scales is not None, HAS_BIAS=bias is not None,
         INTERLEAVED=activation.interleaved,
         HAS_LIMIT=activation.limit is not None, FUNCTION=ACTIVATION_NUMBERS[activation.function],
         BLOCK_N=launch.block_n, BLOCK_K=launch.block_k, num_warps=launch.num_warps, **overlapped(x.device),
@@ -46,7 +45,7 @@ def narrow_down(
     _narrow_down_kernel[(triton.cdiv(hidden_size, launch.down_block_n), num_tokens)](
         inner, weights.down, inner if scales is None else scales, inner if bias is None else bias, experts, factors,
         out, weights.first, weights.num_experts, HIDDEN=hidden_size, INNER=inner_size, TOP_K=top_k,
-        GROUP=weights.group(weights.down, scales), HAS_SCALES=scales is not None, IS_MXFP4=weights.is_mxfp4,
+        GROUP=weights.group(weights.down, scales), HAS_SCALES=scales is not None,
         HAS_BIAS=bias is not None, BLOCK_N=launch.down_block_n, BLOCK_K=launch.down_block_k, num_warps=launch.num_warps,
         **overlapped(inner.device),
     )  # fmt: skip
@@ -54,50 +53,32 @@ def narrow_down(
 
 
 @triton.jit
-def _packed_row_products(x_at, blocks_ptr, scales_ptr, rows, SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
-                         BLOCK_K: tl.constexpr):  # fmt: skip
-    """Return the same for a weight in MXFP4: a group's bytes meet both halves of 32 columns, and share a scale."""
-    NUM_GROUPS: tl.constexpr = SIZE // 32
-    GROUPS: tl.constexpr = BLOCK_K // 32
-    columns = tl.arange(0, 16)
-    total = tl.zeros((BLOCK_N, GROUPS), dtype=tl.float32)
-    for start in range(0, NUM_GROUPS, GROUPS):
-        groups = start + tl.arange(0, GROUPS)
-        inside = groups < NUM_GROUPS
-        at = groups[:, None] * 32 + columns[None, :]
-        first = tl.load(x_at + at, mask=inside[:, None], other=0.0).to(tl.float32)
-        second = tl.load(x_at + at + 16, mask=inside[:, None], other=0.0).to(tl.float32)
-        blocks_at = blocks_ptr + rows[:, None, None] * (SIZE // 2) + groups[None, :, None] * 16 + columns[None, None, :]
-        low, high = elements_of(tl.load(blocks_at, mask=inside[None, :, None], other=0))
-        scales_at = scales_ptr + rows[:, None] * NUM_GROUPS + groups[None, :]
-        scales = power_of_two(tl.load(scales_at, mask=inside[None, :], other=127))
-        total += tl.sum(low * first[None, :, :] + high * second[None, :, :], 2) * scales
-    return tl.sum(total, 1)
-
-
-@triton.jit
 def _row_products(x_at, weight_ptr, scales_ptr, rows, SIZE: tl.constexpr, GROUP: tl.constexpr,
-                  HAS_SCALES: tl.constexpr, IS_MXFP4: tl.constexpr, BLOCK_N: tl.constexpr,
-                  BLOCK_K: tl.constexpr):  # fmt: skip
+                  HAS_SCALES: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):  # fmt: skip
     """Return the products [BLOCK_N] of the vector at ``x_at`` with ``rows`` of the weight, in float32."""
-    if IS_MXFP4:
-        products = _packed_row_products(x_at, weight_ptr, scales_ptr, rows, SIZE, BLOCK_N, BLOCK_K)
-    else:
-        NUM_GROUPS: tl.constexpr = (SIZE + GROUP - 1) // GROUP
-        columns = tl.arange(0, BLOCK_K)
-        total = tl.zeros((BLOCK_N, BLOCK_K), dtype=tl.float32)
-        for start in range(0, SIZE, BLOCK_K):
-            at = start + columns
-            inside = at < SIZE
-            x = tl.load(x_at + at, mask=inside, other=0.0).to(tl.float32)
-            weight = tl.load(weight_ptr + rows[:, None] * SIZE + at[None, :], mask=inside[None, :], other=0.0)
-            weight = weight.to(tl.float32)
-            if HAS_SCALES:
-                scales_at = scales_ptr + rows[:, None] * NUM_GROUPS + (at // GROUP)[None, :]
-                weight *= tl.load(scales_at, mask=inside[None, :], other=0.0)
-            total += weight * x[None, :]
-        products = tl.sum(total, 1)
-    return products
+    NUM_GROUPS: tl.constexpr = (SIZE + GROUP - 1) // GROUP
+    columns = tl.arange(0, BLOCK_K)
+    total = tl.zeros((BLOCK_N, BLOCK_K), dtype=tl.float32)
+    for start in range(0, SIZE, BLOCK_K):
+        at = start + columns
+        inside = at < SIZE
+        x = tl.load(x_at + at, mask=inside, other=0.0).to(tl.float32)
+        weight = tl.load(weight_ptr + rows[:, None] * SIZE + at[None, :], mask=inside[None, :], other=0.0)
+        weight = weight.to(tl.float32)
+        if HAS_SCALES:
+            if NUM_GROUPS > 1:  # GROUP is a power of two then
+                PARTS: tl.constexpr = max(BLOCK_K // GROUP, 1)
+                groups = start // GROUP + tl.arange(0, PARTS)
+                scales_at = scales_ptr + rows[:, None] * NUM_GROUPS + groups[None, :]
+                scales = tl.load(scales_at, mask=groups[None, :] < NUM_GROUPS, other=0.0)
+                scales = tl.broadcast_to(scales[:, :, None], (BLOCK_N, PARTS, BLOCK_K // PARTS))
+                weight *= tl.reshape(scales, (BLOCK_N, BLOCK_K))
+        total += weight * x[None, :]
+    sums = tl.sum(total, 1)
+    if HAS_SCALES:
+        if NUM_GROUPS == 1:
+            sums *= tl.load(scales_ptr + rows)
+    return sums
 
 
 @triton.jit
@@ -118,7 +99,6 @@ def _narrow_gate_up_kernel(
     TOP_K: tl.constexpr,
     GROUP: tl.constexpr,
     HAS_SCALES: tl.constexpr,
-    IS_MXFP4: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     HAS_LIMIT: tl.constexpr,
@@ -137,8 +117,8 @@ def _narrow_gate_up_kernel(
     gate_rows = expert * 2 * INNER + (safe * 2 if INTERLEAVED else safe)
     up_rows = gate_rows + (1 if INTERLEAVED else INNER)
     x_at = x_ptr + pair // TOP_K * HIDDEN
-    gate = _row_products(x_at, weight_ptr, scales_ptr, gate_rows, HIDDEN, GROUP, HAS_SCALES, IS_MXFP4, BLOCK_N, BLOCK_K)
-    up = _row_products(x_at, weight_ptr, scales_ptr, up_rows, HIDDEN, GROUP, HAS_SCALES, IS_MXFP4, BLOCK_N, BLOCK_K)
+    gate = _row_products(x_at, weight_ptr, scales_ptr, gate_rows, HIDDEN, GROUP, HAS_SCALES, BLOCK_N, BLOCK_K)
+    up = _row_products(x_at, weight_ptr, scales_ptr, up_rows, HIDDEN, GROUP, HAS_SCALES, BLOCK_N, BLOCK_K)
     if HAS_BIAS:
         gate += tl.load(bias_ptr + gate_rows).to(tl.float32)
         up += tl.load(bias_ptr + up_rows).to(tl.float32)
@@ -162,7 +142,6 @@ def _narrow_down_kernel(
     TOP_K: tl.constexpr,
     GROUP: tl.constexpr,
     HAS_SCALES: tl.constexpr,
-    IS_MXFP4: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -186,7 +165,6 @@ def _narrow_down_kernel(
                 INNER,
                 GROUP,
                 HAS_SCALES,
-                IS_MXFP4,
                 BLOCK_N,
                 BLOCK_K,
             )

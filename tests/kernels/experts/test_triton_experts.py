@@ -13,7 +13,7 @@ from splitserve.kernels.experts import mxfp4, reference
 from splitserve.kernels.experts.launch import ExpertLaunch
 from splitserve.kernels.experts.spec import GatedActivation, GroupScore, RouterSpec, Score
 from splitserve.kernels.experts.triton.experts import TritonExperts
-from splitserve.kernels.experts.triton.matvec import narrow_gate_up
+from splitserve.kernels.experts.triton.packed import packed_gate_up
 from splitserve.kernels.experts.triton.routing import route
 from splitserve.kernels.experts.triton.sorting import sort_pairs
 from splitserve.kernels.experts.weights import ExpertWeights
@@ -294,21 +294,42 @@ def test_mxfp4(dtype: torch.dtype, block_m: int) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.* encountered:RuntimeWarning")
-def test_every_number_in_mxfp4() -> None:
-    """One column of x at a time shows each element of the weight, in both halves of its byte."""
+@pytest.mark.parametrize("dtype", [torch.float32, NARROW])
+@pytest.mark.parametrize("block_m", [1, 16])
+def test_every_number_in_mxfp4(dtype: torch.dtype, block_m: int) -> None:
+    """One column of x at a time shows each element of the weight, in all quarters of its group."""
     blocks = torch.arange(256, dtype=torch.uint8, device=DEVICE).view(1, 16, 16)
-    scales = torch.tensor([1, 90, 126, 127, 128, 129, 160, 185], dtype=torch.uint8, device=DEVICE).repeat(2)
-    down = torch.zeros((1, 32, 4), dtype=torch.uint8, device=DEVICE)  # 8 columns; not looked at
-    weights = ExpertWeights(mxfp4.by_halves(blocks), down, GatedActivation(), gate_up_scales=scales.view(1, 16, 1))
-    x, experts = torch.eye(32, device=DEVICE), torch.zeros((32, 1), dtype=torch.int32, device=DEVICE)
-    expected = mxfp4.dequantised(blocks[0], scales.view(16, 1), torch.float32).t()  # [column, row]
-    expected = reference.activate(expected, GatedActivation())
-    launch = ExpertLaunch(1, 4, 32)
-    torch.testing.assert_close(narrow_gate_up(x, experts, weights, launch), expected, rtol=1e-5, atol=1e-30)
+    most = 140 if dtype == torch.float16 else 185
+    scales = torch.tensor([1, 115, 126, 127, 128, 129, 135, most], dtype=torch.uint8, device=DEVICE).repeat(2)
+    scales = scales.view(1, 16, 1)
+    weights = ExpertWeights(
+        mxfp4.by_quarters(blocks).view(torch.uint8),
+        torch.zeros((1, 32, 4), dtype=torch.uint8, device=DEVICE),  # 8 columns; not looked at
+        GatedActivation(),
+        gate_up_scales=mxfp4.shifted_scales(scales),
+    )
+    x, experts = torch.eye(32, device=DEVICE).to(dtype), torch.zeros((32, 1), dtype=torch.int32, device=DEVICE)
+    expected = mxfp4.dequantised(blocks[0], scales[0], dtype).float().t()  # [column, row]
+    expected = reference.activate(expected, GatedActivation()).to(dtype)
+    launch = ExpertLaunch(block_m, 32, 64)
+    ordered = None if block_m == 1 else sort_pairs(experts, 0, 1, block_m)
+    actual = packed_gate_up(x, experts, ordered, weights, launch)
+    torch.testing.assert_close(actual, expected, rtol=1e-5 if dtype == torch.float32 else 1e-2, atol=1e-30)
+
+
+def test_scales_that_no_weight_has_are_refused() -> None:
+    scales = torch.tensor([[[100, 193]]], dtype=torch.uint8, device=DEVICE)
+    with pytest.raises(ValueError, match=r"2\*\*66; at most 2\*\*65"):
+        mxfp4.shifted_scales(scales)
 
 
 def test_few_tokens_are_not_sorted() -> None:
     from splitserve.kernels.experts.launch import expert_launch
 
-    sizes = [expert_launch("", num_experts=8, top_k=2, num_tokens=count).block_m for count in (1, 4, 5, 200, 5000)]
-    assert sizes == [1, 1, 16, 32, 128]
+    def sizes(counts: tuple[int, ...], is_packed: bool) -> list[int]:
+        return [
+            expert_launch("", num_experts=8, top_k=2, num_tokens=count, is_packed=is_packed).block_m for count in counts
+        ]
+
+    assert sizes((1, 4, 5, 200, 5000), is_packed=False) == [1, 1, 16, 32, 128]
+    assert sizes((1, 8, 9, 200, 5000), is_packed=True) == [1, 1, 16, 32, 128]
