@@ -41,7 +41,7 @@ _PACKED = _Defaults(
     (
         (16, ExpertLaunch(16, 64, 128, 128, 128)),
         (64, ExpertLaunch(32, 64, 128, 128, 128)),
-        (inf, ExpertLaunch(128, 64, 128, 128, 128, 8)),
+        (inf, ExpertLaunch(64, 128, 64, 256, 64, 8)),
     ),
 )
 

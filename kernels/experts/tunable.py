@@ -36,8 +36,8 @@ _PACKED_STARTS = (
     ExpertLaunch(1, 32, 256, 64, 256),
     ExpertLaunch(16, 64, 128, 128, 128),
     ExpertLaunch(32, 64, 128, 128, 128),
-    ExpertLaunch(64, 64, 128, 128, 128, num_warps=8),
-    ExpertLaunch(128, 64, 128, 128, 128, num_warps=8),
+    ExpertLaunch(64, 128, 64, 256, 64, num_warps=8),
+    ExpertLaunch(128, 128, 128, 256, 128, num_warps=8),
 )
 
 

@@ -39,7 +39,8 @@ def packed_product(x_at, words_at, scales_at, total, SIZE: tl.constexpr, BLOCK_K
             scales = (scales.to(tl.uint32) << 23).to(tl.float32, bitcast=True)
         scales = tl.reshape(tl.broadcast_to(scales[:, :, None], (NUM_ROWS, GROUPS, 8)), (NUM_ROWS, WORDS))
         for quarter in tl.static_range(4):
-            at = start + 8 * quarter + columns
+            # Copies of 16 bytes would pass by the L1 cache, where the other quarters find the rest of a line
+            at = tl.max_contiguous(start + 8 * quarter + columns, 4)
             if SIZE % BLOCK_K == 0:
                 x = tl.load(x_at[None, :] + at[:, None])
             else:

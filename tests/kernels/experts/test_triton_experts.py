@@ -332,4 +332,4 @@ def test_few_tokens_are_not_sorted() -> None:
         ]
 
     assert sizes((1, 4, 5, 200, 5000), is_packed=False) == [1, 1, 16, 32, 128]
-    assert sizes((1, 8, 9, 200, 5000), is_packed=True) == [1, 1, 16, 32, 128]
+    assert sizes((1, 8, 9, 200, 5000), is_packed=True) == [1, 1, 16, 32, 64]
