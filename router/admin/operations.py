@@ -13,6 +13,8 @@ from splitserve.router.requests.events import Event, PauseMode, PauseRequests, R
 from splitserve.router.requests.operations.drains import check_drain, worker_named
 from splitserve.router.requests.operations.refusal import OperationRefusedError, RefusalReason
 
+PAUSE_SECONDS = 3.0
+"""Time in which all routers should follow a pause or its end; one that is silent is forgotten sooner."""
 RESET_SECONDS = 10.0
 """Time in which workers should have confirmed a reset; later confirmations count as well."""
 
@@ -24,18 +26,35 @@ class Operations:
         self._core = core
         self._fleet = fleet
         self._handle = handle
+        self._pauses: set[asyncio.Event] = set()  # waits
         self._resets: set[asyncio.Event] = set()
 
-    def pause(self, mode: PauseMode) -> dict[str, Any]:
-        self._handle(PauseRequests(mode))
+    async def pause(self, mode: PauseMode) -> dict[str, Any]:
+        """Pause all routers. Returns the state once they follow, or have been given the time for it."""
+        await self._carry_out(PauseRequests(mode), self._pauses, PAUSE_SECONDS)
         return self.state()
 
-    def resume(self) -> dict[str, Any]:
-        self._handle(ResumeRequests())
+    async def resume(self) -> dict[str, Any]:
+        """End the pause of all routers. Returns the state as :meth:`pause` does."""
+        await self._carry_out(ResumeRequests(), self._pauses, PAUSE_SECONDS)
         return self.state()
+
+    async def _carry_out(self, act: Event, waits: set[asyncio.Event], seconds: float) -> None:
+        """Give the core an act, and wait until one of ``waits`` is done, ``seconds`` at most."""
+        done = asyncio.Event()
+        waits.add(done)
+        try:
+            self._handle(act)
+            async with asyncio.timeout(seconds):
+                await done.wait()
+        except TimeoutError:
+            pass  # the answer names what is missing
+        finally:
+            waits.discard(done)
 
     def state(self) -> dict[str, Any]:
-        """Return the pause as JSON. It is ``settled`` once nothing runs that the pause is to end, finish or freeze."""
+        """Return the pause as JSON. It is ``settled`` once all routers follow and nothing runs that it is to end, to
+        finish or to freeze."""
         pause, peers = self._core.pause, self._core.peers
         num_running = len(self._core.requests) + peers.num_running
         ready = [record for record in self._fleet.membership.records() if record.state is WorkerState.READY]
@@ -45,7 +64,8 @@ class Operations:
             "paused": pause.is_on,
             "mode": pause.mode,
             "seconds": time.monotonic() - pause.since if pause.is_on else None,
-            "settled": is_settled,
+            "settled": is_settled and not peers.names_behind,
+            "routers_pending": peers.names_behind,
             "requests_running": num_running,
             "requests_waiting": len(self._core.waiting_room) + len(self._core.gate.queue) + peers.num_waiting,
             "workers_frozen": sorted(record.info.party.engine_id for record in ready if record.load.frozen),
@@ -53,19 +73,14 @@ class Operations:
 
     async def reset_prefix_caches(self) -> dict[str, Any]:
         """Reset all prefix caches. Returns the names of the workers that have confirmed, and of those that have not."""
-        done = asyncio.Event()
-        self._resets.add(done)
-        try:
-            self._handle(ResetCaches())
-            async with asyncio.timeout(RESET_SECONDS):
-                await done.wait()
-        except TimeoutError:
-            pass  # the answer names the workers that are missing
-        finally:
-            self._resets.discard(done)
+        await self._carry_out(ResetCaches(), self._resets, RESET_SECONDS)
         pending = {party.engine_id for party in self._core.resets.unconfirmed}
         names = {record.info.party.engine_id for record in self._fleet.membership.records()}
         return {"reset": sorted(names - pending), "pending": sorted(pending)}
+
+    def on_pause_followed(self) -> None:
+        for done in self._pauses:
+            done.set()
 
     def on_caches_reset(self) -> None:
         for done in self._resets:
@@ -86,4 +101,5 @@ class Operations:
 
     def close(self) -> None:
         """End all waits: no confirmation will come."""
+        self.on_pause_followed()
         self.on_caches_reset()

@@ -35,6 +35,7 @@ REPORT_SECONDS = 0.1
 LOST_SECONDS = 2.0
 LATE_SECONDS = 0.5
 """Time after the loss of a router in which its reports may still arrive."""
+STAMPS_PER_SECOND = 1_000_000
 SOON_SECONDS = 0.01
 """Least time between reports that only a large prompt causes."""
 LARGE_PROMPT_TOKENS = 4096
@@ -113,6 +114,11 @@ class Peers:
     @property
     def are_all_heard(self) -> bool:
         return len(self._known) == len(self._others)
+
+    @property
+    def names_behind(self) -> list[str]:
+        """Names of the other routers that, by their last reports, don't follow the last pause or resumption yet."""
+        return sorted(name for name, peer in self._known.items() if peer.report.pause < self.pause)
 
     @property
     def have_reset(self) -> bool:
@@ -225,11 +231,14 @@ class Peers:
 
     # ---- this router ----
 
-    def stamp(self, mode: str) -> None:
-        """Number a pause ("": a resumption) that an operator has asked this router for."""
+    def stamp(self, mode: str, now: float) -> None:
+        """Number a pause ("": a resumption) that an operator has asked this router for.
+
+        The number is a hybrid logical clock (Kulkarni et al., 2014): greater than all that were heard, and, by the
+        clock that the routers of one machine share, than those of earlier acts that were not heard."""
         if not self.is_alone:
-            newest = max(self.pause, *(report.pause for report in self.reports), PauseStamp())
-            self.pause = PauseStamp(newest.number + 1, self._name, mode)  # type: ignore[arg-type]
+            number = max(self.pause.number + 1, int(now * STAMPS_PER_SECOND))
+            self.pause = PauseStamp(number, self._name, mode)  # type: ignore[arg-type]
             self.is_urgent = True
 
     def note_placed(self, num_tokens: int, now: float) -> None:

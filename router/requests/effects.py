@@ -105,6 +105,10 @@ class CachesAreReset(msgspec.Struct, frozen=True, gc=False):
     """Confirmation of a reset of the prefix caches by all linked workers."""
 
 
+class PauseIsFollowed(msgspec.Struct, frozen=True, gc=False):
+    """Confirmation that all routers follow the last pause or resumption that an operator asked this one for."""
+
+
 class Stale(msgspec.Struct, frozen=True, gc=False):
     """A worker's message that was dropped, to be counted and logged: it came too late, or isn't for a router."""
 
@@ -133,6 +137,7 @@ Effect: TypeAlias = (
     | Observe
     | Ended
     | CachesAreReset
+    | PauseIsFollowed
     | Stale
     | Log
 )

@@ -147,11 +147,12 @@ def test_a_tenants_limit_holds_over_both(cluster: LocalCluster) -> None:
 
 def test_a_pause_through_one_stops_both_and_either_ends_it(cluster: LocalCluster) -> None:
     with client_of(cluster, "router") as one, client_of(cluster, "router-1") as other:
-        assert one.post("/admin/pause", {"mode": "keep"})[1]["paused"]
-        wait_until(lambda: other.get("/admin/pause")["paused"], "the other router isn't paused")
+        state = one.post("/admin/pause", {"mode": "keep"})[1]
+        assert state["paused"] and state["routers_pending"] == []
+        assert other.get("/admin/pause")["paused"], "the other router is asked after the answer"
         wait_until(lambda: other.get("/admin/pause")["settled"], "the workers aren't frozen")
         assert other.post("/admin/resume", {})[1]["paused"] is False
-        wait_until(lambda: not one.get("/admin/pause")["paused"], "the first router is still paused")
+        assert not one.get("/admin/pause")["paused"], "the first router is asked after the answer"
         wait_until(lambda: not one.get("/admin/pause")["workers_frozen"], "workers are still frozen")
         complete(one, cluster, [9] * 20)
         assert one.post("/admin/reset-prefix-cache", {})[1]["pending"] == []

@@ -8,7 +8,16 @@ from splitserve.protocol.messages.requests import Abort, DecodeRequest, PrefillR
 from splitserve.protocol.request import FinishReason, Party, RequestKey, Role, SamplingParams
 from splitserve.router.placement.prefix_view import PromptHashes
 from splitserve.router.requests.active_request import ActiveRequest
-from splitserve.router.requests.effects import Begun, CachesAreReset, Deliver, Effect, Refuse, Send, SetTimer
+from splitserve.router.requests.effects import (
+    Begun,
+    CachesAreReset,
+    Deliver,
+    Effect,
+    PauseIsFollowed,
+    Refuse,
+    Send,
+    SetTimer,
+)
 from splitserve.router.requests.events import (
     FromWorker,
     NotSent,
@@ -83,13 +92,13 @@ def test_keep_freezes_each_worker_and_moves_the_deadline() -> None:
     assert [effect.body for effect in core.of(Send)] == [SetFrozen(True)] * 2
     assert {effect.to for effect in core.of(Send)} == {PREFILL, DECODE}
     pause(core, PauseMode.KEEP)
-    assert core.effects == [], "pausing twice changes nothing"
+    assert core.effects == [PauseIsFollowed()], "pausing twice changes nothing"
     core.now += 1000.0
     core.handle(ResumeRequests())
     assert [effect.body for effect in core.of(Send)] == [SetFrozen(False)] * 2
     assert deadline(core) == request.arrived_at + DEADLINE_SECONDS + 1000.0
     core.handle(ResumeRequests())
-    assert core.effects == [], "resuming twice changes nothing"
+    assert core.effects == [PauseIsFollowed()], "resuming twice changes nothing"
 
 
 def test_a_worker_that_comes_or_comes_back_is_frozen_before_it_gets_a_request() -> None:

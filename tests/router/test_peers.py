@@ -1,4 +1,4 @@
-"""Two routers' cores that exchange reports by hand: sums, limits, prefixes, late messages, operators' acts."""
+"""Two routers' cores that exchange reports by hand: sums, limits, prefixes, late messages."""
 
 import random
 from typing import Any
@@ -9,103 +9,31 @@ from splitserve.benchmarks.router.instant_worker import DEFAULT_LAYOUT
 from splitserve.protocol.block_hash import root_hash
 from splitserve.protocol.cluster_report import RequestRates
 from splitserve.protocol.config import RouterConfig
-from splitserve.protocol.messages.membership import WorkerInfo
-from splitserve.protocol.messages.operators import PrefixCacheReset, ResetPrefixCache
 from splitserve.protocol.messages.routers import MAX_HASHES, RouterReport, SentPrefixes
-from splitserve.protocol.request import Party, Role, SamplingParams
 from splitserve.router.http.api_error import ApiError
 from splitserve.router.links.membership import Membership
 from splitserve.router.peers import peers
 from splitserve.router.peers.sums import joined_metrics, summed_rates
 from splitserve.router.placement.prefix_view import PrefixView, PromptHashes
-from splitserve.router.requests.active_request import ActiveRequest
 from splitserve.router.requests.core import RouterCore
-from splitserve.router.requests.effects import CachesAreReset, Effect, Send, TellRouters
+from splitserve.router.requests.effects import TellRouters
 from splitserve.router.requests.events import (
     Cancel,
-    Event,
     FromRouter,
-    FromWorker,
     MeetRouters,
     PauseMode,
     PauseRequests,
     ResetCaches,
     ResumeRequests,
     RouterLost,
-    Submit,
-    TenantsChanged,
-    TimerFired,
-    WorkerReady,
 )
-from splitserve.router.requests.queue.tenants import Tenant, Tenants
-
-WORKERS = (Party("mixed-0", 1), Party("mixed-1", 1))
-BLOCK = DEFAULT_LAYOUT.block_size
-TENANT = Tenant(name="team", max_requests_in_flight=2, tokens_per_minute=600.0)
-
-
-class Router:
-    """A core, and the messages of it that have not been delivered."""
-
-    def __init__(self, name: str, other: str, *, incarnation: int = 1, workers: tuple[Party, ...] = WORKERS) -> None:
-        config = RouterConfig(
-            model="m", served_model_name="m", name=name, peers={other: "tcp://127.0.0.1:1"}, max_requests_in_flight=4
-        )
-        self.party = Party(name, incarnation)
-        self.membership = Membership(5.0, 60.0)
-        self.prefixes = PrefixView()
-        self.core = RouterCore(config, self.membership, self.prefixes, random.Random(0))
-        self.now = 100.0
-        self.told: list[TellRouters] = []
-        self.handle(TenantsChanged(Tenants((TENANT,))))
-        for worker in workers:
-            self.join(worker)
-
-    def join(self, worker: Party) -> None:
-        info = WorkerInfo(worker, Role.MIXED, "tcp://w", 1, DEFAULT_LAYOUT, 640, 8, 100_000, 100)
-        assert self.membership.register(worker, info, self.now).refusal is None
-        self.membership.link_up(worker)
-        self.handle(WorkerReady(worker))
-
-    def handle(self, event: Event) -> list[Effect]:
-        effects = self.core.handle(event, self.now)
-        self.core.check_invariants()
-        self.told += [effect for effect in effects if isinstance(effect, TellRouters)]
-        return effects
-
-    def begin(self, request_id: str, num_tokens: int = 3) -> ActiveRequest:
-        request = ActiveRequest.new(request_id, [1] * num_tokens, SamplingParams(max_tokens=5), self.now)
-        self.handle(Submit(request))
-        return request
-
-    def report(self) -> None:
-        self.handle(TimerFired(peers.REPORT))
-
-    def loads(self) -> dict[str, int]:
-        """The requests in flight that a policy sees, by worker."""
-        views = self.membership.snapshot(self.now).workers
-        return {view.party.engine_id: view.num_requests for view in views if view.num_requests}
-
-    @property
-    def mode(self) -> PauseMode | None:
-        return self.core.pause.mode
-
-
-def deliver(sender: Router, receiver: Router) -> list[Effect]:
-    """Deliver what ``sender`` has told; returns the effects."""
-    told, sender.told = sender.told, []
-    meant = [each for each in told if each.to in (None, receiver.party)]
-    return [effect for each in meant for effect in receiver.handle(FromRouter(sender.party, each.body))]
+from splitserve.router.requests.queue.tenants import Tenants
+from two_routers import BLOCK, TENANT, WORKERS, Router, deliver, two_routers
 
 
 @pytest.fixture
 def pair() -> tuple[Router, Router]:
-    one, other = Router("router", "router-1"), Router("router-1", "router")
-    for router in (one, other):
-        router.handle(MeetRouters())
-    for sender, receiver in ((one, other), (other, one)) * 2:
-        deliver(sender, receiver)
-    return one, other
+    return two_routers()
 
 
 Pair = tuple[Router, Router]
@@ -294,70 +222,6 @@ class TestPrefixes:
             other.handle(FromRouter(one.party, each.body))
         assert not self.held(other, 5 * BLOCK)
         assert root_hash(DEFAULT_LAYOUT)
-
-
-class TestOperators:
-    def test_a_pause_and_its_end_are_followed_at_once(self, pair: Pair) -> None:
-        one, other = pair
-        one.handle(PauseRequests(PauseMode.KEEP))
-        deliver(one, other)
-        assert other.mode is PauseMode.KEEP
-        other.handle(ResumeRequests())
-        deliver(other, one)
-        assert one.mode is None
-
-    def test_two_operators_at_once_agree_in_the_end(self, pair: Pair) -> None:
-        one, other = pair
-        one.handle(PauseRequests(PauseMode.KEEP))
-        other.handle(PauseRequests(PauseMode.WAIT))
-        told, one.told = one.told, []
-        deliver(other, one)
-        for each in told:
-            other.handle(FromRouter(one.party, each.body))
-        assert one.mode is other.mode is PauseMode.WAIT
-
-    def test_a_router_that_starts_in_a_pause_is_paused(self, pair: Pair) -> None:
-        one, _ = pair
-        one.handle(PauseRequests(PauseMode.WAIT))
-        fresh = Router("router-1", "router", incarnation=2, workers=())
-        one.report()
-        deliver(one, fresh)
-        assert fresh.mode is PauseMode.WAIT
-
-    def test_a_reset_is_over_when_both_have_carried_it_out(self, pair: Pair) -> None:
-        one, other = pair
-        resets = [effect.body for effect in one.handle(ResetCaches()) if isinstance(effect, Send)]
-        assert len(resets) == 2
-        followed = [effect.body for effect in deliver(one, other) if isinstance(effect, Send)]
-        assert [type(body) for body in followed] == [ResetPrefixCache] * 2
-        assert not over(confirm(one)), "the other router has yet to do so"
-        confirm(other)
-        assert over(deliver(other, one))
-
-    def test_a_router_that_is_lost_is_not_awaited(self, pair: Pair) -> None:
-        one, other = pair
-        one.handle(ResetCaches())
-        deliver(one, other)
-        assert not over(confirm(one))
-        assert over(one.handle(RouterLost(other.party)))
-
-    def test_a_router_that_starts_does_not_repeat_old_resets(self, pair: Pair) -> None:
-        one, _ = pair
-        one.handle(ResetCaches())
-        confirm(one)
-        fresh = Router("router-1", "router", incarnation=2)
-        one.report()
-        assert not [effect for effect in deliver(one, fresh) if isinstance(effect, Send)]
-
-
-def confirm(router: Router) -> list[Effect]:
-    """Confirm the last reset for both workers."""
-    number = router.core.resets._reset_id
-    return [effect for each in WORKERS for effect in router.handle(FromWorker(each, PrefixCacheReset(number)))]
-
-
-def over(effects: list[Effect]) -> bool:
-    return any(isinstance(effect, CachesAreReset) for effect in effects)
 
 
 def test_a_lone_router_tells_nothing_and_has_no_timer() -> None:

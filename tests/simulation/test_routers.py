@@ -11,8 +11,10 @@ from splitserve.protocol.messages.routers import RouterReport
 from splitserve.protocol.request import Party
 from splitserve.router.links.worker_record import Elsewhere, WorkerRecord
 from splitserve.router.peers.peers import Peers
+from splitserve.router.requests.events import PauseMode, PauseRequests, ResumeRequests
 from splitserve.router.requests.operations.agreement import Agreement
 from splitserve.simulation.faults import Faults, Shape
+from splitserve.simulation.simulator import Simulator
 
 SHAPES = (
     Shape(prefill=2, decode=2, routers=2),
@@ -49,7 +51,37 @@ def test_with_any_other_faults(seed: int) -> None:
     run_schedule(router_schedule(seed))
 
 
+def test_a_worker_that_has_drained_while_it_was_frozen_leaves_once() -> None:
+    """A router has started meanwhile, which it registers with as soon as it thaws."""
+    sim = Simulator(0, Faults(), Shape(prefill=0, decode=0, mixed=2, routers=2))
+    worker = sim.living("mixed-0")
+    sim.at(0.3, lambda: sim.routers.kill(0.2))
+    sim.at(0.499, lambda: sim.drain(worker, 0.0))
+    sim.at(0.5, lambda: sim.freeze(worker, 3.0))
+    sim.run(until=30.0)
+    assert [line for line in sim.trace if f"{worker.party} leaves" in line] and sim.living("mixed-0").alive
+    sim.check_end()
+
+
+def test_a_resumption_that_only_a_dead_router_knew_is_asked_for_again() -> None:
+    sim = Simulator(0, Faults(), Shape(prefill=0, decode=0, mixed=2, routers=2))
+    one, other = sim.routers.living
+    sim.at(1.0, lambda: one.handle(PauseRequests(PauseMode.KEEP)))
+    sim.run(until=2.0)
+    assert other.core.pause.is_on
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sim.routers, "any_living", lambda: other if other.alive else one)
+        sim.routers.ask(ResumeRequests())
+        sim.routers.kill(1.0)
+        sim.run(until=3.0)
+    assert not one.core.pause.is_on
+
+
 # ---- planted bugs ----
+
+
+def answers_do_not_wait_for_the_others(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Peers, "names_behind", ())
 
 
 def charges_of_a_lost_router_stay(patch: pytest.MonkeyPatch) -> None:
@@ -111,6 +143,7 @@ PLANTS: dict[Callable[[pytest.MonkeyPatch], None], tuple[Faults, str]] = {
     policies_see_this_router_alone: (Faults(), "policies see"),
     the_last_report_alone_counts: (Faults(), "policies see"),
     pauses_are_not_followed: (Faults(pauses=2), "does not follow the pause"),
+    answers_do_not_wait_for_the_others: (Faults(pauses=2), "operators are answered before"),
     the_others_are_not_awaited: (Faults(resets=3), "have carried it out"),
     ended_requests_are_reported: (Faults(), "is still charged for other routers"),
 }

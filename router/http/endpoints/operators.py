@@ -52,11 +52,11 @@ class Operators:
 
     async def pause(self, request: Request) -> Response:
         body = await self._read(request, PauseBody)
-        return JSONResponse(self._operations.pause(body.mode))
+        return JSONResponse(await self._operations.pause(body.mode))
 
     async def resume(self, request: Request) -> Response:
         await self._read(request, NoFields)
-        return JSONResponse(self._operations.resume())
+        return JSONResponse(await self._operations.resume())
 
     async def reset_prefix_cache(self, request: Request) -> Response:
         await self._read(request, NoFields)

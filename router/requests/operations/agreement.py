@@ -1,7 +1,8 @@
 """Operators' acts on all router processes of one port: a pause or a reset that one of them is asked for takes effect in
 all. Pure; time is an argument.
 
-Pauses are numbered, and the last one holds everywhere (:class:`~splitserve.protocol.messages.routers.PauseStamp`).
+Pauses are numbered, and the last one holds everywhere (:class:`~splitserve.protocol.messages.routers.PauseStamp`). A
+pause or a resumption is over when all routers that run have reported it: then the loss of one can't undo it.
 Resets of the prefix caches are counted: each router resets the workers over its own links, so that no request of its
 own comes between, and a reset is over when all routers have done so.
 """
@@ -12,7 +13,7 @@ from splitserve.protocol.messages.routers import RouterReport, SentPrefixes
 from splitserve.router.links.membership import Membership
 from splitserve.router.peers.peers import Peers
 from splitserve.router.placement.placer import Placer
-from splitserve.router.requests.effects import CachesAreReset, Outbox, Stale
+from splitserve.router.requests.effects import CachesAreReset, Outbox, PauseIsFollowed, Stale
 from splitserve.router.requests.events import (
     FromRouter,
     MeetRouters,
@@ -48,22 +49,34 @@ class Agreement:
         self._on_pause = on_pause
         self._on_resume = on_resume
         self._on_room = on_room
-        self._awaits_reset = False  # of all routers, which an operator has asked this one for
+        self._awaits_pause = False  # or a resumption, of all routers, which an operator has asked this one for
+        self._awaits_reset = False
 
     # ---- operators ----
 
     def on_pause(self, event: PauseRequests, now: float) -> None:
-        self._peers.stamp(event.mode.value)
+        self._peers.stamp(event.mode.value, now)
         self._on_pause(event.mode, now)
+        self._await_pause()
 
     def on_resume(self, _event: ResumeRequests, now: float) -> None:
-        self._peers.stamp("")
+        self._peers.stamp("", now)
         self._on_resume(now)
+        self._await_pause()
 
     def on_reset_caches(self, _event: ResetCaches, _now: float) -> None:
         self._peers.num_resets += 1
         self._awaits_reset = True
         self._reset()
+
+    def _await_pause(self) -> None:
+        self._awaits_pause = True
+        self._check_pause()
+
+    def _check_pause(self) -> None:
+        if self._awaits_pause and not self._peers.names_behind:
+            self._awaits_pause = False
+            self._outbox.put(PauseIsFollowed())
 
     def _reset(self) -> None:
         self._peers.forget_sent()
@@ -94,7 +107,7 @@ class Agreement:
 
     def on_report_due(self, now: float) -> None:
         self._peers.expire(now)
-        self._check_resets()
+        self._check_all()
         self._peers.set_timer(now)
         self._peers.is_urgent = True
 
@@ -111,14 +124,18 @@ class Agreement:
 
     def on_router_lost(self, event: RouterLost, now: float) -> None:
         self._peers.lose(event.router, now)
-        self._check_resets()
+        self._check_all()
         self._on_room(now)
+
+    def _check_all(self) -> None:
+        self._check_pause()
+        self._check_resets()
 
     def _follow(self, report: RouterReport, now: float) -> None:
         """Carry out what operators have asked another router for."""
         peers = self._peers
         if report.pause > peers.pause:
-            peers.pause = report.pause
+            peers.pause, peers.is_urgent = report.pause, True
             if report.pause.mode:
                 self._on_pause(PauseMode(report.pause.mode), now)
             else:
@@ -129,5 +146,5 @@ class Agreement:
                 peers.num_resets_done = report.num_resets
             else:
                 self._reset()
-        self._check_resets()
+        self._check_all()
         self._on_room(now)

@@ -170,6 +170,7 @@ class Simulator:
 
     def leave(self, worker: SimWorker) -> None:
         """End a worker that has drained, and restart it later."""
+        assert worker.alive, f"{worker.party} leaves, but has ended before"
         self.note(f"{worker.party} leaves: {worker.drain_clock.reason}")
         worker.alive = False
         self.routers.each(lambda router: router.on_leave(worker.party))

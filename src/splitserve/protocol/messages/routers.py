@@ -47,7 +47,7 @@ class PauseStamp(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
     """The last pause or resumption that a router knows; the greatest one holds. ``router``: that which an operator
     asked; ``mode``: "" for a resumption."""
 
-    number: Count = 0
+    number: Count = 0  # microseconds of the machine's monotonic clock, or one more than the greatest one heard
     router: str = ""
     mode: Literal["", "abort", "wait", "keep"] = ""
 

@@ -36,6 +36,7 @@ from splitserve.router.requests.effects import (
     Ended,
     Log,
     Observe,
+    PauseIsFollowed,
     Refuse,
     Send,
     SetTimer,
@@ -112,6 +113,7 @@ class SimRouter:
             Observe: self._observe,
             Ended: self.checks.on_ended,
             CachesAreReset: lambda _effect: self.checks.on_caches_reset(),
+            PauseIsFollowed: self._on_pause_followed,
             Stale: self._drop,
             Log: lambda effect: sim.note(effect.text),
         }
@@ -170,6 +172,10 @@ class SimRouter:
     @staticmethod
     def _observe(effect: Observe | CountTokens) -> None:
         assert effect.seconds >= 0, f"a time below 0: {effect}"
+
+    def _on_pause_followed(self, _effect: PauseIsFollowed) -> None:
+        self.pauses.on_followed()
+        self.sim.routers.on_pause_followed(self)
 
     def _drop(self, effect: Stale) -> None:
         self._was_dropped = True

@@ -7,7 +7,7 @@ from splitserve.protocol.kv_event_batch import KVEvent
 from splitserve.protocol.messages.envelope import Body
 from splitserve.protocol.messages.routers import RouterReport, SentPrefixes
 from splitserve.protocol.request import Party, SamplingParams
-from splitserve.router.requests.events import Event, FromRouter, MeetRouters, PauseRequests, RouterLost
+from splitserve.router.requests.events import Event, FromRouter, MeetRouters, PauseRequests, ResumeRequests, RouterLost
 from splitserve.simulation.model import ROUTER
 from splitserve.simulation.router.driver import SimRouter
 
@@ -30,6 +30,7 @@ class SimRouters:
         self._all = list(self._last.values())  # every incarnation
         self._busy_until: dict[tuple[Party, Party], float] = {}
         self._num_acts = 0  # of operators
+        self._unanswered: tuple[SimRouter, Event] | None = None  # the last pause or resumption, and the asked router
         for router in self._all if number > 1 else []:
             sim.after(sim.random.uniform(0.0, 0.01), lambda r=router: r.handle(MeetRouters()))  # type: ignore[misc]
 
@@ -58,11 +59,18 @@ class SimRouters:
     def ask(self, event: Event) -> None:
         """Have an operator ask any router; all must follow, unless something else comes between."""
         asked = self.any_living()
+        if isinstance(event, PauseRequests | ResumeRequests):
+            self._unanswered = asked, event
         self._num_acts += 1
         number = self._num_acts
         asked.handle(event)
         if isinstance(event, PauseRequests) and not (self._sim.faults.drop or self._sim.faults.router_kills):
             self._sim.after(FOLLOW_SECONDS, lambda: self._check_follows(event, number))
+
+    def on_pause_followed(self, router: SimRouter) -> None:
+        """Let a router answer the operators who have asked it for a pause or its end."""
+        if self._unanswered is not None and self._unanswered[0] is router:
+            self._unanswered = None
 
     def _check_follows(self, event: PauseRequests, number: int) -> None:
         for router in self.living if number == self._num_acts else []:
@@ -132,6 +140,8 @@ class SimRouters:
         victim = self._sim.random.choice(victims)
         self._sim.note(f"{victim.party} is killed")
         victim.alive = False
+        if self._unanswered is not None and self._unanswered[0] is victim:
+            self.ask(self._unanswered[1])  # the operator sees the connection end, and asks another
         for router in self.living:
             notice = self._sim.random.uniform(0.001, 0.02)
             self._sim.after(notice, lambda r=router: r.on_router_lost(RouterLost(victim.party)) if r.alive else None)  # type: ignore[misc]
@@ -148,15 +158,15 @@ class SimRouters:
         self._sim.after(self._sim.random.uniform(0.01, 0.2), lambda: self._meet_workers(router))
 
     def _meet_workers(self, router: SimRouter) -> None:
-        """Let all workers register with a router that has started."""
+        """Let all workers register with a router that has started; those that started later have done so."""
         for worker in self._sim.living_workers:
-            self._meet(router, worker)
+            if router.membership.get(worker.party) is None:
+                self._meet(router, worker)
 
     def _meet(self, router: SimRouter, worker: "SimWorker") -> None:
         if router.alive and worker.can_run(lambda: self._meet(router, worker)):
-            router.on_started(worker)
             worker.core.on_routers(self._known_to_workers, worker.clock)
-            worker.settle()
+            router.on_started(worker)  # its heartbeat wakes the loop, which may be the end of a worker that drains
 
     # ---- the end ----
 

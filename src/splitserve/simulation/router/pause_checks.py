@@ -6,7 +6,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from splitserve.router.peers.peers import REPORT
-from splitserve.router.requests.effects import Begun, Deliver, Effect, Refuse, SetTimer, TellLimits, TellRouters
+from splitserve.router.requests.effects import (
+    Begun,
+    Deliver,
+    Effect,
+    PauseIsFollowed,
+    Refuse,
+    SetTimer,
+    TellLimits,
+    TellRouters,
+)
 from splitserve.router.requests.events import (
     Event,
     FromRouter,
@@ -72,9 +81,16 @@ class PauseChecks:
             self._check_no_change(before, effects)
         self._check_deadlines(before, effects)
 
+    def on_followed(self) -> None:
+        """Check that each other router that runs, and that this one knows of, follows what operators are answered."""
+        router, own = self._router, self._router.core.peers.pause
+        others = [each for each in router.sim.routers.living if each.party in router.heard]
+        behind = [each.party for each in others if each.core.peers.pause < own]
+        assert not behind, f"operators are answered before {behind} follow the pause or its end"
+
     def _check_no_change(self, before: Before, effects: Sequence[Effect]) -> None:
         core = self._router.core
-        others = [effect for effect in effects if not isinstance(effect, TellRouters)]
+        others = [effect for effect in effects if not isinstance(effect, TellRouters | PauseIsFollowed)]
         others = [each for each in others if not (isinstance(each, SetTimer) and each.timer == REPORT)]
         since = (core.pause.since, core.requests.frozen_since)
         is_same = not others and since == (before.since, before.frozen_since)
