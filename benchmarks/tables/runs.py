@@ -49,6 +49,11 @@ class Run:
         names = [gpu.partition(",")[0].removeprefix("NVIDIA ") for gpu in self.content["machine"]["gpus"]]
         return f"{len(names)} x {names[0]}" if names else "none"
 
+    @property
+    def gpu(self) -> str:
+        """The kind of the machine's GPUs, of a bench that uses them."""
+        return self.gpus.rpartition(" x ")[2]
+
     def option(self, name: str) -> str:
         """Return the value of a command's option; empty without it."""
         command = self.content["command"]

@@ -21,16 +21,16 @@ def all_runs(runs: Sequence[Run], notes: dict[str, str]) -> Section:
 
 
 def steps(runs: Sequence[Run]) -> Section:
-    cases: dict[tuple[str, str, int, int, str], list[tuple[Run, dict[str, Any]]]] = {}
+    cases: dict[tuple[str, str, str, int, int, str], list[tuple[Run, dict[str, Any]]]] = {}
     for run in of_bench(runs, "engine"):
         for model, found in run.content["models"].items():
             for figure in found["decode"]:
-                case = (model, "decode", figure["batch"], figure["context"], figure.get("sampling", GREEDY))
+                case = (model, run.gpu, "decode", figure["batch"], figure["context"], figure.get("sampling", GREEDY))
                 cases.setdefault(case, []).append((run, figure))
             for figure in [] if run.option("--prefix") else found["prefill"]:
-                cases.setdefault((model, "prefill", figure["tokens"], 0, GREEDY), []).append((run, figure))
+                cases.setdefault((model, run.gpu, "prefill", figure["tokens"], 0, GREEDY), []).append((run, figure))
     rows = []
-    for (model, phase, size, context, sampling), found in sorted(cases.items()):
+    for (model, gpu, phase, size, context, sampling), found in sorted(cases.items()):
         figures = [figure for _, figure in found]
         labels = ", ".join(run_link(run) for run, _ in found)
         if phase == "decode":
@@ -41,12 +41,12 @@ def steps(runs: Sequence[Run]) -> Section:
             shares += [extent(busy, percent, high=True) if busy else "not measured"]
             drawn = "" if sampling == GREEDY else f", {sampling}"
             rows.append(
-                [model, f"decode {size} x {context}{drawn}", extent([f["step_ms"] for f in figures]), *shares, labels]
+                [model, gpu, f"decode {size} x {context}{drawn}", extent([f["step_ms"] for f in figures]), *shares, labels]
             )
         else:
             share = extent([f["gemm_share"] for f in figures], percent, high=True)
-            rows.append([model, f"prefill {size}", extent([f["ms"] for f in figures]), "-", "-", share, "-", labels])
-    headers = ["shape", "case", "ms", "of copy floor", "of read floor", "of GEMM rate", "device busy", "runs"]
+            rows.append([model, gpu, f"prefill {size}", extent([f["ms"] for f in figures]), "-", "-", share, "-", labels])
+    headers = ["shape", "GPU", "case", "ms", "of copy floor", "of read floor", "of GEMM rate", "device busy", "runs"]
     text = (
         "`bench engine`: one GPU, nothing else on it, greedy unless said, without HTTP. Shares are of what the same "
         "run measured: a floor is the time to read weights and KV once, at the bandwidth of a large copy (read and "

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from splitserve.benchmarks.common.report import RESULTS_DIRECTORY
 from splitserve.benchmarks.tables import more_sections as results_more
-from splitserve.benchmarks.tables import placement, simulations, twins
+from splitserve.benchmarks.tables import goodputs, placement, simulations, twins
 from splitserve.benchmarks.tables import readme as results_readme
 from splitserve.benchmarks.tables import sections as results_sections
 from splitserve.benchmarks.tables.cells import Section, commit
@@ -61,6 +61,8 @@ SECTIONS: Sequence[Callable[[Sequence[Run]], Section]] = (
     results_more.awake_cores,
     results_more.chaos,
     results_more.later_turns,
+    goodputs.goodputs,
+    goodputs.effects,
     simulations.simulations,
     twins.accuracy,
     twins.rankings,

@@ -103,6 +103,7 @@ class GenerationResponse(Response):
             await send_json(send, error.status, self._format.error_body(error), error.headers())
         finally:
             watcher.cancel()
+            del self._watcher  # its error will name a frame that has this response: a cycle for the garbage collector
             for request in self._requests:
                 self._dispatcher.cancel(request)
             self._dispatcher.release(len(self._prompts), self._context.tenant)

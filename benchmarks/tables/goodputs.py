@@ -1,0 +1,60 @@
+"""Tables of kept results of ``splitserve bench goodput``. Pure."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from splitserve.benchmarks.tables.cells import Section, commit, number, of_bench, percent, run_link
+from splitserve.benchmarks.tables.runs import Run
+
+CONDITIONS = (
+    "`bench goodput`: the highest rate at which both objectives hold, failed requests counted as misses; random weights; "
+    "arms take turns, and each is probed from the same rate on. In brackets: 90% intervals by block bootstrap, of a "
+    "ratio that of the ratio itself. A report has the plots and every probe."
+)
+
+
+def goodputs(runs: Sequence[Run]) -> Section:
+    """Return the section of the results' page: a row for each arrangement of each run."""
+    rows = []
+    for run in of_bench(runs, "goodput"):
+        verdict, conditions = run.content["verdict"], run.content["conditions"]
+        best = max(arm["goodput"]["rate"] for arm in verdict["arms"])
+        for arm in verdict["arms"]:
+            rate = arm["goodput"]["rate"]
+            cells = [arm["name"], f"{number(rate)} {_interval(arm['interval'])}", percent(rate / best)]
+            rows.append([_run(run), _load(run, conditions), *cells, commit(run)])
+    headers = ["run", "load and objectives", "arrangement", "goodput, requests/s", "of the best", "commit"]
+    return Section("Goodput of arrangements on equal devices", CONDITIONS, headers, rows)
+
+
+def effects(runs: Sequence[Run]) -> Section:
+    """Return the section of pairs: disaggregation against none, and one routing policy against another."""
+    rows = []
+    for run in of_bench(runs, "goodput"):
+        verdict = run.content["verdict"]
+        for pair in (verdict["split_against_mixed"], *verdict["effects"]):
+            ratio = f"{pair['ratio']:.2f} {_interval(pair['ratio_interval'], '.2f')}"
+            difference = f"{pair['difference']:+.1f} {_interval(pair['difference_interval'], '+.1f')}"
+            rows.append([_run(run), pair["first"], pair["second"], ratio, difference])
+    headers = ["run", "arrangement", "against", "ratio of goodputs", "difference, requests/s"]
+    text = "The first row of a run is its best disaggregated arrangement against its best mixed one."
+    return Section("Effects of disaggregation and of routing", text, headers, rows)
+
+
+def _run(run: Run) -> str:
+    return f"{run_link(run)}, [report]({run.path.stem}/report.html)"
+
+
+def _load(run: Run, conditions: Mapping[str, Any]) -> str:
+    temperature = conditions["temperature"]
+    drawn = f"temperature {temperature}, top-p {conditions['top_p']}" if temperature else "greedy"
+    objectives = f"p{conditions['percentile']:.0f} of TTFT {conditions['ttft_ms']:.0f} ms and of ITL "
+    devices = run.gpus if run.gpus != "none" else f"{run.content['verdict']['num_devices']} workers on CPU"
+    requests = f"{conditions['num_requests']} requests a probe"
+    objectives += f"{conditions['itl_ms']:.0f} ms"
+    return f"{conditions['workload']}, {conditions['model']}, {devices}, {drawn}, {requests}; {objectives}"
+
+
+def _interval(found: Mapping[str, float], form: str = "") -> str:
+    low, high = (format(found[end], form) if form else number(found[end]) for end in ("low", "high"))
+    return f"({low} to {high})"
