@@ -36,7 +36,7 @@ def by_quarters(blocks: Tensor) -> Tensor:
     """
     ordered = torch.empty((*blocks.shape[:-1], blocks.shape[-1] // 2), dtype=torch.int16, device=blocks.device)
     for source, target in zip(blocks, ordered, strict=True):  # one matrix at a time: memory for all may not be there
-        numbers = torch.stack((source & 15, source >> 4), -1).flatten(-2).unflatten(-1, (-1, 4, MXFP4_GROUP // 4))
+        numbers = torch.stack((source & 15, source >> 4), -1).reshape(len(source), -1, 4, MXFP4_GROUP // 4)
         words = torch.zeros_like(numbers[..., 0, :], dtype=torch.int32)  # [R, K / 32, 8]
         for quarter, bits in enumerate(QUARTER_BITS):
             for place, bit in zip((3, 2, 1, 0), bits, strict=True):

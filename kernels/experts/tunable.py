@@ -150,7 +150,7 @@ class ExpertsCase:
         tiles = ((2 * launch.block_n, launch.block_k), (launch.down_block_n, launch.down_block_k))
         if not all(64 <= rows <= 256 and 64 <= columns <= 512 for rows, columns in tiles):
             return False
-        if launch.block_m == 1 and self._rows > 64 or not (launch.block_m == 1 or 16 <= launch.block_m <= 128):
+        if (launch.block_m == 1 and self._rows > 64) or not (launch.block_m == 1 or 16 <= launch.block_m <= 128):
             return False
         held = max(rows * (columns // 2 + 4 * launch.block_m) for rows, columns in tiles)
         shared = max(columns * (rows // 2 + launch.block_m * self._x.element_size()) for rows, columns in tiles)

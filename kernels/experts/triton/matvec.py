@@ -65,19 +65,17 @@ def _row_products(x_at, weight_ptr, scales_ptr, rows, SIZE: tl.constexpr, GROUP:
         x = tl.load(x_at + at, mask=inside, other=0.0).to(tl.float32)
         weight = tl.load(weight_ptr + rows[:, None] * SIZE + at[None, :], mask=inside[None, :], other=0.0)
         weight = weight.to(tl.float32)
-        if HAS_SCALES:
-            if NUM_GROUPS > 1:  # GROUP is a power of two then
-                PARTS: tl.constexpr = max(BLOCK_K // GROUP, 1)
-                groups = start // GROUP + tl.arange(0, PARTS)
-                scales_at = scales_ptr + rows[:, None] * NUM_GROUPS + groups[None, :]
-                scales = tl.load(scales_at, mask=groups[None, :] < NUM_GROUPS, other=0.0)
-                scales = tl.broadcast_to(scales[:, :, None], (BLOCK_N, PARTS, BLOCK_K // PARTS))
-                weight *= tl.reshape(scales, (BLOCK_N, BLOCK_K))
+        if HAS_SCALES and NUM_GROUPS > 1:  # GROUP is a power of two then
+            PARTS: tl.constexpr = max(BLOCK_K // GROUP, 1)
+            groups = start // GROUP + tl.arange(0, PARTS)
+            scales_at = scales_ptr + rows[:, None] * NUM_GROUPS + groups[None, :]
+            scales = tl.load(scales_at, mask=groups[None, :] < NUM_GROUPS, other=0.0)
+            scales = tl.broadcast_to(scales[:, :, None], (BLOCK_N, PARTS, BLOCK_K // PARTS))
+            weight *= tl.reshape(scales, (BLOCK_N, BLOCK_K))
         total += weight * x[None, :]
     sums = tl.sum(total, 1)
-    if HAS_SCALES:
-        if NUM_GROUPS == 1:
-            sums *= tl.load(scales_ptr + rows)
+    if HAS_SCALES and NUM_GROUPS == 1:
+        sums *= tl.load(scales_ptr + rows)
     return sums
 
 

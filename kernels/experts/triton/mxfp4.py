@@ -1,4 +1,4 @@
-"""Products with weights in MXFP4 (:mod:`splitserve.kernels.experts.mxfp4`, ordered ``by_quarters``) inside Triton kernels.
+"""Products with weights in MXFP4 (:mod:`splitserve.kernels.experts.mxfp4`, ordered ``by_quarters``) in Triton kernels.
 
 The weights are the left operand: a warp group unpacks them in registers, two elements at once, where its matrix
 instructions take them. As the right operand they would go through shared memory as bfloat16.
