@@ -87,6 +87,8 @@ class Peers:
         self._outbox = outbox
         self._known: dict[str, _Peer] = {}
         self._has_heard = False
+        self._unheard = set(config.peers)  # since this router's start, which may run all the same
+        self._begun_at: float | None = None
         self._newcomers: list[Party] = []  # routers that are to be told what was sent, after the next report
         self._lost: dict[str, tuple[Party, float]] = {}  # the last one of a name, and when
         self._sums: dict[Party, Elsewhere] = {}  # of the last reports, by worker
@@ -117,8 +119,10 @@ class Peers:
 
     @property
     def names_behind(self) -> list[str]:
-        """Names of the other routers that, by their last reports, don't follow the last pause or resumption yet."""
-        return sorted(name for name, peer in self._known.items() if peer.report.pause < self.pause)
+        """Names of the other routers that, by their last reports, don't follow the last pause or resumption yet; those
+        that were not heard since this router's start are among them for ``LOST_SECONDS``."""
+        behind = {name for name, peer in self._known.items() if peer.report.pause < self.pause}
+        return sorted(behind | self._unheard)
 
     @property
     def have_reset(self) -> bool:
@@ -135,6 +139,7 @@ class Peers:
             return False
         self.is_new &= not self._has_heard
         self._has_heard = True
+        self._unheard.discard(sender.engine_id)
         known = self._known.get(sender.engine_id)
         if known is None or known.party != sender:
             known = self._known[sender.engine_id] = _Peer(sender, report, now)
@@ -177,6 +182,7 @@ class Peers:
     def lose(self, party: Party, now: float) -> None:
         """Forget a router that is gone, with all that it had in flight. Reports that were on their way don't count."""
         self._lost[party.engine_id] = party, now
+        self._unheard.discard(party.engine_id)
         known = self._known.get(party.engine_id)
         if known is not None and known.party == party:
             del self._known[party.engine_id]
@@ -195,6 +201,8 @@ class Peers:
         for peer in list(self._known.values()):
             if now - peer.heard_at > LOST_SECONDS:
                 self.lose(peer.party, now)
+        if self._begun_at is not None and now - self._begun_at > LOST_SECONDS:
+            self._unheard.clear()
 
     def _welcome(self, newcomer: Party, report: RouterReport, now: float) -> None:
         """Take over the tenants' use from a router that is heard for the first time, and tell it what it must know."""
@@ -290,6 +298,7 @@ class Peers:
 
     def set_timer(self, now: float) -> None:
         self.is_reporting = True
+        self._begun_at = now if self._begun_at is None else self._begun_at
         self._outbox.put(SetTimer(REPORT, now + REPORT_SECONDS))
 
     def _tell_sent(self, worker: Party, hashes: list[bytes], to: Party | None = None) -> None:

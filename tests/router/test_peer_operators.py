@@ -8,6 +8,7 @@ from splitserve.router.requests.effects import CachesAreReset, Effect, PauseIsFo
 from splitserve.router.requests.events import (
     FromRouter,
     FromWorker,
+    MeetRouters,
     PauseMode,
     PauseRequests,
     ResetCaches,
@@ -114,6 +115,26 @@ def test_a_pause_is_over_when_the_router_that_does_not_follow_is_lost(pair: Pair
     one, other = pair
     one.handle(PauseRequests(PauseMode.WAIT))
     assert is_followed(one.handle(RouterLost(other.party)))
+
+
+def test_a_router_that_has_just_started_awaits_those_that_it_has_not_heard(pair: Pair) -> None:
+    one, _ = pair
+    one.handle(PauseRequests(PauseMode.WAIT))
+    fresh = Router("router-1", "router", incarnation=2)
+    fresh.handle(MeetRouters())
+    fresh.now += 0.01
+    assert not is_followed(fresh.handle(ResumeRequests()))
+    deliver(fresh, one)
+    assert one.mode is None
+    assert is_followed(deliver(one, fresh))
+
+
+def test_a_router_that_starts_alone_awaits_the_others_for_the_time_of_a_silence() -> None:
+    fresh = Router("router", "router-1")
+    fresh.handle(MeetRouters())
+    assert not is_followed(fresh.handle(PauseRequests(PauseMode.WAIT)))
+    fresh.now += peers.LOST_SECONDS + 0.1
+    assert is_followed(fresh.handle(TimerFired(peers.REPORT)))
 
 
 def test_a_pause_is_over_when_the_router_that_does_not_follow_is_silent(pair: Pair) -> None:
