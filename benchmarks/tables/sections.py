@@ -41,11 +41,20 @@ def steps(runs: Sequence[Run]) -> Section:
             shares += [extent(busy, percent, high=True) if busy else "not measured"]
             drawn = "" if sampling == GREEDY else f", {sampling}"
             rows.append(
-                [model, gpu, f"decode {size} x {context}{drawn}", extent([f["step_ms"] for f in figures]), *shares, labels]
+                [
+                    model,
+                    gpu,
+                    f"decode {size} x {context}{drawn}",
+                    extent([f["step_ms"] for f in figures]),
+                    *shares,
+                    labels,
+                ]
             )
         else:
             share = extent([f["gemm_share"] for f in figures], percent, high=True)
-            rows.append([model, gpu, f"prefill {size}", extent([f["ms"] for f in figures]), "-", "-", share, "-", labels])
+            rows.append(
+                [model, gpu, f"prefill {size}", extent([f["ms"] for f in figures]), "-", "-", share, "-", labels]
+            )
     headers = ["shape", "GPU", "case", "ms", "of copy floor", "of read floor", "of GEMM rate", "device busy", "runs"]
     text = (
         "`bench engine`: one GPU, nothing else on it, greedy unless said, without HTTP. Shares are of what the same "
