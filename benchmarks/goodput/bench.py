@@ -33,6 +33,7 @@ from splitserve.benchmarks.goodput.report import notes, render
 from splitserve.benchmarks.goodput.result import Conditions, Folder, csv_of, rows_of, summary_of, verdict_of
 from splitserve.benchmarks.goodput.search import Search
 from splitserve.benchmarks.goodput.suites import SUITES
+from splitserve.benchmarks.goodput.twins import Twins
 from splitserve.benchmarks.goodput.verdict import losing_region, sentence
 from splitserve.common.errors import ConfigError
 from splitserve.models.config import load_model_config
@@ -44,7 +45,7 @@ from splitserve.workloads.named import Source, parse_workload
 
 EXIT_INTERRUPTED = 130
 _CHOICES = ("workloads", "ttft_ms", "itl_ms", "percentile", "num_requests", "precision", "num_repeats", "max_probes",
-            "chunk_budgets", "arms", "max_seconds", "first_rate")  # fmt: skip
+            "chunk_budgets", "arms", "max_seconds", "first_rate", "twin")  # fmt: skip
 _GUESSED_SECONDS = 45.0
 """Time of a probe until one has run, for ``--dry-run``."""
 
@@ -87,6 +88,8 @@ def plan_of(options: argparse.Namespace, arms: Mapping[str, Arm | None], sources
     lines += [f"workload {source.name}: {options.num_requests} requests a probe" for source in sources]
     lines.append(f"objectives: {_conditions(options, arms, sources[0], options.model).objectives.words}")
     lines.append(f"at most {most} probes, about {most * _GUESSED_SECONDS / 60:.0f} minutes; usually two thirds of that")
+    if options.max_seconds:
+        lines.append(f"no probe begins after {options.max_seconds / 60:.0f} minutes")
     return "\n".join(lines)
 
 
@@ -117,7 +120,11 @@ def _compare(task: _Task, ends_at: float) -> bool:
     ended = True
     try:
         with Clusters(side_by_side=options.side_by_side) as clusters:
-            _run(comparison, Prober(setup, clusters), folder, ends_at)
+            prober = Prober(setup, clusters)
+            twins = Twins(folder.path / "twins", setup)
+            if options.twin and not options.endpoint:
+                _propose(comparison, prober, twins, options.first_rate)
+            _run(comparison, prober, twins, folder, ends_at)
     except KeyboardInterrupt:
         print("interrupted: the report has what was measured", file=sys.stderr)
         ended = False
@@ -126,8 +133,34 @@ def _compare(task: _Task, ends_at: float) -> bool:
     return ended and not any(search.next_rate() is not None for search in searches.values())
 
 
-def _run(comparison: Comparison, prober: Prober, folder: Folder, ends_at: float) -> None:
-    run_probe, mean_seconds = timed(prober.run)
+def _propose(comparison: Comparison, prober: Prober, twins: Twins, first_rate: float) -> None:
+    """Let the twin of each arm without probes propose the rate of the first one."""
+    for name, arm in comparison.arms.items():
+        assert arm is not None, "endpoints have no twins"
+        if comparison.searches[name].num_probes:
+            continue
+        try:
+            if not twins.has(name):
+                twins.keep(name, prober.report_after_load(arm, first_rate, comparison.seed))
+            rate = twins.proposed_rate(name, arm, first_rate, comparison.seed)
+        except ConfigError as error:
+            print(f"{name:24} has no twin: {error}", flush=True)
+            continue
+        comparison.propose(name, rate)
+        print(f"{name:24} {rate:8.3g}/s  proposed by its twin", flush=True)
+
+
+def _run(comparison: Comparison, prober: Prober, twins: Twins, folder: Folder, ends_at: float) -> None:
+    proposed: dict[str, float | None] = {name: search.first_rate for name, search in comparison.searches.items()}
+    proposed |= {kept.arm: kept.simulated.get("goodput") for kept in comparison.probes}
+
+    def probe(name: str, arm: Arm | None, rate: float, seed: int) -> ProbeResult:
+        result = prober.run(name, arm, rate, seed)
+        if arm is not None and twins.has(name):
+            result.simulated = {**twins.figures(name, arm, rate, seed), "goodput": proposed[name]}
+        return result
+
+    run_probe, mean_seconds = timed(probe)
     for result in comparison.run(run_probe):
         folder.keep(len(comparison.probes), result)
         pressure = result.outcome.pressure(prober.setup.objectives)
@@ -242,7 +275,17 @@ def parser() -> argparse.ArgumentParser:
     add("--precision", type=positive_seconds, metavar="SHARE", help="width of the bracket at which a search ends")
     add("--num-repeats", type=positive, metavar="N", help="probes at each end of the bracket")
     add("--max-probes", type=positive, metavar="N", help="probes of an arm at most")
-    add("--first-rate", type=positive_seconds, metavar="R", help="requests per second of the first probe")
+    add(
+        "--first-rate",
+        type=positive_seconds,
+        metavar="R",
+        help="requests per second of the first probe; with a twin of its short load",
+    )
+    add(
+        "--twin",
+        action=argparse.BooleanOptionalAction,
+        help="an arm's twin, from a short load, proposes the rate of its first probe and stands beside each",
+    )
     add("--max-seconds", type=finite, metavar="SECONDS", help="time after which no further probe begins; 0: none")
     add("--max-tokens", type=positive, default=4096, metavar="N", help="longest conversation taken from a trace")
     add("--kill-every", type=finite, default=0.0, metavar="SECONDS", help="kill a random worker so often; 0: never")

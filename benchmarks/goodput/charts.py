@@ -88,6 +88,10 @@ def _rate_chart(verdict: Verdict, rows: Sequence[Mapping[str, Any]]) -> Any:
             points = [(row["rate"], row[column]) for row in own if row[column] is not None]
             style = {"color": COLOURS[number % len(COLOURS)], "marker": MARKERS[number % len(MARKERS)]}
             panel.plot([x for x, _ in points], [y for _, y in points], label=arm, markersize=4, linewidth=1.2, **style)
+            twins = [(row["rate"], row.get(f"simulated_{column}")) for row in own]
+            twins = [(x, y) for x, y in twins if y is not None]
+            hollow = {**style, "markerfacecolor": "white", "linestyle": ":", "linewidth": 0.8}
+            panel.plot([x for x, _ in twins], [y for _, y in twins], markersize=5, zorder=1, **hollow)
     for (_, label, objective), panel in zip(panels, axes, strict=True):
         panel.set_ylabel(label)
         scale_log(panel.yaxis)

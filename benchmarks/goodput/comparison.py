@@ -9,8 +9,10 @@ from splitserve.benchmarks.goodput.objectives import Objectives
 from splitserve.benchmarks.goodput.probe import ProbeResult
 from splitserve.benchmarks.goodput.search import Search
 
-USUAL_PROBES = 7
-"""Probes of a search until some have ended, for the time that remains."""
+USUAL_PROBES, USUAL_PROPOSED_PROBES = 7, 4
+"""Probes of a search, and of one that begins at a proposed rate, for the time that remains."""
+PROPOSED_STEP = 1.2
+"""Least step from a proposed rate to the next one: three probes bracket a goodput that is within a fifth of it."""
 
 Prober = Callable[[str, Arm | None, float, int], ProbeResult]  # arm's name, arm, rate, seed
 
@@ -24,6 +26,12 @@ class Comparison:
     searches: dict[str, Search]
     seed: int
     probes: list[ProbeResult] = field(default_factory=list)
+    usual_probes: int = USUAL_PROBES
+
+    def propose(self, name: str, rate: float) -> None:
+        """Let an arm's search begin at ``rate``."""
+        self.searches[name].first_rate, self.searches[name].min_step = float(f"{rate:.3g}"), PROPOSED_STEP
+        self.usual_probes = USUAL_PROPOSED_PROBES
 
     def resume(self, probes: Sequence[ProbeResult]) -> None:
         """Take the results of probes that ran before."""
@@ -47,7 +55,7 @@ class Comparison:
     def seconds_left(self, seconds_per_probe: float) -> float:
         """Estimate the time that the rest takes."""
         left = sum(
-            max(1, USUAL_PROBES - search.num_probes)
+            max(1, self.usual_probes - search.num_probes)
             for search in self.searches.values()
             if search.next_rate() is not None
         )

@@ -75,6 +75,13 @@ class Outcome:
         ratios = (self.ratio(chosen, objectives, "ttft"), self.ratio(chosen, objectives, "itl"))
         return min(MAX_PRESSURE, max(ratios))
 
+    def judged_ms(self, objectives: Objectives) -> dict[str, float | None]:
+        """Return the percentiles of TTFT and of the gaps that the objectives bound; None: too many failed."""
+        everything = np.arange(self.num_requests)
+        ttft = self.ratio(everything, objectives, "ttft") * objectives.ttft_ms
+        itl = self.ratio(everything, objectives, "itl") * objectives.itl_ms
+        return {name: value if math.isfinite(value) else None for name, value in (("ttft_ms", ttft), ("itl_ms", itl))}
+
     def ratio(self, chosen: NDArray[np.int64], objectives: Objectives, which: str) -> float:
         """Return the percentile of ``which``, "ttft" or "itl", over its objective."""
         if which == "ttft":

@@ -18,17 +18,23 @@ from splitserve.benchmarks.goodput.clusters import Clusters
 from splitserve.benchmarks.goodput.objectives import Objectives, Outcome
 from splitserve.benchmarks.serving.conversations import Prompts, TurnRecord, completion_body, run_in_processes
 from splitserve.benchmarks.serving.load import Endpoint
+from splitserve.benchmarks.twin.calibration import report_of
 from splitserve.common.errors import SplitserveError
 from splitserve.orchestration.cluster.launcher import LocalCluster
 from splitserve.orchestration.doctor.http import Endpoint as AdminEndpoint
 from splitserve.orchestration.spec.cluster_spec import ObjectivesSpec, RouterSpec
 from splitserve.orchestration.spec.shorthand import simple_spec
-from splitserve.protocol.cluster_report import RequestTrace, RequestTraces
+from splitserve.protocol.cluster_report import ClusterReport, RequestTrace, RequestTraces
 from splitserve.protocol.config import EngineConfig
 from splitserve.workloads.conversation import Conversation, Workload
 from splitserve.workloads.named import Source
 
 NUM_WARMUPS = 3
+QUICKER = 4.0
+LEAST_OF_A_PART = 120
+"""Requests of each part of a short load: a worker fits its steps' times after 200 steps."""
+HEARTBEATS_SECONDS = 2.5
+"""Time in which the workers report the models that they have fitted."""
 NUM_SLOWEST = 8
 """Requests whose timelines a probe keeps."""
 SETTLED_SHARE = 0.1
@@ -70,6 +76,9 @@ class ProbeResult(msgspec.Struct, kw_only=True):
     num_kills: int = 0
     stages: dict[str, dict[str, float]] = {}  # stages of TTFT: mean and p99
     slowest: list[dict[str, Any]] = []  # timelines, as of `splitserve trace`
+    simulated: dict[
+        str, float | None
+    ] = {}  # the same percentiles on the arm's twin, and its goodput there, if it has one
 
     @property
     def outcome(self) -> Outcome:
@@ -117,6 +126,23 @@ class Prober:
             traces = traces_of(url, self.setup.api_key, f"g{seed}-")
             result.stages, result.slowest = _stages(traces), _slowest(traces)
             return result
+
+    def report_after_load(self, arm: Arm, rate: float, seed: int) -> ClusterReport:
+        """Return the report of the arm's cluster after a short load, in which its workers fit their steps' times: half
+        of its requests come at ``rate``, half at :data:`QUICKER` times that, so that large batches are among them.
+
+        Raises :class:`SplitserveError` if the cluster doesn't start or its first requests fail.
+        """
+        with self.clusters.running(arm, _spec(self.setup, arm)) as cluster:
+            endpoint = Endpoint(cluster.url, self.setup.api_key)
+            prompts = Prompts(_vocabulary(self.setup), seed, _body(self.setup, cluster.spec.served_model_name))
+            _warm_up(endpoint, self.setup, prompts)
+            num_requests = max(LEAST_OF_A_PART, self.setup.num_requests // 2)
+            for part, quicker in enumerate((1.0, QUICKER)):
+                workload = self.setup.source.at(quicker * rate, num_requests, seed + part)
+                run_in_processes(endpoint, workload, prompts, self.setup.num_client_processes, f"c{seed}-{part}-")
+            time.sleep(HEARTBEATS_SECONDS)
+            return report_of(cluster.url, self.setup.api_key)
 
 
 def result_of(arm_name: str, rate: float, seed: int, workload: Workload, turns: Sequence[TurnRecord]) -> ProbeResult:

@@ -8,13 +8,14 @@ from typing import Any
 
 from splitserve.benchmarks.goodput.charts import Charts
 from splitserve.benchmarks.goodput.probe import ProbeResult
-from splitserve.benchmarks.goodput.result import Conditions
+from splitserve.benchmarks.goodput.result import SIMULATED, Conditions
 from splitserve.benchmarks.goodput.verdict import Difference, Verdict, crossing, losing_region, sentence
 
 CAPTIONS = {
     "goodput by ITL objective": "Goodput per device against the ITL objective. Below: the best disaggregated arm over "
     "the best mixed one, where the probes bracket both.",
-    "latency by rate": "Latency against the offered rate. Dotted: the objectives.",
+    "latency by rate": "Latency against the offered rate. Dotted: the objectives. Hollow: the same load on the arm's "
+    "twin.",
     "TTFT by stage": "Where the time to first token goes, at the highest rate at which each arm holds the objectives.",
 }
 MIN_SPAN_PERCENT = 0.4
@@ -36,7 +37,7 @@ def render(
         verdict=escape(sentence(verdict)),
         losing=escape(" ".join(filter(None, [losing_region(verdict), *_crossings(verdict)]))),
         objectives=escape(conditions.objectives.words),
-        arms=_arms_table(verdict),
+        arms=_arms_table(verdict, {row["arm"]: row["simulated_goodput"] for row in rows}),
         effects=_effects_table(verdict.effects),
         charts="\n".join(_chart(charts, name) for name in charts.names),
         probes=_table(("arm", *(name.replace("_", " ") for name in rows[0] if name != "arm")), map(_cells, rows)),
@@ -77,15 +78,17 @@ def _crossings(verdict: Verdict) -> Iterable[str]:
             yield f"It reaches {ratio:g} times the best mixed arm at an ITL objective of {at:.3g} ms."
 
 
-def _arms_table(verdict: Verdict) -> str:
+def _arms_table(verdict: Verdict, simulated: Mapping[str, float | None]) -> str:
     best = max((arm.goodput.rate for arm in verdict.arms), default=0.0)
     rows = []
     for arm in sorted(verdict.arms, key=lambda arm: -arm.goodput.rate):
         share = arm.goodput.rate / best if best else 0.0
         per_device = f"{arm.goodput.rate / verdict.num_devices:.3g}" if verdict.num_devices else "-"
         bar = f'<span class="bar" style="width:{100 * share:.1f}%"></span>'
-        rows.append((escape(arm.name), escape(arm.goodput.words), arm.interval.words, per_device, bar))
-    return _table(("arm", "goodput", "90% interval", "per device", ""), rows)
+        of_twin = simulated[arm.name]
+        twin = "-" if of_twin is None else f"{of_twin:.3g}"
+        rows.append((escape(arm.name), escape(arm.goodput.words), arm.interval.words, twin, per_device, bar))
+    return _table(("arm", "goodput", "90% interval", "simulated", "per device", ""), rows)
 
 
 def _effects_table(effects: Sequence[Difference]) -> str:
@@ -146,7 +149,7 @@ def _table(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def _cells(row: Mapping[str, Any]) -> list[str]:
-    return [_cell(value) for value in row.values()]
+    return ["-" if value is None and name in SIMULATED else _cell(value) for name, value in row.items()]
 
 
 def _cell(value: Any) -> str:

@@ -20,9 +20,11 @@ from splitserve.common.errors import ConfigError
 
 PROBES_FOLDER = "probes"
 SUMMARY_FILE = "goodput.json"
+SIMULATED = {"simulated_ttft_ms": "ttft_ms", "simulated_itl_ms": "itl_ms", "simulated_goodput": "goodput"}
+"""Columns of the arm's twin, with their names in a probe; empty for an arm without one."""
 COLUMNS = (
     "arm", "rate", "offered_rate", "pressure", "ttft_ms", "itl_ms", "longest_gap_ms", "second_token_p50_ms",
-    "second_token_p99_ms", "tpot_mean_ms", "requests", "failed", "kills", "cached_share",
+    "second_token_p99_ms", "tpot_mean_ms", "requests", "failed", "kills", "cached_share", *SIMULATED,
 )  # fmt: skip
 
 
@@ -113,7 +115,7 @@ def rows_of(conditions: Conditions, probes: Sequence[ProbeResult]) -> list[dict[
 
 def _row(objectives: Objectives, probe: ProbeResult) -> dict[str, Any]:
     outcome, figures = probe.outcome, probe.figures
-    everything = np.arange(outcome.num_requests)
+    judged = outcome.judged_ms(objectives)
     gaps = np.concatenate(outcome.gaps_ms) if outcome.gaps_ms else np.empty(0)
     finite = gaps[np.isfinite(gaps)]
     second = figures["second_token_ms"]
@@ -122,8 +124,8 @@ def _row(objectives: Objectives, probe: ProbeResult) -> dict[str, Any]:
         probe.rate,
         probe.offered_rate,
         outcome.pressure(objectives),
-        outcome.ratio(everything, objectives, "ttft") * objectives.ttft_ms,
-        outcome.ratio(everything, objectives, "itl") * objectives.itl_ms,
+        judged["ttft_ms"],
+        judged["itl_ms"],
         float(finite.max()) if len(finite) else None,
         second.get("p50"),
         second.get("p99"),
@@ -132,6 +134,7 @@ def _row(objectives: Objectives, probe: ProbeResult) -> dict[str, Any]:
         outcome.num_failed,
         probe.num_kills,
         figures["cached_input_tokens"] / max(1, figures["input_tokens"]),
+        *(probe.simulated.get(name) for name in SIMULATED.values()),
     )
     return {name: _plain(value) for name, value in zip(COLUMNS, values, strict=True)}
 

@@ -13,12 +13,14 @@ class Search:
 
     It begins at ``first_rate``, goes up or down until two probes bracket the crossing, and halves the bracket until its
     ends are at most ``precision`` apart (0.1: 10%). Then each end is probed until it has ``num_repeats`` probes.
+    ``min_step``: the least factor between two rates before there is a bracket.
     """
 
     first_rate: float
     precision: float = 0.1
     num_repeats: int = 2
     max_probes: int = MAX_PROBES
+    min_step: float = MIN_STEP
     pressures: dict[float, list[float]] = field(default_factory=dict)  # by rate
 
     def note(self, rate: float, pressure: float) -> None:
@@ -58,7 +60,7 @@ class Search:
     def _beyond(self) -> float:
         """Return a rate beyond all probes, farther where the pressure is farther from 1."""
         rate = max(self.pressures) if self.bracket()[1] is None else min(self.pressures)
-        step = max(MIN_STEP, min(MAX_STEP, math.exp(abs(self._log_pressure(rate)))))
+        step = max(self.min_step, min(MAX_STEP, math.exp(abs(self._log_pressure(rate)))))
         return rate * step if self.bracket()[1] is None else rate / step
 
     def _log_pressure(self, rate: float) -> float:

@@ -20,6 +20,7 @@ class Suite:
     arms: tuple[str, ...] = ()  # empty: mixed workers with each budget and each split
     max_seconds: float = 0.0  # of one call; 0: no bound
     first_rate: float = 1.0
+    twin: bool = True  # an arm's twin proposes the rate of its first probe
 
 
 SUITES: Mapping[str, Suite] = {
@@ -35,6 +36,7 @@ SUITES: Mapping[str, Suite] = {
         chunk_budgets=(),
         arms=("2M:least-loaded", "1P1D:least-loaded"),
         first_rate=4.0,
+        twin=False,
     ),
     "cpu": Suite(
         workloads=("1024/32", "chats"),
@@ -46,7 +48,8 @@ SUITES: Mapping[str, Suite] = {
         num_repeats=1,
         max_probes=6,
         chunk_budgets=(128, 512),
-        first_rate=4.0,
+        max_seconds=3480.0,
+        first_rate=8.0,
     ),
     "gpu": Suite(
         workloads=("2048/512", "8192/64", "chats"),

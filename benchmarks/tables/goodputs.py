@@ -7,9 +7,9 @@ from splitserve.benchmarks.tables.cells import Section, commit, number, of_bench
 from splitserve.benchmarks.tables.runs import Run
 
 CONDITIONS = (
-    "`bench goodput`: the highest rate at which both objectives hold, failed requests counted as misses; random weights; "
-    "arms take turns, and each is probed from the same rate on. In brackets: 90% intervals by block bootstrap, of a "
-    "ratio that of the ratio itself. A report has the plots and every probe."
+    "`bench goodput`: the highest rate at which both objectives hold, failed requests counted as misses; random "
+    "weights; arms take turns. In brackets: 90% intervals by block bootstrap. Simulated: the goodput of the "
+    "arrangement's twin, from a short load before the first probe. A report has the plots and every probe."
 )
 
 
@@ -18,12 +18,16 @@ def goodputs(runs: Sequence[Run]) -> Section:
     rows = []
     for run in of_bench(runs, "goodput"):
         verdict, conditions = run.content["verdict"], run.content["conditions"]
+        twins = {row["arm"]: row.get("simulated_goodput") for row in run.content["probes"]}
+        simulated = {name: number(rate) for name, rate in twins.items() if rate is not None}
         best = max(arm["goodput"]["rate"] for arm in verdict["arms"])
         for arm in verdict["arms"]:
             rate = arm["goodput"]["rate"]
-            cells = [arm["name"], f"{number(rate)} {_interval(arm['interval'])}", percent(rate / best)]
+            least = "at least " if arm["goodput"]["kind"] == "at least" else ""
+            found = f"{least}{number(rate)} {_interval(arm['interval'])}"
+            cells = [arm["name"], found, simulated.get(arm["name"], "not simulated"), percent(rate / best)]
             rows.append([_run(run), _load(run, conditions), *cells, commit(run)])
-    headers = ["run", "load and objectives", "arrangement", "goodput, requests/s", "of the best", "commit"]
+    headers = ["run", "load and objectives", "arrangement", "goodput, requests/s", "simulated", "of the best", "commit"]
     return Section("Goodput of arrangements on equal devices", CONDITIONS, headers, rows)
 
 

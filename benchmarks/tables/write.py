@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from splitserve.benchmarks.common.report import RESULTS_DIRECTORY
-from splitserve.benchmarks.tables import more_sections as results_more
 from splitserve.benchmarks.tables import goodputs, placement, simulations, twins
+from splitserve.benchmarks.tables import more_sections as results_more
 from splitserve.benchmarks.tables import readme as results_readme
 from splitserve.benchmarks.tables import sections as results_sections
 from splitserve.benchmarks.tables.cells import Section, commit

@@ -8,7 +8,7 @@ import pytest
 
 from splitserve.benchmarks.common.stats import RequestRecord
 from splitserve.benchmarks.goodput.arms import Arm, check_equal_devices, default_arms, parse_arm
-from splitserve.benchmarks.goodput.comparison import Comparison
+from splitserve.benchmarks.goodput.comparison import PROPOSED_STEP, Comparison
 from splitserve.benchmarks.goodput.estimate import Probe, block_indices, goodput_of, interval, resampled_goodputs
 from splitserve.benchmarks.goodput.objectives import MAX_PRESSURE, Objectives, Outcome, percentile
 from splitserve.benchmarks.goodput.probe import ProbeResult
@@ -83,6 +83,15 @@ def test_a_search_brackets_the_crossing_from_either_side() -> None:
         low, high = search.bracket()
         assert low is not None and high is not None and low <= 7.3 <= high <= 1.1 * low
         assert len(search.pressures[low]) == len(search.pressures[high]) == 2
+
+
+@pytest.mark.parametrize("share", [0.85, 0.95, 1.0, 1.1, 1.19])
+def test_three_probes_bracket_a_goodput_that_was_proposed_within_a_fifth(share: float) -> None:
+    search = Search(7.3 * share, precision=0.15, num_repeats=1, max_probes=3, min_step=PROPOSED_STEP)
+    while (rate := search.next_rate()) is not None:
+        search.note(rate, (rate / 7.3) ** 2)
+    low, high = search.bracket()
+    assert low is not None and high is not None and low <= 7.3 <= high <= 1.2 * low
 
 
 def test_a_search_ends_with_its_probes() -> None:

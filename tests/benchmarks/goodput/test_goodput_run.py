@@ -13,7 +13,8 @@ from splitserve.benchmarks.goodput.bench import main
 from splitserve.benchmarks.goodput.clusters import Clusters
 from splitserve.common.errors import ConfigError
 
-OPTIONS = ["--suite", "smoke", "--num-requests", "8", "--first-rate", "30", "--kv-memory", "64MiB", "--side-by-side"]
+OPTIONS = ["--suite", "smoke", "--num-requests", "8", "--first-rate", "30", "--kv-memory", "64MiB", "--side-by-side",
+           "--twin"]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +40,18 @@ def test_each_arm_was_measured_twice(folder: Path) -> None:
         assert probe["figures"]["completed"] == 8 and len(probe["slowest"]) == 8
     stages = probes[1]["stages"]
     assert "grant_wait" in stages and sum(stage["mean"] for stage in stages.values()) > 0
+
+
+def test_twins_propose_first_rates_and_stand_beside_each_probe(folder: Path) -> None:
+    """Workers fitted their steps under the short load; the second call had the twins of the first one."""
+    assert {file.stem for file in (folder / "twins").iterdir()} == {"2M-least-loaded", "1P1D-least-loaded"}
+    probes = [json.loads(file.read_text()) for file in sorted((folder / "probes").iterdir())]
+    firsts = {probe["arm"]: probe for probe in reversed(probes)}
+    for probe in probes:
+        simulated = probe["simulated"]
+        assert simulated["goodput"] == firsts[probe["arm"]]["rate"]
+        assert 0 < simulated["itl_ms"] < 500 and 0 < simulated["ttft_ms"] < 2000
+    assert "simulated ttft ms" in (folder / "report.html").read_text()
 
 
 def test_the_report_is_one_file(folder: Path) -> None:
