@@ -1,6 +1,6 @@
 """Tables of kept results of ``splitserve bench goodput``. Pure."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from splitserve.benchmarks.tables.cells import Section, commit, number, of_bench, percent, run_link
@@ -13,8 +13,20 @@ CONDITIONS = (
 )
 
 
+HEADERS = ("run", "load and objectives", "arrangement", "goodput, requests/s", "simulated", "of the best", "commit")
+
+
 def goodputs(runs: Sequence[Run]) -> Section:
     """Return the section of the results' page: a row for each arrangement of each run."""
+    return Section("Goodput of arrangements on equal devices", CONDITIONS, HEADERS, _rows(runs, _run))
+
+
+def user_rows(runs: Sequence[Run]) -> list[list[str]]:
+    """Return the rows of the users' page."""
+    return _rows(runs, lambda run: run.label)
+
+
+def _rows(runs: Sequence[Run], name: Callable[[Run], str]) -> list[list[str]]:
     rows = []
     for run in of_bench(runs, "goodput"):
         verdict, conditions = run.content["verdict"], run.content["conditions"]
@@ -26,9 +38,8 @@ def goodputs(runs: Sequence[Run]) -> Section:
             least = "at least " if arm["goodput"]["kind"] == "at least" else ""
             found = f"{least}{number(rate)} {_interval(arm['interval'])}"
             cells = [arm["name"], found, simulated.get(arm["name"], "not simulated"), percent(rate / best)]
-            rows.append([_run(run), _load(run, conditions), *cells, commit(run)])
-    headers = ["run", "load and objectives", "arrangement", "goodput, requests/s", "simulated", "of the best", "commit"]
-    return Section("Goodput of arrangements on equal devices", CONDITIONS, headers, rows)
+            rows.append([name(run), _load(run, conditions), *cells, commit(run)])
+    return rows
 
 
 def effects(runs: Sequence[Run]) -> Section:

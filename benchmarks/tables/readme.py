@@ -186,8 +186,8 @@ def readme_rows(runs: Sequence[Run]) -> list[list[str]]:
 
 
 def conditions(runs: Sequence[Run]) -> str:
-    """Describe the conditions common to all runs, from their files."""
-    runs = [run for run in runs if run.gpus != "none"]
+    """Describe the conditions common to all runs, from their files; tables of goodput name their own."""
+    runs = [run for run in runs if run.gpus != "none" and run.bench != "goodput"]
     torch = " and ".join(sorted({run.torch for run in runs}))
     gpus = " and ".join(sorted({run.gpus.partition(" x ")[2] for run in runs}))
     unmarked = sum(not run.commit for run in runs)

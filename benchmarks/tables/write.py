@@ -106,6 +106,8 @@ def users_block(runs: Sequence[Run]) -> str:
     rest = markdown(results_readme.HEADERS, results_readme.user_rows(runs))
     conditions = f"{results_readme.conditions(runs)} {results_readme.RUN_NAMES}"
     parts = [conditions, "### Under load", results_readme.LOADED_CONDITIONS, loaded, "### Others", rest]
+    if rows := goodputs.user_rows(runs):
+        parts += ["### Goodput", goodputs.CONDITIONS, markdown(goodputs.HEADERS, rows)]
     if rows := simulations.user_rows(runs):
         parts += ["### Simulated", simulations.CONDITIONS, markdown([*simulations.HEADERS, "run"], rows)]
     tables = [markdown(headers, rows) for headers, rows in twins.user_parts(runs) if rows]
