@@ -20,9 +20,13 @@ from splitserve.kernels.tuning.decode_launch import MAX_PARTS, DecodeLaunch
 from splitserve.kernels.tuning.linear_launch import CUBLAS, LinearLaunch
 from splitserve.kernels.tuning.tunables import OPERATIONS
 
-SHARED_BYTES = {"NVIDIA H200": 227 << 10}  # of one program, by CUDA's programming guide for compute capability 9.0
-HAS_TMA = {"NVIDIA H200"}
-ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "uint8": 2}  # uint8: MXFP4, which becomes bfloat16 in a tile
+SHARED_BYTES = {
+    "NVIDIA H100 80GB HBM3": 227 << 10,
+    "NVIDIA H200": 227 << 10,
+}  # of one program, by CUDA's programming guide for compute capability 9.0
+HAS_TMA = set(SHARED_BYTES)
+PACKED = "uint8"  # MXFP4
+ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float8_e4m3fn": 1, PACKED: 2}  # PACKED: of its vectors
 WORKSPACE_ELEMENTS, WORKSPACE_TILES = 1 << 23, 1 << 16  # of products in parts
 MAX_THREAD_ELEMENTS = 128  # of a row kernel's weights, in registers
 SIZES = {
@@ -68,6 +72,21 @@ def expert_problems(launch: ExpertLaunch, sizes: dict[str, int], item_bytes: int
         yield "matrix instructions take 16 rows and columns at least"
     elif (taken := launch.num_stages * max((launch.block_m + n) * k for _, n, k in tiles) * item_bytes) > shared:
         yield f"{taken} bytes of shared memory, the device has {shared}"
+
+
+def packed_problems(launch: ExpertLaunch, shared: int) -> Iterator[str]:
+    """Rows of the weight are the left operand: 4 bits an element in shared memory, in registers a quarter at a time."""
+    if launch.block_m not in (1, 16, 32, 64, 128):
+        yield f"block_m is {launch.block_m}, not 1, 16, 32, 64 or 128"
+    tiles = ((2 * launch.block_n, launch.block_k), (launch.down_block_n, launch.down_block_k))
+    if not all(is_power(number) and 64 <= number <= 512 for tile in tiles for number in tile):
+        yield f"tiles of {tiles[0]} and {tiles[1]} aren't of powers of two from 64 to 512"
+    vectors = max(8, launch.block_m)  # of one pair: eight columns
+    taken = launch.num_stages * max(columns * (rows // 2 + 2 * vectors) for rows, columns in tiles)
+    if taken > shared:
+        yield f"{taken} bytes of shared memory, the device has {shared}"
+    if (held := max(rows * vectors for rows, _ in tiles) // (32 * launch.num_warps)) > MAX_THREAD_ELEMENTS:
+        yield f"{held} sums for each thread, at most {MAX_THREAD_ELEMENTS} fit its registers"
 
 
 def linear_problems(
@@ -150,6 +169,8 @@ def entry_problems(device: str, operation: str, shape: str, entry: tuning.TunedE
     common = (launch, sizes, ITEM_BYTES[dtype], SHARED_BYTES[device])
     if operation == "attention_decode":
         return [*found, *attention_problems(*common)]
+    if operation == "experts" and dtype == PACKED:
+        return [*found, *packed_problems(launch, SHARED_BYTES[device])]
     if operation == "experts":
         return [*found, *expert_problems(*common)]
     if launch.tma and device not in HAS_TMA:
@@ -174,6 +195,7 @@ def test_shipped_files(path: Path) -> None:
 ATTENTION = ("attention_decode", "bfloat16 heads=32 kv_heads=8 head_dim=128 block_size=64")
 LINEAR = ("linear_add", "bfloat16 n=4096 k=14336")
 EXPERTS = ("experts", "bfloat16 experts=128 top_k=8 hidden=2048 inner=768")
+MXFP4 = ("experts", "uint8 experts=32 top_k=4 hidden=2880 inner=2880")
 GATED = ("linear_gated", "bfloat16 n=28672 k=4096")
 ONE_ROW = {"block_m": 1, "block_n": 4, "block_k": 1024, "num_warps": 4}
 
@@ -198,6 +220,9 @@ ONE_ROW = {"block_m": 1, "block_n": 4, "block_k": 1024, "num_warps": 4}
         (EXPERTS, 16, {"block_m": 1, "block_n": 64, "block_k": 1024}, "1024 elements for each thread"),
         (EXPERTS, 16, {"block_n": 8}, "take 16 rows"),
         (EXPERTS, 16, {"block_k": 1024, "num_stages": 4}, "393216 bytes of shared memory"),
+        (MXFP4, 16, {"block_n": 16}, "(32, 128) and (64, 128) aren't of powers of two from 64 to 512"),
+        (MXFP4, 16, {"block_m": 128, "block_n": 128, "num_stages": 2}, "256 sums for each thread"),
+        (MXFP4, 16, {"block_m": 128, "block_k": 512, "num_stages": 2}, "294912 bytes of shared memory"),
         (LINEAR, 16, {"block_k": 512, "num_stages": 5}, "245760 bytes of shared memory"),
         (GATED, 16, {"block_k": 512, "num_stages": 3}, "245760 bytes of shared memory"),
         (LINEAR, 16, {"block_m": 8}, "block_m is 8"),
