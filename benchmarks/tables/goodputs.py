@@ -65,6 +65,8 @@ def _load(run: Run, conditions: Mapping[str, Any]) -> str:
     drawn = f"temperature {temperature}, top-p {conditions['top_p']}" if temperature else "greedy"
     objectives = f"p{conditions['percentile']:.0f} of TTFT {conditions['ttft_ms']:.0f} ms and of ITL "
     devices = run.gpus if run.gpus != "none" else f"{run.content['verdict']['num_devices']} workers on CPU"
+    if memory := conditions["settings"].get("kv_memory"):
+        devices += f" with {memory / 2**30:g} GiB of KV each"
     requests = f"{conditions['num_requests']} requests a probe"
     objectives += f"{conditions['itl_ms']:.0f} ms"
     return f"{conditions['workload']}, {conditions['model']}, {devices}, {drawn}, {requests}; {objectives}"
