@@ -142,6 +142,9 @@ def losing_region(verdict: Verdict) -> str:
     if not known:
         return "The probes bracket the goodput of both kinds at no ITL objective, so none is known to be a loss."
     losing = [point.itl_ms for point in known if point.ratio < 1]
+    if len(known) == 1:
+        verb = "loses" if losing else "does not lose"
+        return f"Disaggregation {verb} at {known[0].itl_ms:.3g} ms, the only ITL objective that the probes bracket."
     looked_at = f"the ITL objectives from {known[0].itl_ms:.3g} to {known[-1].itl_ms:.3g} ms that the probes bracket"
     if not losing:
         return f"Disaggregation loses at none of {looked_at}."
