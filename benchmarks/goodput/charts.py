@@ -9,6 +9,7 @@ from splitserve.benchmarks.goodput.probe import ProbeResult
 from splitserve.benchmarks.goodput.verdict import SweepPoint, Verdict
 
 WIDTH, HEIGHT = 7.2, 3.6  # inches
+LEGEND_ROOM = 1.25  # height of a panel with a legend, in terms of its highest point
 
 
 class Charts:
@@ -52,7 +53,7 @@ def _sweep_chart(verdict: Verdict) -> Any:
     panels[0].plot(itl, split, "o-", color=COLOURS[0], label="best disaggregated")
     panels[0].plot(itl, mixed, "s--", color=COLOURS[1], label="best mixed")
     panels[0].set_ylabel("requests/s per device")
-    panels[0].legend(frameon=False)
+    panels[0].legend(frameon=False, ncols=2, loc="upper center")
     if known:
         _draw_ratios(panels[1], known)
     panels[-1].set_xlabel(f"ITL objective at p{verdict.objectives.percentile:g}, ms")
@@ -60,6 +61,7 @@ def _sweep_chart(verdict: Verdict) -> Any:
         scale_log(axes.xaxis)
         axes.axvline(verdict.objectives.itl_ms, color=GREY, linewidth=1, linestyle=":")
         axes.set_ylim(bottom=0)
+    panels[0].set_ylim(top=LEGEND_ROOM * max(*split, *mixed))
     return figure
 
 

@@ -1,6 +1,7 @@
 """Goodput's arithmetic on numbers worked out by hand: pressure, crossing, intervals, search, verdict."""
 
 import math
+from dataclasses import replace
 from itertools import count
 
 import numpy as np
@@ -139,6 +140,8 @@ def test_the_losing_region_follows_from_the_same_probes() -> None:
     assert known and crossing(verdict.sweep, 1.3) == known[-1].itl_ms
     assert losing_region(verdict).startswith("Disaggregation loses at none")
     assert losing_region(judged(5.0, 10.0)).startswith("Disaggregation loses at each")
+    only = replace(verdict, sweep=[known[0]])
+    assert losing_region(only).startswith(f"Disaggregation does not lose at {known[0].itl_ms:.3g} ms, the only")
     assert not all(point.is_known for point in verdict.sweep)  # 80 ms: mixed workers never reach it
 
 
