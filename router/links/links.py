@@ -86,7 +86,7 @@ class LoopSocket:
 
     def _drain(self) -> None:
         self._drain_scheduled = False
-        if self.socket.closed or not self.socket.getsockopt(_EVENTS) & _READABLE:
+        if self.socket.closed or not int(self.socket.getsockopt(_EVENTS)) & _READABLE:
             return  # asking takes less time than failing to receive
         for _ in range(_MAX_FRAMES_PER_TURN):
             if self.socket.closed:

@@ -2,7 +2,7 @@
 answers.
 
     HTTP request -> submit_in_time -> core.handle(Submit) -> effects: the workers' links, timers, metrics, its Inbox
-    tokens of a turn, joined by links/arrivals; other messages, timers, clients that leave -> core.handle(...) -> effects
+    tokens of a turn, joined by links/arrivals; other messages, timers, clients that leave -> core.handle(...)
 
 Everything runs on one event loop and nothing here blocks. No decision is made here.
 """
