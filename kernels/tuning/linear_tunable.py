@@ -29,6 +29,9 @@ _FEW_ROWS = [
     LinearLaunch(16, 64, 256, 1, 4, 3, 128, tma=True),
     LinearLaunch(16, 64, 256, 2, 4, 4, 512),
     LinearLaunch(16, 32, 512, 1, 4, 3, 512),
+    # Narrow tiles spread evenly over the multiprocessors where there are few wide ones for each.
+    LinearLaunch(16, 16, 256, 1, 4, 4, 512),
+    LinearLaunch(16, 16, 512, 1, 4, 4, 512),
 ]
 _SOME_ROWS = [
     LinearLaunch(64, 32, 128, 1, 4, 6, 512),
