@@ -3,8 +3,8 @@ all. Pure; time is an argument.
 
 Pauses are numbered, and the last one holds everywhere (:class:`~splitserve.protocol.messages.routers.PauseStamp`). A
 pause or a resumption is over when all routers that run have reported it: then the loss of one can't undo it.
-Resets of the prefix caches are numbered alike: each router resets the workers over its own links, so that no request of its
-own comes between, and a reset is over when all routers have done so.
+Resets of the prefix caches are numbered alike: each router resets the workers over its own links, so that no request of
+its own comes between, and a reset is over when all routers have done so.
 """
 
 from collections.abc import Callable
