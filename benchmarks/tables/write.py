@@ -138,10 +138,11 @@ def with_block(text: str, block: str) -> str:
 
 def pages(runs: Sequence[Run]) -> dict[Path, str]:
     """Return all pages with tables, as they should be."""
+    shown = results_readme.shown(runs)
     blocks = {
-        README: readme_block(runs),
-        USERS_PAGE: users_block(runs),
-        DEVELOPERS_PAGE: developers_block(runs),
+        README: readme_block(shown),
+        USERS_PAGE: users_block(shown),
+        DEVELOPERS_PAGE: developers_block(shown),
         RESULTS_README: results_page(runs),
     }
     return {path: with_block(path.read_text(encoding="utf-8"), block) for path, block in blocks.items()}
