@@ -43,6 +43,11 @@ NOTES = {
     "1123T014720": "with the next on one machine, one after the other",
     "1123T013452": "the first of five on one machine, with cores kept awake and without by turns",
     "1123T031829": "half of what 4:2 reads is on the reader's own GPU",
+    "1126T082820": OTHER_GPUS_BUSY,
+    "1126T082836": OTHER_GPUS_BUSY,
+    "1126T082858": OTHER_GPUS_BUSY,
+    "1126T082923": OTHER_GPUS_BUSY,
+    "1126T082955": OTHER_GPUS_BUSY,
 }
 SECTIONS: Sequence[Callable[[Sequence[Run]], Section]] = (
     results_sections.isolation,
