@@ -1,7 +1,6 @@
 """Placement of requests on the registered workers, by policy and by the cached prefixes of their prompts. Pure."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 
 import msgspec
 
@@ -87,9 +86,10 @@ class Placer:
     def snapshot(self, prompt: PromptHashes, now: float) -> Snapshot:
         """Return the workers that take requests, with what each holds of the prompt."""
         matches = self._matches(prompt)
-        snapshot = self._membership.snapshot(now, {party: match.worth_tokens for party, match in matches.items()})
-        source = self._prefix_source(snapshot.workers, prompt, matches) if matches else None
-        return replace(snapshot, objectives=self._objectives, output_tokens=self.output_tokens, prefix_source=source)
+        worths = {party: match.worth_tokens for party, match in matches.items()}
+        workers = self._membership.snapshot(now, worths).workers
+        source = self._prefix_source(workers, prompt, matches) if matches else None
+        return Snapshot(workers, self._objectives, self.output_tokens, source)
 
     def _prefix_source(
         self, workers: Iterable[WorkerView], prompt: PromptHashes, matches: Mapping[Party, PrefixMatch]
