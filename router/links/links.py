@@ -33,6 +33,7 @@ _DOWN_EVENTS = (
 
 
 _AT_ONCE = int(zmq.NOBLOCK)  # as a plain number: ZMQ's own is converted at each use
+_AT_ONCE_MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
 
 
 class LoopSocket:
@@ -50,7 +51,9 @@ class LoopSocket:
     def send(self, frames: list[bytes]) -> bool:
         """Queue a message; return False if that fails: the peer's queue is full, or there is no peer."""
         try:
-            self.socket.send_multipart(frames, zmq.NOBLOCK)
+            for frame in frames[:-1]:
+                self.socket.send(frame, _AT_ONCE_MORE)
+            self.socket.send(frames[-1], _AT_ONCE)
         except zmq.ZMQError as error:
             if self.socket.closed or error.errno in (zmq.EAGAIN, zmq.EHOSTUNREACH, zmq.ETERM, zmq.ENOTSOCK):
                 return False

@@ -73,13 +73,14 @@ class Placer:
 
     def first(self, request: ActiveRequest, now: float) -> Placement:
         """Return the policy's choice for a new request; without a pair, a lone decode worker, if one fits."""
-        if request.shape.is_prompt_only and not self.is_closing:
-            alone = local_placement(self.snapshot(request.hashes, now).workers, request.shape)
-            return alone or self.place(request.shape, now, request.hashes)
-        placement = self.place(request.shape, now, request.hashes)
+        shape = request.shape
+        if shape.is_prompt_only and not self.is_closing:
+            alone = local_placement(self.snapshot(request.hashes, now).workers, shape)
+            return alone or self.place(shape, now, request.hashes)
+        placement = self.place(shape, now, request.hashes)
         if not isinstance(placement, NoWorker) or self.is_closing:
             return placement
-        fallback = local_placement(self.snapshot(request.hashes, now).workers, request.shape)
+        fallback = local_placement(self.snapshot(request.hashes, now).workers, shape)
         request.is_fallback = fallback is not None
         return placement if fallback is None else fallback
 
