@@ -34,6 +34,7 @@ _DOWN_EVENTS = (
 
 # As plain numbers: ZMQ's own are converted at each use.
 _AT_ONCE = int(zmq.NOBLOCK)
+_AT_ONCE_MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
 _EVENTS = int(zmq.EVENTS)
 _READABLE = int(zmq.POLLIN)
 
@@ -59,7 +60,9 @@ class LoopSocket:
     def send(self, frames: list[bytes]) -> bool:
         """Queue a message; return False if that fails: the peer's queue is full, or there is no peer."""
         try:
-            self.socket.send_multipart(frames, zmq.NOBLOCK)
+            for frame in frames[:-1]:
+                self.socket.send(frame, _AT_ONCE_MORE)
+            self.socket.send(frames[-1], _AT_ONCE)
         except zmq.ZMQError as error:
             if self.socket.closed or error.errno in (zmq.EAGAIN, zmq.EHOSTUNREACH, zmq.ETERM, zmq.ENOTSOCK):
                 return False

@@ -189,6 +189,9 @@ class Dispatcher:
 
         Raises :class:`ApiError` 503 if no worker comes in time, and :class:`ClientGoneError`.
         """
+        found = self.core.placer.limits(time.monotonic())
+        if isinstance(found, Limits):  # nearly always: there are workers
+            return found
         self._num_questions += 1
         question_id = f"question-{self._num_questions}"
         limits = await self._ask(question_id, AskLimits(question_id, arrived_at, num_bytes), watch_client)
@@ -252,7 +255,8 @@ class Dispatcher:
 
     def cancel(self, request: ActiveRequest) -> None:
         """Cancel a request whose client is gone or has its whole answer; harmless if the request has ended."""
-        self._handle(Cancel(request.request_id))
+        if not request.state.ended:
+            self._handle(Cancel(request.request_id))
 
     def close(self) -> None:
         """Fail what is in flight and close all sockets. Closing twice is harmless."""
