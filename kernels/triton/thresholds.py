@@ -6,9 +6,9 @@ large. The tokens that reach this bound, a few more than k, are collected, and o
 For top-p without top-k the bound is one of the lower maxima; where what reaches it has too little mass, or where more
 tokens reach a bound than there is room for, the program searches the whole row.
 
-A logit's bits, taken in the order of float32, are a number of 32 bits. A search finds its threshold digit by digit: it
-measures the tokens (their number, or their weight) of at least each of three candidates, and takes the largest that is
-enough. Nothing is sorted, and no result depends on the order in which tokens were collected but by rounding.
+A logit's bits, taken in the order of float32, are a number of 32 bits, of which narrower dtypes fill the first. A search
+finds its threshold digit by digit: it measures the tokens (their number, or their weight) of at least each of three
+candidates, and takes the largest that is enough. Nothing is sorted, and no result depends on the order in which tokens were collected but by rounding.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
@@ -24,6 +24,7 @@ _GROUP = 256  # token ids that share a maximum
 _ROOM = 2048  # tokens that can be collected for a row
 _CHUNK = 2048  # logits that a row's program searches at a time
 _NUM_WARPS = 16  # of that program
+_NUM_DIGITS = {torch.bfloat16: 8, torch.float16: 10}  # of a logit's bits as float32, two each; 16 of another dtype
 
 
 def keep_thresholds(
@@ -54,7 +55,7 @@ def keep_thresholds(
     _settle_kernel[(num_rows,)](
         logits, numbers, heats, masses, counts, collected, thresholds, logits.stride(0), num_rows,
         **sizes, NUM_PARTS=num_parts, PARTS=triton.next_power_of_2(num_parts), ROOM=room, CHUNK=_CHUNK,
-        num_warps=_NUM_WARPS, **options,
+        NUM_DIGITS=_NUM_DIGITS.get(logits.dtype, 16), num_warps=_NUM_WARPS, **options,
     )  # fmt: skip
     return thresholds
 
@@ -133,6 +134,14 @@ def _search(
             prefix += digit * step
             reached = tl.min(tl.min(tl.where(enough, measured, float("inf")), axis=1), axis=0)
     return prefix, reached
+
+
+@triton.jit
+def _whole(prefix, NUM_DIGITS: tl.constexpr):
+    """Return the order key that begins with these digits, of a dtype without more: the bits after them are zeros, and
+    ones below zero. 0 stays 0."""
+    REST: tl.constexpr = (1 << (32 - 2 * NUM_DIGITS)) - 1
+    return tl.where((prefix > 0) & (prefix < 0x80000000), prefix | REST, prefix)
 
 
 @triton.jit
@@ -233,6 +242,7 @@ def _settle_kernel(
     PARTS: tl.constexpr,
     ROOM: tl.constexpr,
     CHUNK: tl.constexpr,
+    NUM_DIGITS: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ):
     """Write the threshold of a row: the collected logits are searched, or all where these don't decide."""
@@ -253,7 +263,8 @@ def _settle_kernel(
         largest = tl.max(of_parts)
         surplus = tl.full((), 0.0, tl.float64)  # weight of the ties that top-k keeps beyond k
         if top_k > 0:
-            kept, reached = _search(values_ptr, count, top_k.to(tl.float64), 0, 0.0, 1.0, False, 16, CHUNK)
+            kept, reached = _search(values_ptr, count, top_k.to(tl.float64), 0, 0.0, 1.0, False, NUM_DIGITS, CHUNK)
+            kept = _whole(kept, NUM_DIGITS)
             surplus = (reached - top_k.to(tl.float64)) * tl.exp((_logit(kept) - largest) / heat32)
         if top_p < 1.0:
             if top_k > 0:
@@ -264,7 +275,8 @@ def _settle_kernel(
                 if _mass(values_ptr, count, kept, largest, heat32, CHUNK) < top_p * total:
                     values_ptr = logits_ptr + row * row_stride
                     count = tl.full((), VOCAB_SIZE, tl.int32)
-            kept, reached = _search(values_ptr, count, top_p * total, kept, largest, heat32, True, 16, CHUNK)
+            kept, reached = _search(values_ptr, count, top_p * total, kept, largest, heat32, True, NUM_DIGITS, CHUNK)
+            kept = _whole(kept, NUM_DIGITS)
     tl.store(thresholds_ptr + row, tl.where(kept == 0, float("-inf"), _logit(kept)))
 
 

@@ -1,6 +1,7 @@
 """Top-k and top-p from few collected tokens, or from all: the tokens kept are the reference's, ties included."""
 
 import itertools
+import math
 
 import pytest
 import torch
@@ -19,20 +20,25 @@ ONCE = [(0, 0.95), (1, 1.0), (40, 0.3), (8000, 0.95), (8000, 0.3), (10**6, 1.0),
 
 
 @pytest.mark.parametrize(
-    ("vocab_size", "group", "room"),
+    ("vocab_size", "group", "room", "dtype"),
     [
-        pytest.param(40, 256, 2048, id="one group: all tokens are searched"),
-        pytest.param(4096, 16, 2048, id="collected"),
-        pytest.param(9001, 16, 2048, id="odd size"),
-        pytest.param(9001, 16, 24, id="more reach the bound than there is room for"),
+        pytest.param(40, 256, 2048, torch.float32, id="one group: all tokens are searched"),
+        pytest.param(4096, 16, 2048, torch.float32, id="collected"),
+        pytest.param(4096, 16, 2048, torch.bfloat16, id="bfloat16"),
+        pytest.param(4096, 16, 2048, torch.float16, id="float16"),
+        pytest.param(9001, 16, 2048, torch.float32, id="odd size"),
+        pytest.param(9001, 16, 24, torch.float32, id="more reach the bound than there is room for"),
     ],
 )
 @pytest.mark.parametrize("spread", [0.05, 4.0], ids=["flat", "peaked"])
-def test_kept_tokens_are_those_of_the_reference(vocab_size: int, group: int, room: int, spread: float) -> None:
+def test_kept_tokens_are_those_of_the_reference(
+    vocab_size: int, group: int, room: int, dtype: torch.dtype, spread: float
+) -> None:
     filters = ONCE if vocab_size > 1000 and DEVICE.type == "cpu" else FILTERS
     generator = torch.Generator().manual_seed(vocab_size)
     logits = spread * torch.randn(len(filters), vocab_size, generator=generator)
     logits[:, vocab_size // 2 :] = (8 * logits[:, vocab_size // 2 :]).round() / 8  # ties
+    logits = logits.to(dtype)
     heat = 0.8
     top_ks, top_ps = zip(*filters, strict=True)
     count = len(filters)
@@ -43,7 +49,8 @@ def test_kept_tokens_are_those_of_the_reference(vocab_size: int, group: int, roo
     scaled = logits.double() / heat
     expected = sampling.keep_thresholds(scaled, top_ks, top_ps)
     for row, (top_k, top_p) in enumerate(filters):
-        kept, wanted = logits[row] >= found[row], scaled[row] >= expected[row]
+        kept, wanted = logits[row].float() >= found[row], scaled[row] >= expected[row]
+        assert found[row] in (-math.inf, logits[row, kept].float().min()), (top_k, top_p)
         if not torch.equal(kept, wanted):  # rounding may decide about a token at the edge of top-p, with all its ties
             edge = logits[row, kept ^ wanted]
             mass = scaled[row].softmax(0)[wanted].sum()
