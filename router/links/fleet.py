@@ -1,7 +1,8 @@
 """The workers, with I/O: the membership socket, a link per ready worker, and the timer that detects missing heartbeats.
 
-Carries out the decisions of :mod:`splitserve.router.links.membership`. Messages about requests go to ``on_message``, and
-``on_drained`` is called after those of a link that came together; a worker that died or left is reported once to ``on_lost``, with the reason in words.
+Carries out the decisions of :mod:`splitserve.router.links.membership`. Messages about requests go to ``on_message``;
+after those of a link that came together ``on_drained`` is called. A worker that died or left is reported once to
+``on_lost``, with the reason in words.
 """
 
 import asyncio
