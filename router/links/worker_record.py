@@ -134,9 +134,12 @@ class WorkerRecord:
         if self.prompts.was_used:
             view.queue_seconds = self.prompts.seconds(now)
             view.prefill_busy = self.prompts.busy_share(now)
+            view.prompt_share = self.prompts.share_since_first(now)
+            view.prompt_seconds = self.prompts.prompt_seconds
             if self.elsewhere is not None:
                 view.queue_seconds += self.elsewhere.queue_seconds
                 view.prefill_busy = min(1.0, view.prefill_busy + self.elsewhere.busy_share)
+                view.prompt_share = min(1.0, view.prompt_share + self.elsewhere.busy_share)
         return view
 
     def on_change(self) -> None:
@@ -150,7 +153,8 @@ class WorkerRecord:
             return
         new = self._new_view()
         new.prefix_match_tokens, new.queue_seconds = view.prefix_match_tokens, view.queue_seconds
-        new.prefill_busy = view.prefill_busy
+        new.prefill_busy, new.prompt_share = view.prefill_busy, view.prompt_share
+        new.prompt_seconds = view.prompt_seconds
         assert view == new, f"policies see {view} where {new} is true"
 
     def _new_view(self) -> WorkerView:
@@ -171,6 +175,7 @@ class WorkerRecord:
             shared_chunk_tokens=info.max_num_prefill_tokens,
             queue_seconds=others.queue_seconds,
             prefill_busy=min(1.0, others.busy_share),
+            prompt_share=min(1.0, others.busy_share),
             num_decoding=self.num_requests - self.num_prefilling + others.num_requests - others.num_prefilling,
             token_bytes=self.token_bytes,
             link_rates=self.link_rates,
