@@ -35,6 +35,8 @@ REPORT_SECONDS = 0.1
 LOST_SECONDS = 2.0
 LATE_SECONDS = 0.5
 """Time after the loss of a router in which its reports may still arrive."""
+LEAST_BUSY_SHARE = 0.01
+"""Share of a worker's time by prompts below which it is not reported."""
 STAMPS_PER_SECOND = 1_000_000
 SOON_SECONDS = 0.01
 """Least time between reports that only a large prompt causes."""
@@ -308,7 +310,7 @@ class Peers:
 
     def _uses(self, now: float) -> Iterator[WorkerUse]:
         for record in self._membership.records():
-            if record.num_requests or record.prefill_tokens or record.context_tokens:
+            if record.num_requests or record.context_tokens or record.prompts.busy_share(now) >= LEAST_BUSY_SHARE:
                 yield WorkerUse(
                     record.info.party,
                     record.num_requests,

@@ -5,9 +5,9 @@ and the same of the requests that its route delays. Without objectives every sec
 
 Routes without harm are compared by strain. A time t strains an objective T by t / (T - t): hardly while it is far below
 T, without bound where nothing of T is left. (A queue with utilisation t / T has so many requests on average.) A route's
-strain is that of the request's TTFT and of its mean gap, and what the route adds to that of the others there. So a prompt
-that has time for a prefill worker's queue leaves decode workers in peace, and they help before prompts come near their
-objective. At the objective it would be too late: predictions are means, and later requests come on top.
+strain is that of the request's TTFT and of its mean gap, and what the route adds to that of the others there. So a
+prompt that has time for a prefill worker's queue leaves decode workers in peace, and they help before prompts come near
+their objective. At the objective it would be too late: predictions are means, and later requests come on top.
 
 A prompt's own computing keeps later prompts waiting, those that a cached prefix saves doesn't. By Pollaczek and
 Khinchine, the wait of a queue with utilisation u is the mean residual work times u / (1 - u): a second of computing
@@ -31,7 +31,6 @@ from splitserve.router.placement.policies import (
     DEFAULT_CHUNK_TOKENS,
     NO_STEP_MODEL,
     READ_SECONDS,
-    USUAL_LINK_RATE,
     NoWorker,
     Placed,
     Placement,
@@ -270,9 +269,10 @@ def _gap_strain(worker: WorkerView, request: _Request, before: float, after: flo
 
 
 def _predict_pair(prefill: _Prompt, decode: _Decode, request: _Request) -> Prediction:
-    last_tokens = min(request.num_tokens - prefill.matched, LAST_CHUNK_TOKENS)
-    rate = decode.worker.link_rates.get(prefill.worker.party.engine_id) or USUAL_LINK_RATE
-    handover = READ_SECONDS + last_tokens * decode.worker.token_bytes / rate
+    handover, rate = READ_SECONDS, decode.worker.link_rates.get(prefill.worker.party.engine_id)
+    if rate:  # else the first hand-over tells it: one that was taken to be slow would never be tried
+        last_tokens = min(request.num_tokens - prefill.matched, LAST_CHUNK_TOKENS)
+        handover += last_tokens * decode.worker.token_bytes / rate
     delay = prefill.delay + decode.room
     harm = request.late(request.waited + delay) + request.slow(handover) + decode.harm
     strain = _strain(request.waited + delay, request.ttft) + decode.strain
