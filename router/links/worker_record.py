@@ -133,8 +133,7 @@ class WorkerRecord:
         view.prefix_match_tokens = prefix_match_tokens
         if self.prompts.was_used:
             view.queue_seconds = self.prompts.seconds(now)
-            view.prefill_busy = self.prompts.busy_share(now)
-            view.prompt_share = self.prompts.share_since_first(now)
+            view.prefill_busy, view.prompt_share = self.prompts.shares(now)
             view.prompt_seconds = self.prompts.prompt_seconds
             if self.elsewhere is not None:
                 view.queue_seconds += self.elsewhere.queue_seconds

@@ -309,8 +309,12 @@ class Peers:
             self._outbox.put(TellRouters(SentPrefixes(worker, part, self.num_resets), to))
 
     def _uses(self, now: float) -> Iterator[WorkerUse]:
-        for record in self._membership.records():
-            if record.num_requests or record.context_tokens or record.prompts.busy_share(now) >= LEAST_BUSY_SHARE:
+        """Yield what this router has in flight, by worker. Prompts keep a worker busy that were computed just now."""
+        records = self._membership.records()
+        is_idle = not any(record.num_requests for record in records)
+        for record in records:
+            busy_share = 0.0 if is_idle else record.prompts.busy_share(now)
+            if record.num_requests or record.context_tokens or busy_share >= LEAST_BUSY_SHARE:
                 yield WorkerUse(
                     record.info.party,
                     record.num_requests,
@@ -318,7 +322,7 @@ class Peers:
                     record.context_tokens,
                     record.num_prefilling,
                     record.prompts.seconds(now),
-                    record.prompts.busy_share(now),
+                    busy_share,
                 )
 
     def check_invariants(self) -> None:

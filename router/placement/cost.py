@@ -88,6 +88,7 @@ class _Request:
     ttft: float
     gap: float
     own_workers: frozenset[Party]  # of its session, one per role; none if a prefix tells more
+    strains: bool  # both objectives are there; else every strain is infinite
 
     def late(self, seconds: float) -> float:
         return max(0.0, seconds - self.ttft)
@@ -162,6 +163,7 @@ def cost(snapshot: Snapshot, shape: RequestShape) -> Placement:
         ttft=snapshot.objectives.ttft_seconds,
         gap=snapshot.objectives.tpot_seconds,
         own_workers=_own_workers(fitting, shape),
+        strains=min(snapshot.objectives.ttft_seconds, snapshot.objectives.tpot_seconds) > 0.0,
     )
     best = min(_routes(snapshot, fitting, request, shape), default=None)  # by the prediction
     return NoWorker(why_not(snapshot, fitting, shape)) if best is None else best.placed()
@@ -252,7 +254,7 @@ def _decode(worker: WorkerView, request: _Request) -> _DecodeFields:
     room, wanted = 0.0, context + num_tokens + num_outputs
     if worker.num_requests >= worker.max_num_seqs or wanted > worker.kv_capacity_tokens:
         room = _room_seconds(worker, request, wanted, before)
-    strain = _gap_strain(worker, request, before, after)
+    strain = _gap_strain(worker, request, before, after) if request.strains else math.inf
     return harm + room, strain, worker.num_placed, worker.party.engine_id, worker, room, harm, before, after
 
 
@@ -275,7 +277,7 @@ def _predict_pair(prefill: _Prompt, decode: _Decode, request: _Request) -> Predi
         handover += last_tokens * decode.worker.token_bytes / rate
     delay = prefill.delay + decode.room
     harm = request.late(request.waited + delay) + request.slow(handover) + decode.harm
-    strain = _strain(request.waited + delay, request.ttft) + decode.strain
+    strain = _strain(request.waited + delay, request.ttft) + decode.strain if request.strains else math.inf
     num_placed = prefill.worker.num_placed + decode.worker.num_placed
     names = (prefill.worker.party.engine_id, decode.worker.party.engine_id)
     is_away = bool(request.own_workers) and decode.worker.party not in request.own_workers
@@ -299,7 +301,7 @@ def _predict_local(prompt: _Prompt, decode: _Decode, request: _Request) -> Predi
     # Later prompts there interrupt this request, and its steps delay them.
     interrupted = worker.prefill_busy * request.output_tokens * (request.slow(gap) - request.slow(decode.after))
     harm = request.late(request.waited + delay) + others + max(0.0, interrupted) + decode.harm
-    strain = _strain(request.waited + delay, request.ttft)
+    strain = _strain(request.waited + delay, request.ttft) if request.strains else math.inf
     if strain < math.inf:
         added = (model.prefill_seconds(matched, num_missed, num_missed) - model.base) / request.usual_outputs
         strain += _gap_strain(worker, request, before, decode.after, added)

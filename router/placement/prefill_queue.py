@@ -7,6 +7,8 @@ BUSY_SECONDS = 30.0
 """Time constant of the busy share. With r prompts per second, whose times have a coefficient of variation c, the share
 has a relative error of sqrt((1 + c^2) / (2 r BUSY_SECONDS)): 23% for r = 1 and c = 1.5, where 10 s would leave 40%, and
 placement would follow chance. It trails a change of the load by as much."""
+SETTLED_SECONDS = 10 * BUSY_SECONDS
+"""Time after which the time before a worker's first prompt is forgotten."""
 
 
 class PrefillQueue:
@@ -68,11 +70,14 @@ class PrefillQueue:
         share = self._kept(now) * self._busy / BUSY_SECONDS
         return share if share < 1.0 else 1.0
 
-    def share_since_first(self, now: float) -> float:
-        """Return the same of the time since the worker's first prompt alone, right on average from the beginning on."""
-        seconds = -BUSY_SECONDS * math.expm1(-max(0.0, now - self._used_since) / BUSY_SECONDS)
-        given = self._kept(now) * self._busy
-        return given / seconds if given < seconds else float(given > 0.0)
+    def shares(self, now: float) -> tuple[float, float]:
+        """Return the busy share, and the same of the time since the worker's first prompt alone, which is right on
+        average from the beginning on."""
+        share, age = self.busy_share(now), now - self._used_since
+        if age > SETTLED_SECONDS or not share:
+            return share, share
+        of_time = -math.expm1(-age / BUSY_SECONDS) if age > 0.0 else 0.0
+        return share, share / of_time if share < of_time else 1.0
 
     @property
     def prompt_seconds(self) -> float:

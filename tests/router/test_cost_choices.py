@@ -53,7 +53,7 @@ class PlainCost:
         return max(0.0, seconds - self.gap)
 
     def odds(self, seconds, objective):
-        return seconds / (objective - seconds) if seconds < objective else math.inf
+        return seconds / (objective - seconds) if seconds < objective and min(self.ttft, self.gap) else math.inf
 
     def delay_strain(self, delay):
         return self.odds(self.shape.waited_seconds + delay, self.ttft)
@@ -235,7 +235,9 @@ def test_shortcuts_change_no_choice(seed: int) -> None:
         workers = pool(chosen, num_tokens)
         holder = chosen.choice(workers)
         source = PrefixSource(holder.party, num_tokens * 2 // 3) if chosen.random() < 0.5 else None
-        objectives = chosen.choice([Objectives(0.0, 0.0), Objectives(0.5, 0.02), Objectives(0.1, 0.005)])
+        objectives = chosen.choice(
+            [Objectives(0.0, 0.0), Objectives(0.5, 0.0), Objectives(0.5, 0.02), Objectives(0.1, 0.005)]
+        )
         shape = RequestShape(num_tokens, chosen.choice([1, 64, 900]), session=chosen.choice(["", "s"]))
         shape = replace(shape, waited_seconds=chosen.choice([0.0, 0.0, 0.3]))
         snapshot = Snapshot(workers, objectives, chosen.choice([8.0, 128.0]), source)
