@@ -123,13 +123,11 @@ class WordMemory:
         """Return what is known of a part of a text."""
         pieces = part.split(" ")
         get = self._words.get
-        found = [get(piece) for piece in pieces]
-        found[0] = None  # no space before it
+        found = [*map(get, pieces), None]  # the last None ends the search below
+        found[0] = None  # the first piece has no space before it
         unknown: dict[str, list[int]] = {}
         end = 0
-        for position in [position for position, tokens in enumerate(found) if tokens is None]:
-            if position < end:
-                continue
+        while (position := found.index(None, end)) < len(pieces):
             begin, end = _between_cuts(pieces, position)
             text = " ".join(pieces[begin:end])
             text = f" {text}" if begin else text
@@ -137,6 +135,7 @@ class WordMemory:
             found[begin:end] = [known or b"", *[b""] * (end - begin - 1)]
             if known is None:
                 unknown.setdefault(text, []).append(begin)
+        found.pop()
         return Lookup(cast("list[bytes]", found), unknown)
 
     def complete(self, lookup: Lookup, encoded: Sequence[Sequence[int]]) -> TokenIds:
