@@ -19,8 +19,8 @@ from tokenizers import Tokenizer
 from splitserve.protocol.token_ids import TOKEN_ID_BYTES, TokenIds
 from splitserve.router.text.tokens.words import WordMemory, cuts_before_words, slices
 
-MAX_INLINE_CHARS = 4096
-"""Characters that are encoded on the event loop: about two milliseconds."""
+MAX_INLINE_CHARS = 1024
+"""Characters that are encoded on the event loop: about a millisecond."""
 MAX_REMEMBERED_BYTES = 64 << 20
 _ENTRY_BYTES = 256  # of a remembered segment, beside its characters and tokens
 MAX_ADDED_TOKENS = 512

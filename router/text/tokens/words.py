@@ -17,8 +17,9 @@ from tokenizers import Tokenizer
 
 from splitserve.protocol.token_ids import TokenIds, from_bytes
 
-SLICE_CHARS = 1 << 14
-"""Characters that are looked up at a time: a few milliseconds at most."""
+SLICE_CHARS = 1 << 12
+"""Characters that are looked up at a time: less than a millisecond. A token of another request passes through two or
+three turns of the event loop, each of which may have such a part."""
 MAX_WORDS = 1 << 17
 """Words of one generation; the last two generations are remembered."""
 MAX_WORD_CHARS = 64  # a longer one is unlikely to come again
