@@ -4,6 +4,7 @@ A failure before the first byte is an HTTP error; a later one is an error event 
 The response's head waits for the first token, so that most failures still get a status. A client that disconnects
 cancels its requests, streamed or not.
 
+A stream has an event per token, however workers packed them into messages, and however many the router handles at once.
 A stream without tokens for a while sends comments, so that clients and proxies don't take its connection for dead: once
 the stream has begun, or while a request waits for a worker that replaces a lost one.
 """
@@ -29,7 +30,7 @@ from splitserve.router.output.parts import Part
 from splitserve.router.requests.active_request import NO_CONTEXT, ActiveRequest, RequestContext
 from splitserve.router.requests.dispatcher import ClientGoneError, Dispatcher
 from splitserve.router.requests.outcome import route
-from splitserve.router.requests.state import NOTHING, Update
+from splitserve.router.requests.state import NOTHING, Update, each_by_itself
 from splitserve.router.scores.choice_scores import ChoiceScores
 from splitserve.router.scores.forms import joined
 from splitserve.router.text.choice import Choice, Piece
@@ -143,9 +144,10 @@ class GenerationResponse(Response):
                 return pieces, error_of_failure(update.failure)
             if update.prompt_logprobs is not None:
                 await self._take_prompt_scores(index, update.prompt_logprobs)
-            piece = self._push(index, update)
-            if piece is not None:
-                pieces.append((index, piece))
+            for tokens in each_by_itself(update) if self._stream else (update,):
+                piece = self._push(index, tokens)
+                if piece is not None:
+                    pieces.append((index, piece))
         return pieces, None
 
     async def _take_prompt_scores(self, index: int, logprobs: Logprobs) -> None:

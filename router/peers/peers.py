@@ -75,8 +75,8 @@ class Peers:
         self.is_reporting = False  # the timer is set
         self.is_urgent = False  # a report is due now
         self.pause = PauseStamp()
-        self.num_resets = 0
-        self.num_resets_done = 0  # of these, as far as this router's links to the workers are concerned
+        self.reset = 0  # number of the last reset of prefix caches
+        self.reset_done = 0  # of the last one that all workers have confirmed to this router
         self.tenants = Tenants()
         self.num_running = 0
         self.num_waiting = 0
@@ -128,9 +128,10 @@ class Peers:
 
     @property
     def have_reset(self) -> bool:
-        """True if this router and all others have carried out the last reset."""
-        done = [self.num_resets_done, *(report.num_resets_done for report in self.reports)]
-        return min(done) >= self.num_resets
+        """True if this router and all others have carried out the last reset. Those that were not heard since this
+        router's start are awaited for ``LOST_SECONDS``."""
+        done = [self.reset_done, *(report.reset_done for report in self.reports)]
+        return min(done) >= self.reset and not self._unheard
 
     def on_report(self, sender: Party, report: RouterReport, now: float) -> bool:
         """Take a report; return False for one that is out of date, or of no router that belongs here."""
@@ -163,7 +164,7 @@ class Peers:
     def on_prefixes(self, sender: Party, message: SentPrefixes) -> bool:
         """Take blocks into account that another router has sent to a worker; return False if they are out of date."""
         known = self._known.get(sender.engine_id)
-        if known is None or known.party != sender or message.num_resets != self.num_resets:
+        if known is None or known.party != sender or message.reset != self.reset:
             return False
         if self._membership.get(message.worker) is None:
             kept = self._early.setdefault(message.worker, []) + message.hashes
@@ -242,14 +243,14 @@ class Peers:
     # ---- this router ----
 
     def stamp(self, mode: str, now: float) -> None:
-        """Number a pause ("": a resumption) that an operator has asked this router for.
-
-        The number is a hybrid logical clock (Kulkarni et al., 2014): greater than all that were heard, and, by the
-        clock that the routers of one machine share, than those of earlier acts that were not heard."""
+        """Number a pause ("": a resumption) that an operator has asked this router for."""
         if not self.is_alone:
-            number = max(self.pause.number + 1, int(now * STAMPS_PER_SECOND))
-            self.pause = PauseStamp(number, self._name, mode)  # type: ignore[arg-type]
+            self.pause = PauseStamp(_next_number(self.pause.number, now), self._name, mode)  # type: ignore[arg-type]
             self.is_urgent = True
+
+    def stamp_reset(self, now: float) -> None:
+        """Number a reset of the prefix caches that an operator has asked this router for."""
+        self.reset = _next_number(self.reset, now)
 
     def note_placed(self, num_tokens: int, now: float) -> None:
         """Count a prompt that was placed: the others learn of large ones at once."""
@@ -280,8 +281,8 @@ class Peers:
             workers=list(self._uses(now)),
             tenants=[TenantUse(*use) for use in islice(self._usage.uses(self.tenants, now), MAX_TENANTS_REPORTED)],
             pause=self.pause,
-            num_resets=self.num_resets,
-            num_resets_done=self.num_resets_done,
+            reset=self.reset,
+            reset_done=self.reset_done,
         )
         self._outbox.put(TellRouters(report))
         for worker, hashes in self._sent.items():
@@ -306,7 +307,7 @@ class Peers:
     def _tell_sent(self, worker: Party, hashes: list[bytes], to: Party | None = None) -> None:
         for begin in range(0, len(hashes), MAX_HASHES):
             part = hashes[begin : begin + MAX_HASHES]
-            self._outbox.put(TellRouters(SentPrefixes(worker, part, self.num_resets), to))
+            self._outbox.put(TellRouters(SentPrefixes(worker, part, self.reset), to))
 
     def _uses(self, now: float) -> Iterator[WorkerUse]:
         """Yield what this router has in flight, by worker. Prompts keep a worker busy that were computed just now."""
@@ -335,3 +336,9 @@ class Peers:
                 f"{party} has {found} of other routers, which report {due} requests there"
             )
         assert self._known.keys() <= self._others, f"routers {self._known.keys() - self._others} don't belong here"
+
+
+def _next_number(last: int, now: float) -> int:
+    """Return the number of an operator's act, by a hybrid logical clock (Kulkarni et al., 2014): greater than all that
+    were heard, and, by the clock that the routers of one machine share, than those of earlier acts that were not."""
+    return max(last + 1, int(now * STAMPS_PER_SECOND))

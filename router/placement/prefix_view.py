@@ -17,11 +17,13 @@ from typing import NamedTuple
 from splitserve.protocol.block_hash import extend_hashes, salted_root
 from splitserve.protocol.kv_event_batch import DEVICE, KVEvent, KVEventBatch
 from splitserve.protocol.request import Party
-from splitserve.router.placement.block_index import SENT, BlockIndex
+from splitserve.router.placement.block_index import BlockIndex
 
 MAX_HASHES_PER_WORKER = 1 << 20
 MIN_GAIN_BLOCKS = 2
 """Least gain for which a worker reads from another one, since the request takes a round trip."""
+
+_ABSENT = object()
 
 
 class PrefixMatch(NamedTuple):
@@ -39,9 +41,9 @@ class _Holding:
     root_hash: bytes
     block_size: int
     number: int | None = None  # of the last batch of events; None: there was none
-    sizes: dict[str, int] = field(default_factory=dict)  # number of blocks by tier
+    sizes: dict[str, int] = field(default_factory=dict)  # number of blocks by tier, as announced
     sent: OrderedDict[bytes, None] = field(default_factory=OrderedDict)  # the longest unused ones first
-    blocks: set[bytes] = field(default_factory=set)  # in any tier
+    blocks: set[bytes] = field(default_factory=set)  # in any tier, as announced
     awaited: set[bytes] = field(default_factory=set)  # those of ``sent`` that it hasn't computed, as far as known
 
 
@@ -104,7 +106,7 @@ class PrefixView:
         known.number = batch.number
         for event in batch.events:
             self._apply_event(known, event)
-        if sum(known.sizes.values()) > MAX_HASHES_PER_WORKER:
+        if sum(known.sizes.values()) + len(known.sent) > MAX_HASHES_PER_WORKER:
             self.forget(party)
             return False
         return True
@@ -115,9 +117,7 @@ class PrefixView:
             return
         self._take(known, event.hashes, event.tier)
         if event.tier == DEVICE:
-            gone = [each for each in event.hashes if known.sent.pop(each, SENT) is None]
-            self._take(known, gone, SENT)
-            known.awaited.difference_update(gone)
+            self._take_sent(known, [each for each in event.hashes if known.sent.pop(each, _ABSENT) is None])
 
     def note_sent(self, party: Party, root_hash: bytes, prompt: PromptHashes, block_size: int, num_blocks: int) -> None:
         """Take a prompt into account that ``party``, which has ``num_blocks`` blocks, was sent or has computed."""
@@ -157,20 +157,16 @@ class PrefixView:
             else:
                 sent[block_hash] = None
                 new.append(block_hash)
-        self._put(known, new, SENT)
+        self._blocks.put_sent(known.bit, new)
         num_over = len(sent) - min(num_blocks, MAX_HASHES_PER_WORKER)
         if num_over > 0:
-            gone = [sent.popitem(last=False)[0] for _ in range(num_over)]
-            self._take(known, gone, SENT)
-            known.awaited.difference_update(gone)
+            self._take_sent(known, [sent.popitem(last=False)[0] for _ in range(num_over)])
         return new
 
     def forget_sent(self) -> None:
         """Forget all that workers were sent and have not announced."""
         for known in self._holdings.values():
-            self._take(known, list(known.sent), SENT)
-            known.sent.clear()
-            known.awaited.clear()
+            self._take_all_sent(known)
 
     def forget(self, party: Party) -> None:
         """Forget all blocks of a worker."""
@@ -178,6 +174,7 @@ class PrefixView:
         if known is not None:
             del self._parties[known.bit]
             self._blocks.forget(known.bit, known.blocks)
+            self._take_all_sent(known)
 
     def _hold(self, party: Party, root_hash: bytes, block_size: int) -> _Holding:
         bit = next(1 << number for number in itertools.count() if 1 << number not in self._parties)
@@ -196,6 +193,16 @@ class PrefixView:
             known.sizes[tier] -= num_taken
             known.blocks.difference_update(gone)
 
+    def _take_sent(self, known: _Holding, block_hashes: Sequence[bytes]) -> None:
+        """Take out blocks that are no longer among those that a worker was sent."""
+        self._blocks.take_sent(known.bit, block_hashes)
+        known.awaited.difference_update(block_hashes)
+
+    def _take_all_sent(self, known: _Holding) -> None:
+        self._blocks.take_sent(known.bit, known.sent)
+        known.sent.clear()
+        known.awaited.clear()
+
     # ---- queries ----
 
     @property
@@ -206,7 +213,7 @@ class PrefixView:
     def num_blocks(self, party: Party) -> Mapping[str, int]:
         """Return the number of a worker's blocks by tier, as its events say."""
         known = self._holdings.get(party)
-        return {} if known is None else {tier: size for tier, size in known.sizes.items() if tier != SENT and size}
+        return {} if known is None else {tier: size for tier, size in known.sizes.items() if size}
 
     def num_computed(self, party: Party, prompt: PromptHashes, num_tokens: int) -> int:
         """Return how many of the first ``num_tokens`` tokens of a prompt, which a worker was sent, it has computed as

@@ -2,7 +2,7 @@
 answers.
 
     HTTP request -> submit_in_time -> core.handle(Submit) -> effects: the workers' links, timers, metrics, its Inbox
-    the workers' links, timers, clients that leave -> core.handle(...) -> effects
+    tokens, joined by links/arrivals; other messages, timers, clients that leave -> core.handle(...)
 
 Everything runs on one event loop and nothing here blocks. No decision is made here.
 """
@@ -32,6 +32,7 @@ from splitserve.router.admin.profiles import Profiles
 from splitserve.router.admin.request_reports import RequestReports
 from splitserve.router.http.api_error import ApiError
 from splitserve.router.http.inbox import Inbox
+from splitserve.router.links.arrivals import Arrivals
 from splitserve.router.links.fleet import Fleet
 from splitserve.router.peers.exchange import Exchange
 from splitserve.router.peers.sums import joined_traces, summed_rates
@@ -103,8 +104,14 @@ class Dispatcher:
         self._timers: dict[Timer, asyncio.TimerHandle] = {}
         self._inboxes: dict[str, tuple[Inbox, int]] = {}  # by id of a begun request: its inbox, and its index there
         self._answers: dict[str, asyncio.Future[Limits | Refuse | None]] = {}  # None: the request has begun
+        self._arrivals = Arrivals(lambda sender, message: self._perform(FromWorker(sender, message)))
         self.fleet = Fleet(
-            config, metrics, on_message=self._on_message, on_lost=self._on_worker_lost, on_ready=self._on_worker_ready
+            config,
+            metrics,
+            on_message=self._on_message,
+            on_drained=self._arrivals.handle_all,
+            on_lost=self._on_worker_lost,
+            on_ready=self._on_worker_ready,
         )
         self.core = RouterCore(config, self.fleet.membership, self.fleet.prefixes, random.Random())
         self.deadline_seconds = self.core.deadline_seconds
@@ -187,6 +194,9 @@ class Dispatcher:
 
         Raises :class:`ApiError` 503 if no worker comes in time, and :class:`ClientGoneError`.
         """
+        found = self.core.placer.limits(time.monotonic())
+        if isinstance(found, Limits):  # nearly always: there are workers
+            return found
         self._num_questions += 1
         question_id = f"question-{self._num_questions}"
         limits = await self._ask(question_id, AskLimits(question_id, arrived_at, num_bytes), watch_client)
@@ -250,7 +260,8 @@ class Dispatcher:
 
     def cancel(self, request: ActiveRequest) -> None:
         """Cancel a request whose client is gone or has its whole answer; harmless if the request has ended."""
-        self._handle(Cancel(request.request_id))
+        if not request.state.ended:
+            self._handle(Cancel(request.request_id))
 
     def close(self) -> None:
         """Fail what is in flight and close all sockets. Closing twice is harmless."""
@@ -269,7 +280,7 @@ class Dispatcher:
 
     def _on_message(self, sender: Party, body: Body) -> None:
         if isinstance(body, StepTokens):  # nearly all
-            self._handle(FromWorker(sender, body))
+            self._arrivals.add(sender, body)
         elif isinstance(body, ClockReading):
             self.core.clocks.note(sender, body.asked_at, body.at, time.monotonic())
         elif not isinstance(body, Profiled):
@@ -286,6 +297,12 @@ class Dispatcher:
     # ---- effects ----
 
     def _handle(self, event: Event) -> None:
+        """Handle an event, after the tokens that came before it."""
+        if not self._arrivals.is_empty:
+            self._arrivals.handle_all()
+        self._perform(event)
+
+    def _perform(self, event: Event) -> None:
         """Let the core handle an event and perform its effects, in order; those of a failed send come last.
 
         The time is read from CLOCK_MONOTONIC, as the event loop's is, but now: the loop's may be a millisecond late.

@@ -14,9 +14,10 @@ request, so that no wrong answer passes. Each transition returns an :class:`Upda
 abort.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import repeat
 
 import msgspec
 
@@ -88,6 +89,21 @@ class Update(msgspec.Struct, frozen=True, gc=False):
 
 
 NOTHING = Update()
+
+
+def each_by_itself(update: Update) -> Sequence[Update]:
+    """Return the update's tokens in parts for the client, as if each of them had come alone."""
+    count, logprobs = len(update.token_ids), update.logprobs
+    if count < 2:
+        return (update,)
+    rows: Iterable[Logprobs | None] = (
+        repeat(None) if logprobs is None else [logprobs.between(at, at + 1) for at in range(count)]
+    )
+    reasons = [None] * (count - 1) + [update.finish_reason]
+    return [
+        Update((token_id,), reason, logprobs=row)
+        for token_id, reason, row in zip(update.token_ids, reasons, rows, strict=False)
+    ]
 
 
 class RequestState:

@@ -94,6 +94,39 @@ def test_a_router_that_starts_does_not_repeat_old_resets(pair: Pair) -> None:
     assert not [effect for effect in deliver(one, fresh) if isinstance(effect, Send)]
 
 
+def test_a_reset_at_a_router_that_has_just_started_holds_in_the_others(pair: Pair) -> None:
+    one, _ = pair
+    for _ in range(3):
+        one.handle(ResetCaches())
+        confirm(one)
+    fresh = Router("router-1", "router", incarnation=2)
+    fresh.handle(MeetRouters())
+    fresh.now = one.now = one.now + 0.01
+    fresh.handle(ResetCaches())
+    assert not over(confirm(fresh)), "the other router has not been heard yet"
+    followed = [effect.body for effect in deliver(fresh, one) if isinstance(effect, Send)]
+    assert [type(body) for body in followed] == [ResetPrefixCache] * 2
+    confirm(one)
+    assert over(deliver(one, fresh))
+
+
+def test_two_resets_that_cross_are_both_carried_out(pair: Pair) -> None:
+    """The second operator's reset also covers what the first router sent after its own."""
+    one, other = pair
+    one.handle(ResetCaches())
+    confirm(one)
+    other.now = one.now = one.now + 0.01
+    other.handle(ResetCaches())
+    told, one.told = one.told, []
+    followed = [effect.body for effect in deliver(other, one) if isinstance(effect, Send)]
+    assert [type(body) for body in followed] == [ResetPrefixCache] * 2
+    for each in told:
+        other.handle(FromRouter(one.party, each.body))
+    assert not over(confirm(other))
+    confirm(one)
+    assert over(deliver(one, other))
+
+
 def test_a_pause_and_its_end_are_over_when_the_other_router_follows(pair: Pair) -> None:
     one, other = pair
     for act, mode in ((PauseRequests(PauseMode.WAIT), PauseMode.WAIT), (ResumeRequests(), None)):

@@ -123,7 +123,7 @@ def pauses_are_not_followed(patch: pytest.MonkeyPatch) -> None:
 
 
 def the_others_are_not_awaited(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Peers, "have_reset", property(lambda self: self.num_resets_done >= self.num_resets))
+    patch.setattr(Peers, "have_reset", property(lambda self: self.reset_done >= self.reset))
 
 
 def ended_requests_are_reported(patch: pytest.MonkeyPatch) -> None:

@@ -3,8 +3,8 @@ all. Pure; time is an argument.
 
 Pauses are numbered, and the last one holds everywhere (:class:`~splitserve.protocol.messages.routers.PauseStamp`). A
 pause or a resumption is over when all routers that run have reported it: then the loss of one can't undo it.
-Resets of the prefix caches are counted: each router resets the workers over its own links, so that no request of its
-own comes between, and a reset is over when all routers have done so.
+Resets of the prefix caches are numbered alike: each router resets the workers over its own links, so that no request of
+its own comes between, and a reset is over when all routers have done so.
 """
 
 from collections.abc import Callable
@@ -64,8 +64,8 @@ class Agreement:
         self._on_resume(now)
         self._await_pause()
 
-    def on_reset_caches(self, _event: ResetCaches, _now: float) -> None:
-        self._peers.num_resets += 1
+    def on_reset_caches(self, _event: ResetCaches, now: float) -> None:
+        self._peers.stamp_reset(now)
         self._awaits_reset = True
         self._reset()
 
@@ -86,8 +86,8 @@ class Agreement:
     def _on_own_reset(self) -> None:
         """Note that all workers have confirmed to this router; the reset is over when the others know the same."""
         peers = self._peers
-        peers.is_urgent |= not peers.is_alone and peers.num_resets_done != peers.num_resets
-        peers.num_resets_done = peers.num_resets
+        peers.is_urgent |= not peers.is_alone and peers.reset_done != peers.reset
+        peers.reset_done = peers.reset
         self._check_resets()
 
     def _check_resets(self) -> None:
@@ -140,10 +140,10 @@ class Agreement:
                 self._on_pause(PauseMode(report.pause.mode), now)
             else:
                 self._on_resume(now)
-        if report.num_resets > peers.num_resets:
-            peers.num_resets = report.num_resets
+        if report.reset > peers.reset:
+            peers.reset = report.reset
             if peers.is_new:  # it begins with what the others have done
-                peers.num_resets_done = report.num_resets
+                peers.reset_done = report.reset
             else:
                 self._reset()
         self._check_all()

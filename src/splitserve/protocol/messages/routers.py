@@ -55,8 +55,8 @@ class PauseStamp(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
 class RouterReport(Message, frozen=True):
     """The state of a router, every 100 ms and at once when much of it has changed. ``number``: its reports so far.
 
-    ``num_resets``: the resets of prefix caches that it knows of, ``num_resets_done`` of which all workers have
-    confirmed to it."""
+    ``reset``: the number of the last reset of prefix caches that it knows, made like a pause's; ``reset_done``: of the
+    last one that all workers have confirmed to it."""
 
     number: Count
     num_ready: Count = 0  # workers that it can place requests on
@@ -66,16 +66,16 @@ class RouterReport(Message, frozen=True):
     workers: Annotated[list[WorkerUse], msgspec.Meta(max_length=MAX_LINKS)] = []
     tenants: Annotated[list[TenantUse], msgspec.Meta(max_length=MAX_TENANTS_REPORTED)] = []
     pause: PauseStamp = PauseStamp()
-    num_resets: Count = 0
-    num_resets_done: Count = 0
+    reset: Count = 0
+    reset_done: Count = 0
 
 
 class SentPrefixes(Message, frozen=True):
-    """Blocks of prompts that a router has sent to a worker since the ``num_resets``-th reset, ends of prompts first."""
+    """Blocks of prompts that a router has sent to a worker since the reset with this number, ends of prompts first."""
 
     worker: Party
     hashes: Annotated[list[BlockHash], msgspec.Meta(max_length=MAX_HASHES)]
-    num_resets: Count = 0
+    reset: Count = 0
 
 
 class AskRouter(Message, frozen=True):

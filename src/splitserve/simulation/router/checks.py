@@ -181,7 +181,7 @@ class RouterChecks:
         """Check that every linked worker has confirmed the reset."""
         peers = self._router.core.peers
         assert not self._router.core.resets.awaited, "a reset is over before all workers have confirmed it"
-        late = [party for party, report in self._router.heard.items() if report.num_resets_done < peers.num_resets]
+        late = [party for party, report in self._router.heard.items() if report.reset_done < peers.reset]
         assert not late, f"a reset is over before {late} have carried it out"
 
     def on_count(self, effect: Count) -> None:
