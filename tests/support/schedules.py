@@ -30,6 +30,7 @@ from splitserve.simulation.simulator import Simulator
 
 MAX_SECONDS = 400.0
 QUIET_SECONDS = 25.0  # longer, with a lease, than silences and freezes: all that is left over has ended by then
+CALM_SECONDS = 8.0  # likewise, where there are none: reads, copies and connections that nobody waits for
 SHAPES = (
     Shape(),
     Shape(num_blocks=16),
@@ -119,8 +120,14 @@ def submit(sim: Simulator, index: int, before: int, prompt: list[int], more: tup
 def run_to_the_end(sim: Simulator, schedule: Schedule) -> None:
     while sim.now < MAX_SECONDS and not sim.routers.has_ended(schedule.num_requests):
         sim.run(until=sim.now + 1.0)
-    sim.run(until=sim.now + QUIET_SECONDS + sim.protocol.lease_seconds)
+    sim.run(until=sim.now + quiet_seconds(schedule.faults) + sim.protocol.lease_seconds)
     sim.check_end()
+
+
+def quiet_seconds(faults: Faults) -> float:
+    """Return how long a schedule goes on after its last request, beside a lease."""
+    silences = faults.partitions + faults.mutes + faults.freezes + faults.router_kills
+    return QUIET_SECONDS if silences else CALM_SECONDS
 
 
 def random_schedule(seed: int) -> Schedule:
@@ -214,7 +221,7 @@ def outcomes(
     first: int, count: int, jobs: int, make: Callable[[int], Schedule]
 ) -> Iterator[tuple[int, str | None, int]]:
     seeds, failure = range(first, first + count), functools.partial(failure_of, make=make)
-    if jobs == 1:
+    if min(jobs, count) == 1:
         yield from map(failure, seeds)
         return
     with multiprocessing.get_context("spawn").Pool(jobs) as pool:
