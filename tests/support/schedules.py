@@ -29,8 +29,9 @@ from splitserve.simulation.model import PROTOCOL, VOCAB
 from splitserve.simulation.simulator import Simulator
 
 MAX_SECONDS = 400.0
-QUIET_SECONDS = 25.0  # longer, with a lease, than silences and freezes: all that is left over has ended by then
-CALM_SECONDS = 8.0  # likewise, where there are none: reads, copies and connections that nobody waits for
+CALM_SECONDS = 8.0  # in which, with a lease, all that is left over ends: reads, copies, connections, lost routers
+LONGEST_FREEZE_SECONDS = 9.0
+MAX_QUIET_SECONDS = 25.0
 SHAPES = (
     Shape(),
     Shape(num_blocks=16),
@@ -125,9 +126,10 @@ def run_to_the_end(sim: Simulator, schedule: Schedule) -> None:
 
 
 def quiet_seconds(faults: Faults) -> float:
-    """Return how long a schedule goes on after its last request, beside a lease."""
-    silences = faults.partitions + faults.mutes + faults.freezes + faults.router_kills
-    return QUIET_SECONDS if silences else CALM_SECONDS
+    """Return how long a schedule goes on after its last request, beside a lease: silences and freezes end meanwhile."""
+    silence = faults.partition_seconds if faults.partitions or faults.mutes else 0.0
+    freeze = LONGEST_FREEZE_SECONDS if faults.freezes else 0.0
+    return min(MAX_QUIET_SECONDS, CALM_SECONDS + max(silence, freeze))
 
 
 def random_schedule(seed: int) -> Schedule:
