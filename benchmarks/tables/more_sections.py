@@ -83,7 +83,13 @@ def tensor_parallel(runs: Sequence[Run]) -> Section:
             for other in others:
                 ms = other["milliseconds"][case]
                 busy = [percent(each["busy"].get(case, float("nan"))) for each in (one, other)]
-                cells = [case, str(other["ranks"]), number(milliseconds), number(ms), number(milliseconds / ms)]
+                cells = [
+                    case,
+                    f"{other['ranks']} x {run.gpu}",
+                    number(milliseconds),
+                    number(ms),
+                    number(milliseconds / ms),
+                ]
                 rows.append([*cells, *busy, run_link(run), commit(run)])
     headers = ["case", "ranks", "one rank ms", "these ranks ms", "times as fast", "busy, one rank", "rank 0", "run"]
     text = (

@@ -20,7 +20,14 @@ LOADED = (
     ("longest gap", "itl_ms", "max"),
 )  # fmt: skip
 BOTH = "with cores kept awake and without"
+SHOWN_GPU = "H200"
+"""The kind of GPU whose figures the README and the documentation show; those of others are beside the result files."""
 HEADERS = ("what", "best to worst", "conditions", "runs, by commit")
+
+
+def shown(runs: Sequence[Run]) -> list[Run]:
+    """Return the runs on :data:`SHOWN_GPU` or without GPUs, and those whose tables name the GPUs themselves."""
+    return [run for run in runs if run.bench == "goodput" or run.gpu in (SHOWN_GPU, "none")]
 
 
 def loaded_rows(runs: Sequence[Run], *, with_runs: bool = True) -> list[list[str]]:

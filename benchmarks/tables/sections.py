@@ -108,7 +108,7 @@ def isolation(runs: Sequence[Run]) -> Section:
                 for which in names
             ]  # fmt: skip
             chunk = str(run.last_chunk) if result["arrangement"] in ("1P1D", "conditional") else "-"
-            gpus = str(result["gpus_or_workers"])
+            gpus = f"{result['gpus_or_workers']} x {run.gpu}"
             head = [isolation_load(run), result["arrangement"], gpus, run_link(run), awake(run), chunk]
             rows.append([*head, *figures, commit(run)])
     rows.sort(key=lambda row: (row[0], ["1P1D", "conditional", "mixed", "2 mixed"].index(row[1]), row[3]))
@@ -175,7 +175,7 @@ def reads(runs: Sequence[Run]) -> Section:
         one = result.get("one_rank", False)
         pair = (result["prefill_tp"], result["decode_tp"])
         reader = "one rank" if one else f"{pair[1]} ranks" if max(pair) > 1 else "one"
-        gpus = "2" if one or pair == (1, 1) else str(len(run.content["machine"]["gpus"]))
+        gpus = f"2 x {run.gpu}" if one or pair == (1, 1) else run.gpus
         case = (*pair, reader, gpus, result["prompt_tokens"], awake(run), result["path"])
         cases.setdefault(case, []).append((run, result))
     rows = []

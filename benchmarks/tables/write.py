@@ -43,6 +43,11 @@ NOTES = {
     "1123T014720": "with the next on one machine, one after the other",
     "1123T013452": "the first of five on one machine, with cores kept awake and without by turns",
     "1123T031829": "half of what 4:2 reads is on the reader's own GPU",
+    "1126T082820": OTHER_GPUS_BUSY,
+    "1126T082836": OTHER_GPUS_BUSY,
+    "1126T082858": OTHER_GPUS_BUSY,
+    "1126T082923": OTHER_GPUS_BUSY,
+    "1126T082955": OTHER_GPUS_BUSY,
 }
 SECTIONS: Sequence[Callable[[Sequence[Run]], Section]] = (
     results_sections.isolation,
@@ -138,10 +143,11 @@ def with_block(text: str, block: str) -> str:
 
 def pages(runs: Sequence[Run]) -> dict[Path, str]:
     """Return all pages with tables, as they should be."""
+    shown = results_readme.shown(runs)
     blocks = {
-        README: readme_block(runs),
-        USERS_PAGE: users_block(runs),
-        DEVELOPERS_PAGE: developers_block(runs),
+        README: readme_block(shown),
+        USERS_PAGE: users_block(shown),
+        DEVELOPERS_PAGE: developers_block(shown),
         RESULTS_README: results_page(runs),
     }
     return {path: with_block(path.read_text(encoding="utf-8"), block) for path, block in blocks.items()}

@@ -18,6 +18,7 @@ from splitserve.kernels.triton.launch import overlapped, wait
 from splitserve.kernels.triton.thresholds import keep_thresholds
 
 _PART = 2048  # token ids per program
+_FILTERED_PART = 512  # likewise, of draws with top-k or top-p: in most programs no token passes
 _SCORED_PART = 4096  # likewise, of a program that looks for the likeliest tokens
 _ROOM = 32  # of them, for which the kernels are compiled once
 
@@ -39,7 +40,8 @@ def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
         thresholds = keep_thresholds(logits, numbers, heats)
     else:
         thresholds = torch.empty(0, dtype=torch.float32, device=device)
-    num_parts = triton.cdiv(vocab_size, _PART)
+    part = _FILTERED_PART if is_filtered else _PART
+    num_parts = triton.cdiv(vocab_size, part)
     best = torch.empty((num_rows, num_parts), dtype=torch.float64, device=device)
     ids = torch.empty((num_rows, num_parts), dtype=torch.int64, device=device)
     _part_kernel[(num_rows, num_parts)](
@@ -55,7 +57,7 @@ def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
         NUM_PARTS=num_parts,
         IS_RANDOM=is_random,
         IS_FILTERED=is_filtered,
-        PART=_PART,
+        PART=part,
         **options,
     )
     drawn = torch.empty(num_rows, dtype=torch.int64, device=device)

@@ -126,16 +126,20 @@ def _search(
             of_first += tl.where(key >= first, weight, 0.0)
             of_second += tl.where(key >= second, weight, 0.0)
             of_third += tl.where(key >= third, weight, 0.0)
-        measured = tl.sum(of_first.to(tl.float64))
-        if measured >= goal:
-            prefix, reached = first, measured
-        measured = tl.sum(of_second.to(tl.float64))
-        if measured >= goal:
-            prefix, reached = second, measured
-        measured = tl.sum(of_third.to(tl.float64))
-        if measured >= goal:
-            prefix, reached = third, measured
+        measured = tl.sum(_beside(of_first, of_second, of_third).to(tl.float64), axis=0)
+        enough = measured >= goal
+        digit = tl.sum(tl.sum(enough.to(tl.uint32), axis=1), axis=0)  # the smaller a candidate, the more it measures
+        if digit > 0:
+            prefix += digit * step
+            reached = tl.min(tl.min(tl.where(enough, measured, float("inf")), axis=1), axis=0)
     return prefix, reached
+
+
+@triton.jit
+def _beside(first, second, third):
+    """Return the three [N] beside each other, [N, 2, 2], the last of -1: their sums take one reduction, not three, and
+    a reduction waits for all warps."""
+    return tl.join(tl.join(first, second), tl.join(third, tl.zeros_like(third) - 1.0))
 
 
 @triton.jit(do_not_specialize=["num_rows"])

@@ -48,7 +48,6 @@ def http_type(kind: inspect.Type) -> Any:
 
 def sampling_values(request: BaseModel) -> dict[str, Any]:
     """Return the parameters that a body sets, for :class:`FeatureParams`; those in another form are as they came."""
-    given = {name: getattr(request, name, None) for name in FeatureParams.__struct_fields__}
-    return {
-        name: tuple(value) if isinstance(value, list) else value for name, value in given.items() if value is not None
-    }
+    given = request.model_fields_set
+    values = ((name, getattr(request, name)) for name in FeatureParams.__struct_fields__ if name in given)
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in values if value is not None}

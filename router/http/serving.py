@@ -94,7 +94,7 @@ class Serving:
 
     def context_of(self, request: Request, body: GenerationRequest) -> RequestContext:
         """Return the properties that a request has beside its prompt and its sampling. Raises :class:`ApiError` 400."""
-        headers = request.headers
+        headers = _own_headers(request)
         name = headers.get(CLASS_HEADER, "") if body.request_class is None else body.request_class
         session = headers.get(SESSION_HEADER, "") if body.session_id is None else body.session_id
         if len(session) > MAX_SESSION_CHARS:
@@ -117,6 +117,14 @@ class Serving:
         it."""
         versions = {record.info.layout.weights_version for record in self.dispatcher.fleet.membership.records()}
         return versions.pop() if len(versions) == 1 else ""
+
+
+def _own_headers(request: Request) -> dict[str, str]:
+    """Return the request's headers that are of this server's own; of several with one name, the first."""
+    found = [
+        (name.decode("latin-1"), value.decode("latin-1")) for name, value in request.headers.raw if name[:2] == b"x-"
+    ]
+    return dict(reversed(found))
 
 
 def _priority(given: str | None) -> int | None:

@@ -2,7 +2,7 @@
 
 A worker sends a message per step, so that tokens are never late. While the router is busy, messages pile up: to join
 those of a request costs less than to take each through the request's state and its client's task, and so the router is
-quickest when it has most to do. It waits for nothing: what has come by the end of a turn of the event loop is joined.
+quickest when it has most to do. It waits for nothing: what a link's socket has is joined.
 """
 
 import asyncio
@@ -16,8 +16,7 @@ Arrived: TypeAlias = tuple[Party, StepTokens]
 
 
 class Arrivals:
-    """Messages that wait for the end of the turn, in which ``handle`` is called for them, or for an earlier
-    :meth:`handle_all`. Must be used on the event loop's thread."""
+    """Messages that wait for :meth:`handle_all`, which calls ``handle``. Must be used on the event loop's thread."""
 
     def __init__(self, handle: Callable[[Party, StepTokens], None]) -> None:
         self._handle = handle
@@ -31,12 +30,12 @@ class Arrivals:
 
     def add(self, sender: Party, message: StepTokens) -> None:
         """Take a message."""
-        if not self._waiting:
-            self._loop.call_soon(self.handle_all)
         self._waiting.append((sender, message))
 
     def handle_all(self) -> None:
         """Handle the messages that wait. An error in one doesn't keep the others from being handled."""
+        if not self._waiting:
+            return
         arrived, self._waiting = self._waiting, []
         for sender, message in arrived if len(arrived) < 2 else joined(arrived):
             try:

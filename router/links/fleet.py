@@ -1,7 +1,8 @@
 """The workers, with I/O: the membership socket, a link per ready worker, and the timer that detects missing heartbeats.
 
-Carries out the decisions of :mod:`splitserve.router.links.membership`. Messages about requests go to ``on_message``; a
-worker that died or left is reported once to ``on_lost``, with the reason in words.
+Carries out the decisions of :mod:`splitserve.router.links.membership`. Messages about requests go to ``on_message``;
+after those of a link that came together ``on_drained`` is called. A worker that died or left is reported once to
+``on_lost``, with the reason in words.
 """
 
 import asyncio
@@ -60,6 +61,7 @@ class Fleet:
         metrics: RouterMetrics,
         *,
         on_message: Callable[[Party, Body], None],
+        on_drained: Callable[[], None],
         on_lost: Callable[[Party, str], None],
         on_ready: Callable[[Party], None],
     ) -> None:
@@ -70,6 +72,7 @@ class Fleet:
         self._dead_after_seconds = protocol.dead_after_seconds
         self._metrics = metrics
         self._on_message = on_message
+        self._on_drained = on_drained
         self._on_lost = on_lost
         self._on_ready = on_ready
         self.rejected_attempts = RejectedAttempts()
@@ -224,6 +227,7 @@ class Fleet:
                 self.party,
                 self.security,
                 on_frames=self._on_link_frames,
+                on_drained=self._on_drained,
                 on_up=self._on_link_up,
                 on_down=self._on_link_down,
                 patience_seconds=min(patience_seconds or self._dead_after_seconds, _MAX_PATIENCE_SECONDS),

@@ -34,6 +34,7 @@ _DOWN_EVENTS = (
 
 # As plain numbers: ZMQ's own are converted at each use.
 _AT_ONCE = int(zmq.NOBLOCK)
+_AT_ONCE_MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
 _EVENTS = int(zmq.EVENTS)
 _READABLE = int(zmq.POLLIN)
 
@@ -41,14 +42,21 @@ _READABLE = int(zmq.POLLIN)
 class LoopSocket:
     """A ZMQ socket whose messages are passed to ``on_frames`` on the event loop.
 
-    ``joins_frames``: messages may have several frames; else each frame is a message, which saves looking for more.
+    ``on_drained`` is called after the messages that came together. ``joins_frames``: messages may have several frames;
+    else each frame is a message, which saves looking for more.
     """
 
     def __init__(
-        self, socket: "zmq.Socket[bytes]", on_frames: Callable[[list[bytes]], None], *, joins_frames: bool = True
+        self,
+        socket: "zmq.Socket[bytes]",
+        on_frames: Callable[[list[bytes]], None],
+        *,
+        on_drained: Callable[[], None] = lambda: None,
+        joins_frames: bool = True,
     ) -> None:
         self.socket = socket
         self._on_frames = on_frames
+        self._on_drained = on_drained
         self._receive = self._receive_joined if joins_frames else self._receive_one
         self._loop = asyncio.get_running_loop()
         self._descriptor = int(socket.getsockopt(zmq.FD))
@@ -59,7 +67,9 @@ class LoopSocket:
     def send(self, frames: list[bytes]) -> bool:
         """Queue a message; return False if that fails: the peer's queue is full, or there is no peer."""
         try:
-            self.socket.send_multipart(frames, zmq.NOBLOCK)
+            for frame in frames[:-1]:
+                self.socket.send(frame, _AT_ONCE_MORE)
+            self.socket.send(frames[-1], _AT_ONCE)
         except zmq.ZMQError as error:
             if self.socket.closed or error.errno in (zmq.EAGAIN, zmq.EHOSTUNREACH, zmq.ETERM, zmq.ENOTSOCK):
                 return False
@@ -88,6 +98,13 @@ class LoopSocket:
         self._drain_scheduled = False
         if self.socket.closed or not int(self.socket.getsockopt(_EVENTS)) & _READABLE:
             return  # asking takes less time than failing to receive
+        try:
+            self._pass_on()
+        finally:
+            self._on_drained()
+
+    def _pass_on(self) -> None:
+        """Pass on the messages that are there."""
         for _ in range(_MAX_FRAMES_PER_TURN):
             if self.socket.closed:
                 return
@@ -192,6 +209,7 @@ class WorkerLink:
         security: SocketSecurity,
         *,
         on_frames: Callable[[Party, list[bytes]], None],
+        on_drained: Callable[[], None],
         on_up: Callable[["WorkerLink"], None],
         on_down: Callable[["WorkerLink"], None],
         patience_seconds: float,
@@ -210,7 +228,7 @@ class WorkerLink:
         except zmq.ZMQError as error:
             raise ConfigError(f"endpoint {info.endpoint!r} can't be dialled: {error.strerror}") from error
         self._monitor = LoopSocket(monitor, self._on_event)
-        self._socket = LoopSocket(socket, partial(on_frames, self.party), joins_frames=False)
+        self._socket = LoopSocket(socket, partial(on_frames, self.party), on_drained=on_drained, joins_frames=False)
 
     def _connect(
         self, context: "zmq.Context[zmq.Socket[bytes]]", security: SocketSecurity

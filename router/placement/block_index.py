@@ -1,12 +1,10 @@
 """Index of the blocks that workers hold, by tier, with a bit per worker: a prompt is looked up once for all. Pure."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from splitserve.protocol.kv_event_batch import DEVICE
 
-SENT = "sent"
-"""The tier of blocks that a worker was sent and has not announced; they are taken to be on its device."""
 TIER_WORTH = {DEVICE: 1.0, "host": 0.9, "disk": 0.6}
 """Worth of a block in a tier, relative to one on the device, which costs nothing to use; the highest is preferred."""
 OTHER_WORTH = 0.5
@@ -14,13 +12,17 @@ OTHER_WORTH = 0.5
 
 @dataclass(slots=True)
 class BlockIndex:
-    """Workers of each block, as bits of a number per tier. The tiers are in the order of their worth."""
+    """Workers of each block, as bits of a number per tier. The tiers are in the order of their worth.
 
-    tiers: list[str] = field(default_factory=lambda: [SENT, *TIER_WORTH])  # others follow in order of appearance
-    _blocks: dict[bytes, list[int]] = field(default_factory=dict)
+    Blocks that a worker was sent are kept apart; they are taken to be on its device.
+    """
+
+    tiers: list[str] = field(default_factory=lambda: [*TIER_WORTH])  # others follow in order of appearance
+    _blocks: dict[bytes, list[int]] = field(default_factory=dict)  # that workers have announced
+    _sent: dict[bytes, int] = field(default_factory=dict)
 
     def __len__(self) -> int:
-        return len(self._blocks)
+        return len(self._blocks.keys() | self._sent.keys())
 
     def put(self, bit: int, block_hashes: Iterable[bytes], tier: str) -> list[bytes]:
         """Add blocks of the worker ``bit``; return those that were not in this tier already."""
@@ -57,6 +59,21 @@ class BlockIndex:
                 gone.append(block_hash)
         return num_taken, gone
 
+    def put_sent(self, bit: int, block_hashes: Iterable[bytes]) -> None:
+        """Add blocks that the worker ``bit`` was sent."""
+        get = self._sent.get
+        self._sent.update([(block_hash, get(block_hash, 0) | bit) for block_hash in block_hashes])
+
+    def take_sent(self, bit: int, block_hashes: Iterable[bytes]) -> None:
+        """Remove blocks that :meth:`put_sent` added for this worker."""
+        sent = self._sent
+        for block_hash in block_hashes:
+            left = sent[block_hash] ^ bit
+            if left:
+                sent[block_hash] = left
+            else:
+                del sent[block_hash]
+
     def forget(self, bit: int, block_hashes: Iterable[bytes]) -> None:
         """Remove blocks from all tiers of a worker."""
         for block_hash in block_hashes:
@@ -73,11 +90,11 @@ class BlockIndex:
         counts: dict[int, int] = {}
         lost: dict[int, float] = {}  # worth that blocks in lower tiers lack
         left, number = -1, 0  # workers that hold all blocks so far; at first any
+        blocks, sent = self._blocks, _NO_BLOCKS if certain else self._sent
         for number, block_hash in enumerate(chain, start=1):
-            masks = self._blocks.get(block_hash, _NOWHERE)
-            full = masks[1] if certain else masks[0] | masks[1]
-            holders = full
-            for mask in masks[2:]:
+            masks = blocks.get(block_hash, _NOWHERE)
+            holders = full = masks[0] | sent.get(block_hash, 0)
+            for mask in masks[1:]:
                 holders |= mask
             if left & ~holders and number > 1:
                 counts |= dict.fromkeys(_bits(left & ~holders), number - 1)
@@ -91,8 +108,8 @@ class BlockIndex:
                 counts |= dict.fromkeys(_bits(left), number)
         return {bit: (count, count - lost.get(bit, 0.0)) for bit, count in counts.items()}
 
-    def _note_lost(self, lesser: int, masks: list[int], lost: dict[int, float]) -> None:
-        for tier, mask in zip(self.tiers[2:], masks[2:], strict=False):
+    def _note_lost(self, lesser: int, masks: Sequence[int], lost: dict[int, float]) -> None:
+        for tier, mask in zip(self.tiers[1:], masks[1:], strict=False):
             for bit in _bits(lesser & mask):
                 lost[bit] = lost.get(bit, 0.0) + 1.0 - TIER_WORTH.get(tier, OTHER_WORTH)
             lesser &= ~mask
@@ -103,7 +120,8 @@ class BlockIndex:
         return self.tiers.index(tier)
 
 
-_NOWHERE = [0, 0]
+_NOWHERE = (0,)
+_NO_BLOCKS: dict[bytes, int] = {}
 
 
 def _bits(mask: int) -> Iterator[int]:

@@ -1,7 +1,6 @@
 """Placement of requests on the registered workers, by policy and by the cached prefixes of their prompts. Pure."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 
 import msgspec
 
@@ -74,22 +73,24 @@ class Placer:
 
     def first(self, request: ActiveRequest, now: float) -> Placement:
         """Return the policy's choice for a new request; without a pair, a lone decode worker, if one fits."""
-        if request.shape.is_prompt_only and not self.is_closing:
-            alone = local_placement(self.snapshot(request.hashes, now).workers, request.shape)
-            return alone or self.place(request.shape, now, request.hashes)
-        placement = self.place(request.shape, now, request.hashes)
+        shape = request.shape
+        if shape.is_prompt_only and not self.is_closing:
+            alone = local_placement(self.snapshot(request.hashes, now).workers, shape)
+            return alone or self.place(shape, now, request.hashes)
+        placement = self.place(shape, now, request.hashes)
         if not isinstance(placement, NoWorker) or self.is_closing:
             return placement
-        fallback = local_placement(self.snapshot(request.hashes, now).workers, request.shape)
+        fallback = local_placement(self.snapshot(request.hashes, now).workers, shape)
         request.is_fallback = fallback is not None
         return placement if fallback is None else fallback
 
     def snapshot(self, prompt: PromptHashes, now: float) -> Snapshot:
         """Return the workers that take requests, with what each holds of the prompt."""
         matches = self._matches(prompt)
-        snapshot = self._membership.snapshot(now, {party: match.worth_tokens for party, match in matches.items()})
-        source = self._prefix_source(snapshot.workers, prompt, matches) if matches else None
-        return replace(snapshot, objectives=self._objectives, output_tokens=self.output_tokens, prefix_source=source)
+        worths = {party: match.worth_tokens for party, match in matches.items()}
+        workers = self._membership.snapshot(now, worths).workers
+        source = self._prefix_source(workers, prompt, matches) if matches else None
+        return Snapshot(workers, self._objectives, self.output_tokens, source)
 
     def _prefix_source(
         self, workers: Iterable[WorkerView], prompt: PromptHashes, matches: Mapping[Party, PrefixMatch]

@@ -17,11 +17,13 @@ from typing import NamedTuple
 from splitserve.protocol.block_hash import extend_hashes, salted_root
 from splitserve.protocol.kv_event_batch import DEVICE, KVEvent, KVEventBatch
 from splitserve.protocol.request import Party
-from splitserve.router.placement.block_index import SENT, BlockIndex
+from splitserve.router.placement.block_index import BlockIndex
 
 MAX_HASHES_PER_WORKER = 1 << 20
 MIN_GAIN_BLOCKS = 2
 """Least gain for which a worker reads from another one, since the request takes a round trip."""
+
+_ABSENT = object()
 
 
 class PrefixMatch(NamedTuple):
@@ -39,9 +41,9 @@ class _Holding:
     root_hash: bytes
     block_size: int
     number: int | None = None  # of the last batch of events; None: there was none
-    sizes: dict[str, int] = field(default_factory=dict)  # number of blocks by tier
+    sizes: dict[str, int] = field(default_factory=dict)  # number of blocks by tier, as announced
     sent: OrderedDict[bytes, None] = field(default_factory=OrderedDict)  # the longest unused ones first
-    blocks: set[bytes] = field(default_factory=set)  # in any tier
+    blocks: set[bytes] = field(default_factory=set)  # in any tier, as announced
 
 
 class PromptHashes:
@@ -103,7 +105,7 @@ class PrefixView:
         known.number = batch.number
         for event in batch.events:
             self._apply_event(known, event)
-        if sum(known.sizes.values()) > MAX_HASHES_PER_WORKER:
+        if sum(known.sizes.values()) + len(known.sent) > MAX_HASHES_PER_WORKER:
             self.forget(party)
             return False
         return True
@@ -114,7 +116,7 @@ class PrefixView:
             return
         self._take(known, event.hashes, event.tier)
         if event.tier == DEVICE:
-            self._take(known, [each for each in event.hashes if known.sent.pop(each, SENT) is None], SENT)
+            self._blocks.take_sent(known.bit, [each for each in event.hashes if known.sent.pop(each, _ABSENT) is None])
 
     def note_sent(self, party: Party, root_hash: bytes, prompt: PromptHashes, block_size: int, num_blocks: int) -> None:
         """Take a prompt into account that ``party``, which has ``num_blocks`` blocks, was sent or has computed."""
@@ -146,17 +148,16 @@ class PrefixView:
             else:
                 sent[block_hash] = None
                 new.append(block_hash)
-        self._put(known, new, SENT)
+        self._blocks.put_sent(known.bit, new)
         num_over = len(sent) - min(num_blocks, MAX_HASHES_PER_WORKER)
         if num_over > 0:
-            self._take(known, [sent.popitem(last=False)[0] for _ in range(num_over)], SENT)
+            self._blocks.take_sent(known.bit, [sent.popitem(last=False)[0] for _ in range(num_over)])
         return new
 
     def forget_sent(self) -> None:
         """Forget all that workers were sent and have not announced."""
         for known in self._holdings.values():
-            self._take(known, list(known.sent), SENT)
-            known.sent.clear()
+            self._take_all_sent(known)
 
     def forget(self, party: Party) -> None:
         """Forget all blocks of a worker."""
@@ -164,6 +165,7 @@ class PrefixView:
         if known is not None:
             del self._parties[known.bit]
             self._blocks.forget(known.bit, known.blocks)
+            self._take_all_sent(known)
 
     def _hold(self, party: Party, root_hash: bytes, block_size: int) -> _Holding:
         bit = next(1 << number for number in itertools.count() if 1 << number not in self._parties)
@@ -182,6 +184,10 @@ class PrefixView:
             known.sizes[tier] -= num_taken
             known.blocks.difference_update(gone)
 
+    def _take_all_sent(self, known: _Holding) -> None:
+        self._blocks.take_sent(known.bit, known.sent)
+        known.sent.clear()
+
     # ---- queries ----
 
     @property
@@ -192,7 +198,7 @@ class PrefixView:
     def num_blocks(self, party: Party) -> Mapping[str, int]:
         """Return the number of a worker's blocks by tier, as its events say."""
         known = self._holdings.get(party)
-        return {} if known is None else {tier: size for tier, size in known.sizes.items() if tier != SENT and size}
+        return {} if known is None else {tier: size for tier, size in known.sizes.items() if size}
 
     def matches(self, prompt: PromptHashes, *, certain: bool = False) -> dict[Party, PrefixMatch]:
         """Return the match of a prompt for each worker that holds some of it. ``certain``: count only blocks that the

@@ -11,8 +11,8 @@ class SeenPrefixes:
 
     def __init__(self, max_blocks: int = MAX_BLOCKS) -> None:
         self._max_blocks = max_blocks
-        self._new: dict[bytes, None] = {}
-        self._old: dict[bytes, None] = {}
+        self._new: set[bytes] = set()
+        self._old: set[bytes] = set()
 
     def note(self, prompt: PromptHashes) -> int | None:
         """Remember a prompt. Return the number of tokens with which an earlier one began likewise; None if the prompt's
@@ -29,9 +29,9 @@ class SeenPrefixes:
             else:
                 end = middle
         if chain and chain[0] in self._new:
-            self._new.update(dict.fromkeys(chain[num_seen:]))
+            self._new.update(chain[num_seen:])
         else:
-            self._new.update(dict.fromkeys(chain))
+            self._new.update(chain)
         if len(self._new) > self._max_blocks:
-            self._old, self._new = self._new, {}
+            self._old, self._new = self._new, set()
         return num_seen * block_size

@@ -2,7 +2,7 @@
 answers.
 
     HTTP request -> submit_in_time -> core.handle(Submit) -> effects: the workers' links, timers, metrics, its Inbox
-    tokens of a turn, joined by links/arrivals; other messages, timers, clients that leave -> core.handle(...)
+    tokens, joined by links/arrivals; other messages, timers, clients that leave -> core.handle(...)
 
 Everything runs on one event loop and nothing here blocks. No decision is made here.
 """
@@ -106,7 +106,12 @@ class Dispatcher:
         self._answers: dict[str, asyncio.Future[Limits | Refuse | None]] = {}  # None: the request has begun
         self._arrivals = Arrivals(lambda sender, message: self._perform(FromWorker(sender, message)))
         self.fleet = Fleet(
-            config, metrics, on_message=self._on_message, on_lost=self._on_worker_lost, on_ready=self._on_worker_ready
+            config,
+            metrics,
+            on_message=self._on_message,
+            on_drained=self._arrivals.handle_all,
+            on_lost=self._on_worker_lost,
+            on_ready=self._on_worker_ready,
         )
         self.core = RouterCore(config, self.fleet.membership, self.fleet.prefixes, random.Random())
         self.deadline_seconds = self.core.deadline_seconds
@@ -189,6 +194,9 @@ class Dispatcher:
 
         Raises :class:`ApiError` 503 if no worker comes in time, and :class:`ClientGoneError`.
         """
+        found = self.core.placer.limits(time.monotonic())
+        if isinstance(found, Limits):  # nearly always: there are workers
+            return found
         self._num_questions += 1
         question_id = f"question-{self._num_questions}"
         limits = await self._ask(question_id, AskLimits(question_id, arrived_at, num_bytes), watch_client)
@@ -252,7 +260,8 @@ class Dispatcher:
 
     def cancel(self, request: ActiveRequest) -> None:
         """Cancel a request whose client is gone or has its whole answer; harmless if the request has ended."""
-        self._handle(Cancel(request.request_id))
+        if not request.state.ended:
+            self._handle(Cancel(request.request_id))
 
     def close(self) -> None:
         """Fail what is in flight and close all sockets. Closing twice is harmless."""

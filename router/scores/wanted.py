@@ -16,7 +16,7 @@ class WantedScores:
 
     @property
     def is_neutral(self) -> bool:
-        return self in (WantedScores(), WantedScores(as_ids=True))
+        return self.logprobs is None and self.prompt_logprobs is None and not (self.echo or self.hides_output)
 
     @property
     def of_prompt(self) -> int | None:

@@ -14,6 +14,8 @@ def feature_values(
 ) -> dict[str, Any]:
     """Return the parameters that the body sets, for :class:`FeatureParams`. Raises :class:`ApiError` 400."""
     values = sampling_values(request)
+    if not values:
+        return values
     if values.get("min_tokens", 0) > max_tokens:
         message = f"min_tokens is {values['min_tokens']}; it must be at most max_tokens, which is {max_tokens}"
         raise ApiError(400, message, param="min_tokens", code="invalid_value")

@@ -19,6 +19,7 @@ from splitserve.router.output.catalog import ResponseFormat
 from splitserve.router.placement.placer import Limits
 from splitserve.router.scores.choice_scores import ChoiceScores
 from splitserve.router.scores.forms import ChatLogprobs, CompletionLogprobs, LogprobsForm, TokenIdLogprobs
+from splitserve.router.scores.wanted import WantedScores
 from splitserve.router.text.chat import ChatForm
 from splitserve.router.text.chat_template import ChatTemplateError
 from splitserve.router.text.choice import Choice
@@ -200,9 +201,10 @@ class Preparation:
         eos_token_ids = () if request.ignore_eos else self._tokenizer.eos_token_ids
         max_tokens = max(1, max_tokens)  # a worker's request ends with a token, be it shown or not
         features = feature_values(request, self._tokenizer, max_tokens=max_tokens, vocab_size=vocab_size)
+        wanted = request.wanted_scores
         sampling = SamplingParams(
             max_tokens=max_tokens,
-            **request.wanted_scores.params(len(token_ids)),
+            **wanted.params(len(token_ids)),
             temperature=self._or_default("temperature", request.temperature),
             top_k=max(0, self._or_default("top_k", request.top_k)),
             top_p=self._or_default("top_p", request.top_p),
@@ -215,10 +217,10 @@ class Preparation:
         return [
             Prompt(
                 token_ids,
-                replace(sampling, choice=number),
+                replace(sampling, choice=number) if number else sampling,
                 choice,
                 request.num_choices,
-                self._scores(request, token_ids, text),
+                self._scores(request, wanted, token_ids, text),
             )
             for number in range(request.num_choices)
             for choice in [self._choice(request, sampling.min_tokens, splitter())]
@@ -236,21 +238,23 @@ class Preparation:
             special_texts=self._tokenizer.special_texts if skips_special else None,
         )
 
-    def _scores(self, request: GenerationRequest, token_ids: TokenIds, text: str | None) -> ChoiceScores | None:
+    def _scores(
+        self, request: GenerationRequest, wanted: WantedScores, token_ids: TokenIds, text: str | None
+    ) -> ChoiceScores | None:
         """Return what adds log-probabilities and the echo to a choice; None if neither is wanted."""
-        if request.wanted_scores.is_neutral:
+        if wanted.is_neutral:
             return None
         texts, skips_special = self._tokenizer.texts, request.skip_special_tokens is not False
         form: LogprobsForm = ChatLogprobs(texts)
         echo: CompletionLogprobs | None = None
-        if request.wanted_scores.as_ids:
+        if wanted.as_ids:
             form = TokenIdLogprobs(texts)
         elif isinstance(request, CompletionRequest):
             form = echo = CompletionLogprobs(texts, self._tokenizer.detokenizer(skip_special_tokens=skips_special))
-        if text is None and request.wanted_scores.echo:
+        if text is None and wanted.echo:
             echoed = self._tokenizer.detokenizer(skip_special_tokens=skips_special)
             text = echoed.push(token_ids) + echoed.flush()
-        return ChoiceScores(request.wanted_scores, token_ids, text or "", form, texts, echo=echo)
+        return ChoiceScores(wanted, token_ids, text or "", form, texts, echo=echo)
 
     def _or_default(self, name: str, value: Any) -> Any:
         return self._defaults.of(name) if value is None else value

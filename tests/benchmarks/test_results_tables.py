@@ -104,6 +104,20 @@ def test_the_worst_of_all_runs_is_in_the_tables_and_two_mixed_workers_beside() -
     assert rows["runs"][0] == "`abc1234`: 1123T000001, 1123T000002"
 
 
+def test_documentation_shows_one_kind_of_gpu_and_the_results_page_names_each() -> None:
+    load = ("--prompt-rate", "3", "--prompt-input-len", "8192", "--prompt-output-len", "64", "--seconds", "12")
+    results = [loaded("1P1D", 12.0) | {"kept_up": True}]
+    other = {"machine": {"gpus": ["NVIDIA H100 80GB HBM3, 580.1"] * 2}}
+    runs = [
+        run("isolation", "1123T000001", *load, results=results),
+        run("isolation", "1123T000002", *load, results=results, **other),
+        run("goodput", "1123T000003", **other),
+        run("placement", "1123T000004", **other),
+    ]
+    assert [each.label[-1] for each in results_readme.shown(runs)] == ["1", "3", "4"]
+    assert {row[2] for row in results_sections.isolation(runs).rows} == {"2 x H200", "2 x H100 80GB HBM3"}
+
+
 def test_a_changed_file_is_noticed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert results_table.main(["--check"]) == 0
     kept = read_runs()

@@ -85,23 +85,20 @@ def test_random_messages_bring_the_same_tokens(seed: int) -> None:
         assert sequence.complete
 
 
-def test_messages_wait_for_the_end_of_the_turn() -> None:
+def test_messages_wait_to_be_handled_together() -> None:
     handled: list[Arrived] = []
 
     async def arrive() -> None:
         arrivals = Arrivals(lambda sender, message: handled.append((sender, message)))
-        arrivals.add(*_arrived(_KEY, 0, 5))
-        arrivals.add(*_arrived(_KEY, 1, 6))
-        assert not handled
-        await asyncio.sleep(0)
-        assert handled == [(_WORKER, StepTokens([TokenDelta(_KEY, 0, [5, 6])]))]
-        arrivals.add(*_arrived(_KEY, 2, 7))
+        for position in (0, 1):
+            arrivals.add(*_arrived(_KEY, position, 5 + position))
+        assert not handled and not arrivals.is_empty
+        arrivals.handle_all()
         arrivals.handle_all()
         assert arrivals.is_empty
-        await asyncio.sleep(0)
 
     asyncio.run(arrive())
-    assert [message.deltas[0].position for _, message in handled] == [0, 2]
+    assert handled == [(_WORKER, StepTokens([TokenDelta(_KEY, 0, [5, 6])]))]
 
 
 def test_an_error_leaves_the_other_messages() -> None:
@@ -118,7 +115,7 @@ def test_an_error_leaves_the_other_messages() -> None:
         arrivals = Arrivals(handle)
         arrivals.add(*_arrived(_KEY, 0, 5))
         arrivals.add(*_arrived(_KEY_2, 0, 6, sender=_OTHER))
-        await asyncio.sleep(0)
+        arrivals.handle_all()
 
     asyncio.run(arrive())
     assert handled == [_OTHER]

@@ -92,6 +92,7 @@ def test_a_link_takes_messages_once_it_is_up_however_soon_after_others() -> None
             ROUTER,
             SocketSecurity(context, ""),
             on_frames=lambda *_: None,
+            on_drained=lambda: None,
             on_up=lambda link: taken.set_result(link.send(ReadClock(1.0))),
             on_down=lambda _: None,
             patience_seconds=60.0,

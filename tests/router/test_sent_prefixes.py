@@ -9,11 +9,12 @@ import pytest
 from splitserve.protocol.block_hash import extend_hashes
 from splitserve.protocol.kv_event_batch import KVEvent, KVEventBatch
 from splitserve.protocol.request import Party
-from splitserve.router.placement.block_index import OTHER_WORTH, SENT, TIER_WORTH
+from splitserve.router.placement.block_index import OTHER_WORTH, TIER_WORTH
 from splitserve.router.placement.prefix_view import PrefixView, PromptHashes
 
 ROOT = b"r" * 16
 SIZE = 4
+SENT = "sent"
 PARTIES = [Party(f"m{number}", 1) for number in range(4)]
 
 

@@ -17,12 +17,12 @@ from concurrent.futures import Executor
 from tokenizers import Tokenizer
 
 from splitserve.protocol.token_ids import TOKEN_ID_BYTES, TokenIds
-from splitserve.router.text.tokens.words import WordMemory, cuts_before_words, slices, text_of
+from splitserve.router.text.tokens.words import WordMemory, cuts_before_words, slices
 
-MAX_INLINE_CHARS = 4096
-"""Characters that are encoded on the event loop: about two milliseconds."""
-MIN_SEGMENT_CHARS = 128  # to remember a shorter segment as a whole saves nothing
+MAX_INLINE_CHARS = 1024
+"""Characters that are encoded on the event loop: about a millisecond."""
 MAX_REMEMBERED_BYTES = 64 << 20
+_ENTRY_BYTES = 256  # of a remembered segment, beside its characters and tokens
 MAX_ADDED_TOKENS = 512
 """Number of added tokens up to which a text is cut at them: the search takes time in proportion."""
 
@@ -86,7 +86,7 @@ class TextEncoder:
             if number:
                 await asyncio.sleep(0)
             lookup = words.look_up(part)
-            missing = [text_of(word) for word in lookup.missing]
+            missing = list(lookup.unknown)
             token_ids.extend(words.complete(lookup, await self._encode_all(missing) if missing else ()))
             check(num_before + len(token_ids))
         return token_ids
@@ -126,7 +126,7 @@ class SegmentMemory:
         return found
 
     def put(self, text: str, token_ids: TokenIds) -> None:
-        if len(text) < MIN_SEGMENT_CHARS or text in self._known:
+        if text in self._known:
             return
         self._known[text] = token_ids
         self._num_bytes += _size(text, token_ids)
@@ -135,7 +135,7 @@ class SegmentMemory:
 
 
 def _size(text: str, token_ids: TokenIds) -> int:
-    return 4 * len(text) + TOKEN_ID_BYTES * len(token_ids)  # a character takes four bytes at most
+    return _ENTRY_BYTES + 4 * len(text) + TOKEN_ID_BYTES * len(token_ids)  # a character takes four bytes at most
 
 
 def _cutting_tokens(tokenizer: Tokenizer) -> dict[str, int]:

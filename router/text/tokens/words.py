@@ -1,7 +1,7 @@
 """Tokens of texts word by word, from a bounded memory of words: several times cheaper than the tokenizer.
 
 A byte-level tokenizer cuts a text into pieces by a regular expression, and encodes each piece alone. For the
-expressions in use, a piece always ends between a visible ASCII character and a space before an ASCII letter, whatever
+expressions in use, a piece always ends between a visible ASCII character and a space before another one, whatever
 stands around them. So a text may be cut there, and the tokens of its parts are the tokens of the text.
 :func:`cuts_before_words` says for which tokenizers this holds; for all others there is no such memory.
 """
@@ -17,14 +17,16 @@ from tokenizers import Tokenizer
 
 from splitserve.protocol.token_ids import TokenIds, from_bytes
 
-SLICE_CHARS = 1 << 14
-"""Characters that are looked up at a time: a few milliseconds at most."""
-MAX_WORDS = 1 << 18
+SLICE_CHARS = 1 << 12
+"""Characters that are looked up at a time: less than a millisecond. A token of another request passes through two or
+three turns of the event loop, each of which may have such a part."""
+MAX_WORDS = 1 << 17
+"""Words of one generation; the last two generations are remembered."""
 MAX_WORD_CHARS = 64  # a longer one is unlikely to come again
 
-_CUT = re.compile(r" (?=[A-Za-z])(?<=[!-~] )")
-_BEGINS_WORD = re.compile(" [A-Za-z]")
-_BARE = "\x00"
+_CUT = re.compile(r" (?=[!-~])(?<=[!-~] )")
+_VISIBLE = frozenset(map(chr, range(ord("!"), ord("~") + 1)))
+_PLAIN_WORD = re.compile(r" [!-~](?:[^ ]*[!-~])?")
 
 # Alternatives of expressions that cut texts into pieces. None of them matches both a visible ASCII character and a
 # space after it, and none looks at what stands before its match.
@@ -49,7 +51,7 @@ _SAFE = frozenset(
 
 def cuts_before_words(tokenizer: Tokenizer) -> bool:
     """Return whether the tokens of a text are those of its parts, cut between a visible ASCII character and a space
-    before an ASCII letter."""
+    before another one."""
     parts = json.loads(tokenizer.to_str())
     normalizer, model = parts["normalizer"], parts["model"]
     is_byte_level_bpe = model["type"] == "BPE" and not model.get("dropout") and _has_byte_level(parts["pre_tokenizer"])
@@ -101,53 +103,94 @@ def _spans_a_cut(token: Mapping[str, Any]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Lookup:
-    """The words of a part of a text, the packed tokens of each, and the positions of those that are unknown."""
+    """What is known of a part of a text: the packed tokens of its pieces, in order, and for each unknown piece of text
+    its positions among them."""
 
-    words: list[str]
-    found: list[bytes | None]
-    unknown: list[int]
-
-    @property
-    def missing(self) -> list[str]:
-        """The words without known tokens, each once."""
-        return list(dict.fromkeys([self.words[position] for position in self.unknown]))
+    found: list[bytes]
+    unknown: dict[str, list[int]]
 
 
 class WordMemory:
-    """Tokens of the words that were seen. A word stands for itself after a space; text before the first word is marked
-    by :data:`_BARE`."""
+    """Tokens of the texts between cuts that were seen.
+
+    Nearly all of these are words, each without its space and cut on both sides wherever it stands: a text is split at
+    its spaces, and what is found among the words needs no search for cuts.
+    """
 
     def __init__(self) -> None:
-        self._known: dict[str, bytes] = {}
+        self._words: dict[str, bytes] = {}  # without the space before them
+        self._others: dict[str, bytes] = {}  # as they stand in texts
+        self._old_words: dict[str, bytes] = {}
+        self._old_others: dict[str, bytes] = {}
 
     def look_up(self, part: str) -> Lookup:
-        """Return the words of a part of a text."""
-        words = _CUT.split(part)
-        words[0] = words[0][1:] if _BEGINS_WORD.match(part) else _BARE + words[0]
-        get = self._known.get
-        found = [get(word) for word in words]
-        unknown = [position for position, tokens in enumerate(found) if tokens is None] if None in found else []
-        return Lookup(words, found, unknown)
+        """Return what is known of a part of a text."""
+        pieces = part.split(" ")
+        get = self._words.get
+        found = [*map(get, pieces), None]  # the last None ends the search below
+        found[0] = None  # the first piece has no space before it
+        unknown: dict[str, list[int]] = {}
+        end = 0
+        while (position := found.index(None, end)) < len(pieces):
+            begin, end = _between_cuts(pieces, position)
+            text = " ".join(pieces[begin:end])
+            text = f" {text}" if begin else text
+            known = self._recall(text)
+            found[begin:end] = [known or b"", *[b""] * (end - begin - 1)]
+            if known is None:
+                unknown.setdefault(text, []).append(begin)
+        found.pop()
+        return Lookup(cast("list[bytes]", found), unknown)
 
     def complete(self, lookup: Lookup, encoded: Sequence[Sequence[int]]) -> TokenIds:
-        """Return the tokens of a part; ``encoded`` has those of its missing words, as :func:`text_of` spells them."""
+        """Return the tokens of a part; ``encoded`` has those of its unknown texts."""
         found = lookup.found
         if lookup.unknown:
-            new = dict(zip(lookup.missing, (array("i", ids).tobytes() for ids in encoded), strict=True))
-            for position in lookup.unknown:
-                found[position] = new[lookup.words[position]]
+            new = {text: array("i", ids).tobytes() for text, ids in zip(lookup.unknown, encoded, strict=True)}
+            for text, positions in lookup.unknown.items():
+                for position in positions:
+                    found[position] = new[text]
             self._remember(new)
-        return from_bytes(b"".join(cast("list[bytes]", found)))
+        return from_bytes(b"".join(found))
 
-    def _remember(self, new: Mapping[str, bytes]) -> None:
-        if len(self._known) + len(new) > MAX_WORDS:
-            self._known.clear()  # common words are back soon
-        self._known.update((word, tokens) for word, tokens in new.items() if len(word) <= MAX_WORD_CHARS)
+    def _recall(self, text: str) -> bytes | None:
+        """Return the tokens of a text between cuts; those of the old generation are taken over, since they are used."""
+        key, new, old = self._place(text)
+        tokens = new.get(key)
+        if tokens is None and (tokens := old.get(key)) is not None:
+            new[key] = tokens
+        return tokens
+
+    def _remember(self, encoded: Mapping[str, bytes]) -> None:
+        if len(self._words) + len(self._others) + len(encoded) > MAX_WORDS:
+            self._old_words, self._old_others = self._words, self._others
+            self._words, self._others = {}, {}
+        for text, tokens in encoded.items():
+            if len(text) <= MAX_WORD_CHARS:
+                key, new, _ = self._place(text)
+                new[key] = tokens
+
+    def _place(self, text: str) -> tuple[str, dict[str, bytes], dict[str, bytes]]:
+        """Return the key of a text between cuts, and the generations that may have it, the new one first."""
+        if _PLAIN_WORD.fullmatch(text):
+            return text[1:], self._words, self._old_words
+        return text, self._others, self._old_others
 
 
-def text_of(word: str) -> str:
-    """Return the text that a word of a :class:`Lookup` stands for."""
-    return word[1:] if word.startswith(_BARE) else f" {word}"
+def _between_cuts(pieces: Sequence[str], position: int) -> tuple[int, int]:
+    """Return the first and the end of the pieces around ``position`` that no cut separates; joined by spaces, they are
+    the text between two cuts."""
+    begin, end = position, position + 1
+    while begin and not _is_cut(pieces[begin - 1], pieces[begin]):
+        begin -= 1
+    while end < len(pieces) and not _is_cut(pieces[end - 1], pieces[end]):
+        end += 1
+    return begin, end
+
+
+def _is_cut(before: str, after: str) -> bool:
+    """Return whether a text may be cut at the space between two pieces."""
+    return before[-1:] in _VISIBLE and after[:1] in _VISIBLE
 
 
 def slices(text: str) -> Iterator[str]:
