@@ -36,6 +36,9 @@ class Charges:
         return f"{self.num_requests} requests, {self.prefill_tokens} prompt and {self.context_tokens} context tokens"
 
 
+NO_CHARGES = Charges()
+
+
 @dataclass(frozen=True, slots=True)
 class Elsewhere:
     """Sum of what other routers have in flight at one worker: see :class:`WorkerView`."""

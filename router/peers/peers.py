@@ -5,6 +5,7 @@ once after a pause, a reset or a large prompt. Policies, limits and operators' a
 lost, or silent for ``LOST_SECONDS``, counts no more; what it did is then known from the workers' heartbeats alone.
 """
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice
@@ -328,10 +329,13 @@ class Peers:
 
     def check_invariants(self) -> None:
         """Raise AssertionError if a worker is charged for others than the routers that are there."""
+        in_flight: Counter[Party] = Counter()
+        for report in self.reports:
+            for use in report.workers:
+                in_flight[use.worker] += use.num_requests
         for record in self._membership.records():
             party, found = record.info.party, record.elsewhere
-            uses = [use for report in self.reports for use in report.workers if use.worker == party]
-            due = sum(use.num_requests for use in uses)
+            due = in_flight[party]
             assert found is None or found.num_requests == due, (
                 f"{party} has {found} of other routers, which report {due} requests there"
             )
