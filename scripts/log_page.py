@@ -5,6 +5,7 @@ import inspect
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import splitserve.protocol.cluster_report as report
@@ -34,6 +35,10 @@ RATE_LIMITED = {
     "self._warnings": "WARNING",
 }
 """Logs with at most one line in some time, and their levels."""
+_CALLS = re.compile(
+    "|".join(re.escape(start) for start in ("Log(", *(f"{name}." for name in (*LOGGERS, *RATE_LIMITED))))
+)
+"""What a module with a call has in its text: the others aren't parsed."""
 
 _HEAD = """# Log lines
 
@@ -68,11 +73,17 @@ class Line:
     message: str
 
 
-def lines_of(folder: str) -> Iterator[Line]:
-    """Yield the calls of loggers in the modules below ``folder``."""
-    for path in sorted((ROOT / folder).rglob("*.py")):
+@cache
+def lines_of(folder: str) -> tuple[Line, ...]:
+    """Return the calls of loggers in the modules below ``folder``."""
+    return tuple(line for path in sorted((ROOT / folder).rglob("*.py")) for line in _lines_in(path))
+
+
+def _lines_in(path: Path) -> Iterator[Line]:
+    text = path.read_text(encoding="utf-8")
+    if _CALLS.search(text):
         module = path.relative_to(ROOT).as_posix().removeprefix("src/splitserve/").removesuffix(".py")
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.Call) and (found := _call(node)) is not None:
                 yield Line(module, node.lineno, *found)
 

@@ -5,6 +5,7 @@ once after a pause, a reset or a large prompt. Policies, limits and operators' a
 lost, or silent for ``LOST_SECONDS``, counts no more; what it did is then known from the workers' heartbeats alone.
 """
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice
@@ -35,6 +36,8 @@ REPORT_SECONDS = 0.1
 LOST_SECONDS = 2.0
 LATE_SECONDS = 0.5
 """Time after the loss of a router in which its reports may still arrive."""
+LEAST_BUSY_SHARE = 0.01
+"""Share of a worker's time by prompts below which it is not reported."""
 STAMPS_PER_SECOND = 1_000_000
 SOON_SECONDS = 0.01
 """Least time between reports that only a large prompt causes."""
@@ -308,8 +311,12 @@ class Peers:
             self._outbox.put(TellRouters(SentPrefixes(worker, part, self.reset), to))
 
     def _uses(self, now: float) -> Iterator[WorkerUse]:
-        for record in self._membership.records():
-            if record.num_requests or record.prefill_tokens or record.context_tokens:
+        """Yield what this router has in flight, by worker. Prompts keep a worker busy that were computed just now."""
+        records = self._membership.records()
+        is_idle = not any(record.num_requests for record in records)
+        for record in records:
+            busy_share = 0.0 if is_idle else record.prompts.busy_share(now)
+            if record.num_requests or record.context_tokens or busy_share >= LEAST_BUSY_SHARE:
                 yield WorkerUse(
                     record.info.party,
                     record.num_requests,
@@ -317,15 +324,18 @@ class Peers:
                     record.context_tokens,
                     record.num_prefilling,
                     record.prompts.seconds(now),
-                    record.prompts.busy_share(now),
+                    busy_share,
                 )
 
     def check_invariants(self) -> None:
         """Raise AssertionError if a worker is charged for others than the routers that are there."""
+        in_flight: Counter[Party] = Counter()
+        for report in self.reports:
+            for use in report.workers:
+                in_flight[use.worker] += use.num_requests
         for record in self._membership.records():
             party, found = record.info.party, record.elsewhere
-            uses = [use for report in self.reports for use in report.workers if use.worker == party]
-            due = sum(use.num_requests for use in uses)
+            due = in_flight[party]
             assert found is None or found.num_requests == due, (
                 f"{party} has {found} of other routers, which report {due} requests there"
             )

@@ -1,11 +1,11 @@
 """The requests that have begun and haven't ended, and the handling of their states' updates. Pure."""
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator
 
 from splitserve.protocol.messages.requests import Abort
 from splitserve.router.links.membership import Membership
-from splitserve.router.links.worker_record import Charges
+from splitserve.router.links.worker_record import NO_CHARGES, Charges
 from splitserve.router.placement.policies import Placed
 from splitserve.router.requests.active_request import ActiveRequest
 from splitserve.router.requests.attempts import Attempts
@@ -129,10 +129,10 @@ class RequestTable:
 
     def _check_charges(self) -> None:
         """Assert that the counts of each worker are the sum over the attempts that run there."""
-        due: dict[int, Charges] = defaultdict(Charges)
+        due: dict[int, Charges] = {}
         for request in self._requests.values():
             for record, charges in request.charge.by_record() if request.charge is not None else ():
-                due[id(record)] += charges
+                due[id(record)] = due.get(id(record), NO_CHARGES) + charges
         for record in self._membership.records():
-            found, sum_ = record.charges, due[id(record)]
+            found, sum_ = record.charges, due.get(id(record), NO_CHARGES)
             assert found == sum_, f"{record.info.party} is charged {found}, but its attempts add up to {sum_}"

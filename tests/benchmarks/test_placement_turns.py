@@ -11,7 +11,15 @@ ROOT = b"r" * 16
 
 
 def test_all_arms_give_the_same_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes = {"SHAPE": "tiny", "FIRST_TOKENS": 96, "NEW_TOKENS": 20, "OUTPUT_TOKENS": 24, "NUM_TURNS": 3, "WARM_UPS": 1}
+    sizes = {
+        "SHAPE": "tiny",
+        "KV_BYTES": 32 << 20,
+        "FIRST_TOKENS": 96,
+        "NEW_TOKENS": 20,
+        "OUTPUT_TOKENS": 24,
+        "NUM_TURNS": 3,
+        "WARM_UPS": 1,
+    }
     for name, size in sizes.items():
         monkeypatch.setattr(turns, name, size)
     rows = {row["arm"]: row for row in turns.turns(2)}

@@ -38,7 +38,7 @@ def clone(tmp_path: Path) -> Path:
         path.chmod(0o755)
     (tmp_path / ".venv").symlink_to(sys.prefix)
     (tmp_path / "pytest.ini").write_text(
-        "[pytest]\ntestpaths = tests\naddopts = -p no:schemathesis -p no:hypothesispytest\n"
+        "[pytest]\ntestpaths = tests\naddopts = --disable-plugin-autoload -p xdist.plugin\n"
     )
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests" / "test_small.py").write_text(SUITE)

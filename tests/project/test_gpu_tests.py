@@ -20,8 +20,27 @@ NEEDS_GPU = re.compile(
 pytestmark = pytest.mark.skipif(not SCRIPT.is_file(), reason="not a checkout")
 
 
-def run(directory: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [SCRIPT, directory, *arguments]
+MARKED = """
+import pytest
+
+@pytest.mark.gpu
+def test_on_one(): pass
+
+@pytest.mark.gpu2
+def test_on_two(): pass
+
+@pytest.mark.on_gpu
+@pytest.mark.parametrize("name", ["first", "second"])
+def test_anywhere(name): pass
+
+def test_of_no_gpu(): pass
+"""
+
+
+def run(
+    directory: Path, *arguments: str, script: Path = SCRIPT, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    command = [script, directory, *arguments]
     return subprocess.run(
         command, env={**os.environ, **environment}, capture_output=True, text=True, check=False, timeout=200
     )
@@ -48,22 +67,47 @@ def test_an_interpreter_without_torch_is_an_error(tmp_path: Path) -> None:
     assert done.returncode == 1 and "/bin/false can't import torch" in done.stderr
 
 
-def test_the_junit_file_names_commit_and_torch(tmp_path: Path, interpreter_with_gpu: str) -> None:
+@pytest.fixture
+def small_checkout(tmp_path: Path) -> Path:
+    """The script in a checkout with two test modules, one of which can't be imported; all else is this checkout's."""
+    root = tmp_path / "checkout"
+    (root / "tests").mkdir(parents=True)
+    for name in ("scripts", "src", "pyproject.toml", "tests/conftest.py", "tests/support"):
+        (root / name).symlink_to(ROOT / name)
+    (root / "tests" / "test_marked.py").write_text(MARKED)
+    (root / "tests" / "test_others.py").write_text("import no_such_package\n")
+    return root / "scripts" / SCRIPT.name
+
+
+def test_the_junit_file_has_the_marked_tests_and_names_commit_and_torch(
+    tmp_path: Path, interpreter_with_gpu: str, small_checkout: Path
+) -> None:
     results = tmp_path / "new" / "results"
     done = run(
-        results, "-q", "-k", "test_digests_of_blocks_on_a_gpu", PYTHON=interpreter_with_gpu, SPLITSERVE_COMMIT="0a1b2c3"
+        results,
+        "-q",
+        "-k",
+        "not second",
+        script=small_checkout,
+        PYTHON=interpreter_with_gpu,
+        SPLITSERVE_COMMIT="0a1b2c3",
     )
     assert done.returncode == 0, done.stdout + done.stderr
     (file,) = results.iterdir()
     assert re.fullmatch(r"gpu-tests-\d{8}T\d{6}-\d+\.xml", file.name) and f"written to {file}" in done.stdout
     suite = ET.parse(file).getroot().find("testsuite")
-    assert suite is not None and suite.get("tests") == "1"
+    assert suite is not None
+    assert [each.get("name") for each in suite.iter("testcase")] == [
+        "test_on_one",
+        "test_on_two",
+        "test_anywhere[first]",
+    ]
     properties = {each.get("name"): each.get("value") for each in suite.iter("property")}
     assert properties["commit"] == "0a1b2c3" and properties["torch"] == torch.__version__ and "gpus" in properties
 
 
-def test_the_status_is_that_of_pytest(tmp_path: Path, interpreter_with_gpu: str) -> None:
-    done = run(tmp_path / "results", "--no-such-option", PYTHON=interpreter_with_gpu)
+def test_the_status_is_that_of_pytest(tmp_path: Path, interpreter_with_gpu: str, small_checkout: Path) -> None:
+    done = run(tmp_path / "results", "--no-such-option", script=small_checkout, PYTHON=interpreter_with_gpu)
     assert done.returncode == 4 and "pytest wrote no" in done.stderr
 
 

@@ -9,9 +9,10 @@ import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from splitserve.models.demo.tokenizer import LLAMA_TOKENS, QWEN_TOKENS, train_tokenizer
+from splitserve.router.text.tokens import words
 from splitserve.router.text.tokens.byte_level import ByteLevelDetokenizer, TokenTable
 from splitserve.router.text.tokens.encoder import SegmentMemory, TextEncoder
-from splitserve.router.text.tokens.words import SLICE_CHARS, cuts_before_words
+from splitserve.router.text.tokens.words import SLICE_CHARS, WordMemory, cuts_before_words
 
 _GPT_4 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
@@ -110,12 +111,12 @@ def test_tokens_are_those_of_the_tokenizer(name: str) -> None:
 
 def test_long_texts_are_encoded_in_parts_and_beside_the_loop() -> None:
     tokenizer = _with_expression(_GPT_4)
-    words = " ".join(f"w{number} the worker, the router;" for number in range(4000))
+    broken = " ".join(f"w{number} the worker, the router;" for number in range(4000))
     unbroken = "中文" * 4000
-    assert len(words) > 4 * SLICE_CHARS
+    assert len(broken) > 4 * SLICE_CHARS
     with ThreadPoolExecutor(1) as pool:
         encoder = TextEncoder(tokenizer, pool)
-        for text in (words, unbroken, words + unbroken, words):
+        for text in (broken, unbroken, broken + unbroken, broken):
             assert _encoded(encoder, text, add_special_tokens=False) == tokenizer.encode(text).ids
 
 
@@ -134,6 +135,24 @@ def test_too_long_a_text_is_given_up_early() -> None:
         with pytest.raises(ValueError):
             asyncio.run(encoder.encode(text, add_special_tokens=False, check=check))
     assert len(counts) == 1, "after its first part"
+
+
+def test_words_of_the_last_two_generations_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(words, "MAX_WORDS", 4)
+    memory = WordMemory()
+
+    def unknown(text: str) -> list[str]:
+        """Return what isn't known of a text, whose words become known; the tokens of each are its length."""
+        lookup = memory.look_up(text)
+        tokens = memory.complete(lookup, [[len(each)] for each in lookup.unknown])
+        assert sum(tokens) == len(text)
+        return list(lookup.unknown)
+
+    assert unknown("a the prefill, 12") == ["a", " the", " prefill,", " 12"]
+    assert unknown("a decode worker") == [" decode", " worker"]
+    assert unknown("a 12  x decode") == [" 12  x"], "a is of the old generation; 12 and x aren't cut"
+    assert unknown("b c d e") == ["b", " c", " d", " e"]
+    assert unknown("b decode the") == [" the"], "the generation of the first text is gone"
 
 
 def test_the_memory_of_segments_is_bounded() -> None:

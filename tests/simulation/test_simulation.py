@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from schedules import LONG_WAITS, QUIET_SECONDS, SHORT_LEASES, Schedule, num_schedules, run_schedule
+from schedules import LONG_WAITS, SHORT_LEASES, Schedule, num_schedules, quiet_seconds, run_schedule
 from splitserve.router.placement.policies import Disaggregated
 from splitserve.router.requests.effects import Deliver
 from splitserve.simulation.faults import Faults, Shape
@@ -169,7 +169,7 @@ def test_a_preempted_request_is_not_overtaken_by_newcomers_for_ever() -> None:
         sim.at(1.0 + index * interval_seconds, lambda i=index, p=prompt: sim.router.submit(f"r{i}", p, 20))  # type: ignore[misc]
     while sim.now < 300.0 and not sim.router.has_ended(num_requests):
         sim.run(until=sim.now + 1.0)
-    sim.run(until=sim.now + QUIET_SECONDS + sim.protocol.lease_seconds)
+    sim.run(until=sim.now + quiet_seconds(QUIET) + sim.protocol.lease_seconds)
     sim.check_end()
     decode = sim.living("decode-0")
     assert decode.core.load().preemptions > 0

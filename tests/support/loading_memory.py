@@ -24,21 +24,25 @@ import torch
 GIB = 1 << 30
 MARGIN_BYTES = 2 * GIB
 _LOAD = """
-import ctypes, gc, sys, time, torch
+import gc; gc.disable()
+import ctypes, sys, torch
 from pathlib import Path
 from splitserve.models.config import load_model_config
-from splitserve.models.parallel.ranks import Alone
-from splitserve.models.transformers_backend import loading
-from splitserve.models.weights.loader import load_model
-from splitserve.models.weights.shard import Shard
 path, backend, rank, size, device = sys.argv[1], sys.argv[2], *map(int, sys.argv[3:5]), torch.device(sys.argv[5])
 dtype = getattr(torch, sys.argv[6])
 torch.set_num_threads(1)
 config = load_model_config(path, backend)
-class OneRank(Alone):
-    @property
-    def shard(self):
-        return Shard(rank, size)
+if config.transformers is None:
+    from splitserve.models.parallel.ranks import Alone
+    from splitserve.models.weights.loader import load_model
+    from splitserve.models.weights.shard import Shard
+    class OneRank(Alone):
+        @property
+        def shard(self):
+            return Shard(rank, size)
+else:
+    from splitserve.models.transformers_backend import loading
+gc.freeze(); gc.enable()
 print("ready", flush=True); sys.stdin.readline()
 if config.transformers is None:
     model = load_model(path, config, dtype=dtype, device=device, group=OneRank() if size > 1 else None)

@@ -29,7 +29,9 @@ from splitserve.simulation.model import PROTOCOL, VOCAB
 from splitserve.simulation.simulator import Simulator
 
 MAX_SECONDS = 400.0
-QUIET_SECONDS = 25.0  # longer, with a lease, than silences and freezes: all that is left over has ended by then
+CALM_SECONDS = 8.0  # in which, with a lease, all that is left over ends: reads, copies, connections, lost routers
+LONGEST_FREEZE_SECONDS = 9.0
+MAX_QUIET_SECONDS = 25.0
 SHAPES = (
     Shape(),
     Shape(num_blocks=16),
@@ -119,8 +121,15 @@ def submit(sim: Simulator, index: int, before: int, prompt: list[int], more: tup
 def run_to_the_end(sim: Simulator, schedule: Schedule) -> None:
     while sim.now < MAX_SECONDS and not sim.routers.has_ended(schedule.num_requests):
         sim.run(until=sim.now + 1.0)
-    sim.run(until=sim.now + QUIET_SECONDS + sim.protocol.lease_seconds)
+    sim.run(until=sim.now + quiet_seconds(schedule.faults) + sim.protocol.lease_seconds)
     sim.check_end()
+
+
+def quiet_seconds(faults: Faults) -> float:
+    """Return how long a schedule goes on after its last request, beside a lease: silences and freezes end meanwhile."""
+    silence = faults.partition_seconds if faults.partitions or faults.mutes else 0.0
+    freeze = LONGEST_FREEZE_SECONDS if faults.freezes else 0.0
+    return min(MAX_QUIET_SECONDS, CALM_SECONDS + max(silence, freeze))
 
 
 def random_schedule(seed: int) -> Schedule:
@@ -214,7 +223,7 @@ def outcomes(
     first: int, count: int, jobs: int, make: Callable[[int], Schedule]
 ) -> Iterator[tuple[int, str | None, int]]:
     seeds, failure = range(first, first + count), functools.partial(failure_of, make=make)
-    if jobs == 1:
+    if min(jobs, count) == 1:
         yield from map(failure, seeds)
         return
     with multiprocessing.get_context("spawn").Pool(jobs) as pool:

@@ -20,7 +20,8 @@ from splitserve.protocol.token_ids import TokenIds, from_bytes
 SLICE_CHARS = 1 << 12
 """Characters that are looked up at a time: less than a millisecond. A token of another request passes through two or
 three turns of the event loop, each of which may have such a part."""
-MAX_WORDS = 1 << 18
+MAX_WORDS = 1 << 17
+"""Words of one generation; the last two generations are remembered."""
 MAX_WORD_CHARS = 64  # a longer one is unlikely to come again
 
 _CUT = re.compile(r" (?=[!-~])(?<=[!-~] )")
@@ -119,25 +120,26 @@ class WordMemory:
     def __init__(self) -> None:
         self._words: dict[str, bytes] = {}  # without the space before them
         self._others: dict[str, bytes] = {}  # as they stand in texts
+        self._old_words: dict[str, bytes] = {}
+        self._old_others: dict[str, bytes] = {}
 
     def look_up(self, part: str) -> Lookup:
         """Return what is known of a part of a text."""
         pieces = part.split(" ")
         get = self._words.get
-        found = [get(piece) for piece in pieces]
-        found[0] = None  # no space before it
+        found = [*map(get, pieces), None]  # the last None ends the search below
+        found[0] = None  # the first piece has no space before it
         unknown: dict[str, list[int]] = {}
         end = 0
-        for position in [position for position, tokens in enumerate(found) if tokens is None]:
-            if position < end:
-                continue
+        while (position := found.index(None, end)) < len(pieces):
             begin, end = _between_cuts(pieces, position)
             text = " ".join(pieces[begin:end])
             text = f" {text}" if begin else text
-            known = get(text[1:]) if _PLAIN_WORD.fullmatch(text) else self._others.get(text)
+            known = self._recall(text)
             found[begin:end] = [known or b"", *[b""] * (end - begin - 1)]
             if known is None:
                 unknown.setdefault(text, []).append(begin)
+        found.pop()
         return Lookup(cast("list[bytes]", found), unknown)
 
     def complete(self, lookup: Lookup, encoded: Sequence[Sequence[int]]) -> TokenIds:
@@ -151,17 +153,28 @@ class WordMemory:
             self._remember(new)
         return from_bytes(b"".join(found))
 
-    def _remember(self, new: Mapping[str, bytes]) -> None:
-        if len(self._words) + len(self._others) + len(new) > MAX_WORDS:
-            self._words.clear()  # common words are back soon
-            self._others.clear()
-        for text, tokens in new.items():
-            if len(text) > MAX_WORD_CHARS:
-                continue
-            if _PLAIN_WORD.fullmatch(text):
-                self._words[text[1:]] = tokens
-            else:
-                self._others[text] = tokens
+    def _recall(self, text: str) -> bytes | None:
+        """Return the tokens of a text between cuts; those of the old generation are taken over, since they are used."""
+        key, new, old = self._place(text)
+        tokens = new.get(key)
+        if tokens is None and (tokens := old.get(key)) is not None:
+            new[key] = tokens
+        return tokens
+
+    def _remember(self, encoded: Mapping[str, bytes]) -> None:
+        if len(self._words) + len(self._others) + len(encoded) > MAX_WORDS:
+            self._old_words, self._old_others = self._words, self._others
+            self._words, self._others = {}, {}
+        for text, tokens in encoded.items():
+            if len(text) <= MAX_WORD_CHARS:
+                key, new, _ = self._place(text)
+                new[key] = tokens
+
+    def _place(self, text: str) -> tuple[str, dict[str, bytes], dict[str, bytes]]:
+        """Return the key of a text between cuts, and the generations that may have it, the new one first."""
+        if _PLAIN_WORD.fullmatch(text):
+            return text[1:], self._words, self._old_words
+        return text, self._others, self._old_others
 
 
 def _between_cuts(pieces: Sequence[str], position: int) -> tuple[int, int]:

@@ -215,13 +215,17 @@ class RouterChecks:
 
     def _check_sums(self) -> None:
         """Check that policies see what all routers have in flight at a worker, those that are lost left out."""
-        uses = [use for report in self._router.heard.values() for use in report.workers]
-        for record in self._router.membership.records() if not self._router.core.peers.is_alone else []:
+        if self._router.core.peers.is_alone:
+            return
+        elsewhere: Counter[Party] = Counter()
+        for report in self._router.heard.values():
+            for use in report.workers:
+                elsewhere[use.worker] += use.num_requests
+        for record in self._router.membership.records():
             if record.state is not WorkerState.READY:
                 continue
             party, seen = record.info.party, record.view(self._router.sim.now).num_requests
-            others = sum(use.num_requests for use in uses if use.worker == party)
-            due = record.num_requests + others
+            due = record.num_requests + elsewhere[party]
             assert seen == due, f"policies see {seen} requests at {party}, where all routers together have {due}"
 
     def at_end(self) -> None:
