@@ -87,7 +87,7 @@ class WorkerRecord:
     estimate: StepModel = NO_STEP_MODEL  # the last one that it sent before it had run enough steps
     step_model: StepModel = NO_STEP_MODEL  # as it is trusted
     prompts: PrefillQueue = field(default_factory=PrefillQueue)
-    num_prefilling: int = 0
+    num_prefilling: int = 0  # requests whose prompt is still to be computed there
     link_rates: Mapping[str, float] = field(default_factory=dict)
     elsewhere: Elsewhere | None = None  # None: no other router has requests there
     kv_capacity_tokens: int = field(init=False)
@@ -136,10 +136,12 @@ class WorkerRecord:
         view.prefix_match_tokens = prefix_match_tokens
         if self.prompts.was_used:
             view.queue_seconds = self.prompts.seconds(now)
-            view.prefill_busy = self.prompts.busy_share(now)
+            view.prefill_busy, view.prompt_share = self.prompts.shares(now)
+            view.prompt_seconds = self.prompts.prompt_seconds
             if self.elsewhere is not None:
                 view.queue_seconds += self.elsewhere.queue_seconds
                 view.prefill_busy = min(1.0, view.prefill_busy + self.elsewhere.busy_share)
+                view.prompt_share = min(1.0, view.prompt_share + self.elsewhere.busy_share)
         return view
 
     def on_change(self) -> None:
@@ -153,7 +155,8 @@ class WorkerRecord:
             return
         new = self._new_view()
         new.prefix_match_tokens, new.queue_seconds = view.prefix_match_tokens, view.queue_seconds
-        new.prefill_busy = view.prefill_busy
+        new.prefill_busy, new.prompt_share = view.prefill_busy, view.prompt_share
+        new.prompt_seconds = view.prompt_seconds
         assert view == new, f"policies see {view} where {new} is true"
 
     def _new_view(self) -> WorkerView:
@@ -174,6 +177,7 @@ class WorkerRecord:
             shared_chunk_tokens=info.max_num_prefill_tokens,
             queue_seconds=others.queue_seconds,
             prefill_busy=min(1.0, others.busy_share),
+            prompt_share=min(1.0, others.busy_share),
             num_decoding=self.num_requests - self.num_prefilling + others.num_requests - others.num_prefilling,
             token_bytes=self.token_bytes,
             link_rates=self.link_rates,
@@ -196,23 +200,23 @@ class Charge:
         self._prefilling = self._decoding = True
         if self.prefill is not None:
             self.prefill.prefill_tokens += self.num_prompt_tokens
-            self.prefill.prompts.add(id(self), self._prefill_seconds(self.prefill), now)
-        if self.prefill is self.decode and self.prefill is not None:
             self.prefill.num_prefilling += 1
+            self.prefill.prompts.add(id(self), self._prefill_seconds(self.prefill), now)
         if self.decode is not None:
             self.decode.context_tokens += self.num_prompt_tokens
-        self._count_request(1)
         for record in self._distinct_records():
+            record.num_requests += 1
             record.num_placed += 1
             record.on_change()
 
     def first_token_out(self, now: float) -> None:
-        """Take the prompt, which has been computed, off the prefill worker's load."""
+        """Take the prompt, which has been computed, off the load of its worker; all of the request if that is not the
+        one that decodes it."""
         if self._prefilling and self.prefill is not None:
             self.prefill.prefill_tokens -= self.num_prompt_tokens
+            self.prefill.num_prefilling -= 1
+            self.prefill.num_requests -= self.prefill is not self.decode
             self.prefill.prompts.remove(id(self), now)
-            if self.prefill is self.decode:
-                self.prefill.num_prefilling -= 1
             self.prefill.on_change()
         self._prefilling = False
 
@@ -224,9 +228,8 @@ class Charge:
         self._decoding = False
         if self.decode is not None:
             self.decode.context_tokens -= self.num_prompt_tokens
-        self._count_request(-1)
-        for record in self._distinct_records():
-            record.on_change()
+            self.decode.num_requests -= 1
+            self.decode.on_change()
 
     @property
     def is_prefilling(self) -> bool:
@@ -235,18 +238,15 @@ class Charge:
     def by_record(self) -> Iterator[tuple[WorkerRecord, Charges]]:
         """Yield each of the charge's workers with its current contribution to that worker's counts."""
         for record in self._distinct_records():
-            prefill_tokens = self.num_prompt_tokens if self._prefilling and record is self.prefill else 0
-            context_tokens = self.num_prompt_tokens if self._decoding and record is self.decode else 0
-            yield record, Charges(int(self._decoding), prefill_tokens, context_tokens)
+            prefills = self._prefilling and record is self.prefill
+            decodes = self._decoding and record is self.decode
+            num_tokens = self.num_prompt_tokens
+            yield record, Charges(int(prefills or decodes), prefills * num_tokens, decodes * num_tokens)
 
     def _prefill_seconds(self, record: WorkerRecord) -> float:
         matched = min(self.matched_tokens, self.num_prompt_tokens)
         chunk_tokens = record.info.max_num_batched_tokens or self.num_prompt_tokens
         return record.step_model.prefill_seconds(matched, self.num_prompt_tokens - matched, chunk_tokens)
-
-    def _count_request(self, change: int) -> None:
-        for record in self._distinct_records():
-            record.num_requests += change
 
     def _distinct_records(self) -> list[WorkerRecord]:
         records = [self.prefill] if self.prefill is self.decode else [self.prefill, self.decode]

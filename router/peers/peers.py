@@ -36,6 +36,8 @@ REPORT_SECONDS = 0.1
 LOST_SECONDS = 2.0
 LATE_SECONDS = 0.5
 """Time after the loss of a router in which its reports may still arrive."""
+LEAST_BUSY_SHARE = 0.01
+"""Share of a worker's time by prompts below which it is not reported."""
 STAMPS_PER_SECOND = 1_000_000
 SOON_SECONDS = 0.01
 """Least time between reports that only a large prompt causes."""
@@ -309,8 +311,12 @@ class Peers:
             self._outbox.put(TellRouters(SentPrefixes(worker, part, self.reset), to))
 
     def _uses(self, now: float) -> Iterator[WorkerUse]:
-        for record in self._membership.records():
-            if record.num_requests or record.prefill_tokens or record.context_tokens:
+        """Yield what this router has in flight, by worker. Prompts keep a worker busy that were computed just now."""
+        records = self._membership.records()
+        is_idle = not any(record.num_requests for record in records)
+        for record in records:
+            busy_share = 0.0 if is_idle else record.prompts.busy_share(now)
+            if record.num_requests or record.context_tokens or busy_share >= LEAST_BUSY_SHARE:
                 yield WorkerUse(
                     record.info.party,
                     record.num_requests,
@@ -318,7 +324,7 @@ class Peers:
                     record.context_tokens,
                     record.num_prefilling,
                     record.prompts.seconds(now),
-                    record.prompts.busy_share(now),
+                    busy_share,
                 )
 
     def check_invariants(self) -> None:

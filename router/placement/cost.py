@@ -1,8 +1,13 @@
 """The policy ``cost``: the route with the smallest predicted harm to the latency of all requests that it concerns.
 
-Harm is measured in seconds beyond the objectives: the request's TTFT and each of its later gaps, and the same of the
-requests that its route delays. Where nothing exceeds an objective, the smallest predicted TTFT decides. Without
-objectives every second counts.
+Harm is measured in seconds beyond the objectives: the request's TTFT, from its arrival on, and each of its later gaps,
+and the same of the requests that its route delays. Without objectives every second counts.
+
+Routes without harm are compared by strain. A time t strains an objective T by t / (T - t): hardly while it is far below
+T, without bound where nothing of T is left. (A queue with utilisation t / T has so many requests on average.) A route's
+strain is that of the request's TTFT and of its mean gap, and what the route adds to that of the others there. So a
+prompt that has time for a prefill worker's queue leaves decode workers in peace, and they help before prompts come near
+their objective. At the objective it would be too late: predictions are means, and later requests come on top.
 
 A prompt's own computing keeps later prompts waiting, those that a cached prefix saves doesn't. By Pollaczek and
 Khinchine, the wait of a queue with utilisation u is the mean residual work times u / (1 - u): a second of computing
@@ -15,17 +20,17 @@ first turn; this router is new; another one had the turns before), a session tha
 match: the conversation's own worker may have its KV, and counts for a share of the computing that it would save.
 """
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
-from splitserve.protocol.placement.step_model import StepWork, pairs
+from splitserve.protocol.placement.step_model import pairs
 from splitserve.protocol.request import Party, Role
 from splitserve.router.placement.policies import (
     DEFAULT_CHUNK_TOKENS,
     NO_STEP_MODEL,
     READ_SECONDS,
-    USUAL_LINK_RATE,
     NoWorker,
     Placed,
     Placement,
@@ -58,10 +63,11 @@ RESIDUAL = 0.5
 
 
 class Prediction(NamedTuple):
-    """Prediction for one route: compared by harm, then by delay; among equals prefill workers are kept for prompts,
-    decode workers for outputs, and requests spread evenly."""
+    """Prediction for one route: compared by harm, by strain, then by delay; among equals prefill workers are kept for
+    prompts, decode workers for outputs, and requests spread evenly."""
 
     harm_seconds: float
+    strain: float  # infinite where an objective is lacking or used up
     delay_seconds: float  # the request's TTFT, and that which its computing adds to those of later ones
     decodes_on_prefill: bool
     is_local: bool
@@ -77,15 +83,23 @@ class _Request:
 
     num_tokens: int  # to be in KV
     output_tokens: float  # expected
+    usual_outputs: float  # of the other requests
+    waited: float  # seconds since it arrived
     ttft: float
     gap: float
     own_workers: frozenset[Party]  # of its session, one per role; none if a prefix tells more
+    strains: bool  # both objectives are there; else every strain is infinite
 
     def late(self, seconds: float) -> float:
         return max(0.0, seconds - self.ttft)
 
     def slow(self, seconds: float) -> float:
         return seconds - self.gap if seconds > self.gap else 0.0
+
+
+def _strain(seconds: float, objective: float) -> float:
+    """Return the strain of a time that has an objective; infinite without one, or where nothing of it is left."""
+    return seconds / (objective - seconds) if seconds < objective else math.inf
 
 
 class _Prompt(NamedTuple):
@@ -101,18 +115,21 @@ class _Prompt(NamedTuple):
 
 
 class _Decode(NamedTuple):
-    """The output on one worker; the first three fields are its rank among the workers of a role."""
+    """The output on one worker; the first four fields are its rank among the workers of a role."""
 
-    seconds: float  # both
+    seconds: float  # of wait for room, and of harm
+    strain: float
     num_placed: int
     name: str
     worker: WorkerView
     room: float  # seconds of wait for it
     harm: float
+    before: float  # seconds of a decode step without the request; 0.0 if nothing decodes
+    after: float  # and with it, half of its output being out
 
 
 _PromptFields: TypeAlias = tuple[float, int, str, WorkerView, int, float, PrefixRead | None]
-_DecodeFields: TypeAlias = tuple[float, int, str, WorkerView, float, float]
+_DecodeFields: TypeAlias = tuple[float, float, int, str, WorkerView, float, float, float, float]
 
 
 class _Route(NamedTuple):
@@ -141,9 +158,12 @@ def cost(snapshot: Snapshot, shape: RequestShape) -> Placement:
     request = _Request(
         num_tokens=shape.num_prompt_tokens + shape.num_output_tokens,
         output_tokens=max(1.0, min(shape.max_tokens, snapshot.output_tokens)),
+        usual_outputs=max(1.0, snapshot.output_tokens),
+        waited=shape.waited_seconds,
         ttft=snapshot.objectives.ttft_seconds,
         gap=snapshot.objectives.tpot_seconds,
         own_workers=_own_workers(fitting, shape),
+        strains=min(snapshot.objectives.ttft_seconds, snapshot.objectives.tpot_seconds) > 0.0,
     )
     best = min(_routes(snapshot, fitting, request, shape), default=None)  # by the prediction
     return NoWorker(why_not(snapshot, fitting, shape)) if best is None else best.placed()
@@ -206,74 +226,117 @@ def _prompt(worker: WorkerView, request: _Request, read: PrefixRead | None = Non
     else:
         matched, own = read.num_tokens, read.own_seconds
         ttft = worker.queue_seconds + own + read.read_seconds
-    busy = worker.prefill_busy
-    utilisation = busy if busy < MAX_UTILISATION else MAX_UTILISATION
-    delay = ttft + RESIDUAL * utilisation / (1.0 - utilisation) * own  # what a second of it adds to later waits
+    delay = ttft + _burden(worker) * own
     party = worker.party
     if request.own_workers and party in request.own_workers and worker.role is not Role.DECODE:
         delay -= SESSION_TRUST * own  # a guess makes no route local
     return delay, worker.num_placed, party.engine_id, worker, matched, ttft, read
 
 
+def _burden(worker: WorkerView) -> float:
+    """Return what a second of computing on a worker adds to the waits of later prompts, in seconds."""
+    utilisation = worker.prefill_busy if worker.prefill_busy < MAX_UTILISATION else MAX_UTILISATION
+    return RESIDUAL * utilisation / (1.0 - utilisation)
+
+
 def _decode(worker: WorkerView, request: _Request) -> _DecodeFields:
-    """Return the fields of a :class:`_Decode`. The harm is that of the request's own gaps, and what it adds to those of
-    the others."""
-    context, running, model = worker.context_tokens, worker.num_decoding, worker.step_model
+    """Return the fields of a :class:`_Decode`. Harm and strain are those of the request's own gaps, and what it adds to
+    those of the others."""
+    running, model = worker.num_decoding, worker.step_model
+    context = worker.context_tokens + int(running * request.usual_outputs / 2)  # half of their outputs is out
     num_tokens, num_outputs, half = request.num_tokens, request.output_tokens, request.output_tokens / 2
-    after = request.slow(model.decode_seconds(running + 1, context + num_tokens + int(half)))
-    harm = num_outputs * after
-    if running and after:
-        harm += running * half * (after - request.slow(model.decode_seconds(running, context)))
+    before = model.decode_seconds(running, context) if running else 0.0
+    after = model.decode_seconds(running + 1, context + num_tokens + int(half))
+    slow = request.slow(after)
+    harm = num_outputs * slow
+    if running and slow:
+        harm += running * half * (slow - request.slow(before))
     room, wanted = 0.0, context + num_tokens + num_outputs
     if worker.num_requests >= worker.max_num_seqs or wanted > worker.kv_capacity_tokens:
-        room = _room_seconds(worker, request, wanted)
-    return harm + room, worker.num_placed, worker.party.engine_id, worker, room, harm
+        room = _room_seconds(worker, request, wanted, before)
+    strain = _gap_strain(worker, request, before, after) if request.strains else math.inf
+    return harm + room, strain, worker.num_placed, worker.party.engine_id, worker, room, harm, before, after
+
+
+def _gap_strain(worker: WorkerView, request: _Request, before: float, after: float, added: float = 0.0) -> float:
+    """Return the strain of the request's mean gap on a worker, and that which it adds to the gaps of the others, whose
+    steps take ``before`` seconds without it and ``after`` with it. ``added``: to the mean gap of each of the others, by
+    the request's prompt."""
+    gap, spared = request.gap, 1.0 - min(MAX_UTILISATION, worker.prefill_busy)  # prompts take the rest of the time
+    own = _strain(after / spared, gap)
+    if not worker.num_decoding or own == math.inf:
+        return own
+    others = _strain((before + after) / 2 / spared + added, gap) - _strain(before / spared, gap)
+    return own + worker.num_decoding * others
 
 
 def _predict_pair(prefill: _Prompt, decode: _Decode, request: _Request) -> Prediction:
-    last_tokens = min(request.num_tokens - prefill.matched, LAST_CHUNK_TOKENS)
-    rate = decode.worker.link_rates.get(prefill.worker.party.engine_id) or USUAL_LINK_RATE
-    handover = READ_SECONDS + last_tokens * decode.worker.token_bytes / rate
+    handover, rate = READ_SECONDS, decode.worker.link_rates.get(prefill.worker.party.engine_id)
+    if rate:  # else the first hand-over tells it: one that was taken to be slow would never be tried
+        last_tokens = min(request.num_tokens - prefill.matched, LAST_CHUNK_TOKENS)
+        handover += last_tokens * decode.worker.token_bytes / rate
     delay = prefill.delay + decode.room
-    harm = request.late(delay) + request.slow(handover) + decode.harm
+    harm = request.late(request.waited + delay) + request.slow(handover) + decode.harm
+    strain = _strain(request.waited + delay, request.ttft) + decode.strain if request.strains else math.inf
     num_placed = prefill.worker.num_placed + decode.worker.num_placed
     names = (prefill.worker.party.engine_id, decode.worker.party.engine_id)
     is_away = bool(request.own_workers) and decode.worker.party not in request.own_workers
-    return Prediction(harm, delay, False, False, is_away, num_placed, names, prefill.ttft + decode.room)
+    return Prediction(harm, strain, delay, False, False, is_away, num_placed, names, prefill.ttft + decode.room)
 
 
 def _predict_local(prompt: _Prompt, decode: _Decode, request: _Request) -> Prediction:
     """Predict both phases on one worker, whose running requests see a gap for each chunk of the prompt."""
     worker, matched = prompt.worker, prompt.matched
     model, num_missed = worker.step_model, request.num_tokens - matched
-    limit = worker.chunk_tokens or DEFAULT_CHUNK_TOKENS
-    if worker.num_decoding or worker.role is Role.PREFILL:
-        limit = worker.shared_chunk_tokens or limit
-    chunk = min(limit, num_missed)
+    full = worker.chunk_tokens or DEFAULT_CHUNK_TOKENS
+    is_shared = worker.num_decoding or worker.role is Role.PREFILL
+    chunk = min(worker.shared_chunk_tokens or full if is_shared else full, num_missed)
     num_chunks = -(-num_missed // chunk)
-    alone_seconds = model.decode_seconds(worker.num_decoding, worker.context_tokens) if worker.num_decoding else 0.0
-    gap = model.seconds(StepWork(worker.num_decoding, worker.context_tokens, chunk, pairs(matched, chunk)))
-    others = num_chunks * worker.num_decoding * (request.slow(gap) - request.slow(alone_seconds))
+    before, running = decode.before, worker.num_decoding
+    gap = (before or model.base) + model.per_token * chunk + model.per_pair * pairs(matched, chunk)
+    others = num_chunks * running * (request.slow(gap) - request.slow(before))
     # More and smaller steps than alone, each with the decoding sequences in it.
-    num_alone = -(-num_missed // (worker.chunk_tokens or DEFAULT_CHUNK_TOKENS))
-    shared = num_chunks * alone_seconds + max(0, num_chunks - num_alone) * model.base
+    shared = num_chunks * before + max(0, num_chunks + num_missed // -full) * model.base
     delay = prompt.delay + shared + decode.room
     # Later prompts there interrupt this request, and its steps delay them.
-    step = model.decode_seconds(worker.num_decoding + 1, worker.context_tokens + request.num_tokens)
-    prompts = worker.prefill_busy * request.output_tokens
-    interrupted = max(0.0, prompts * (request.slow(gap) - request.slow(step)))
-    delayed = prompts * step if worker.role is Role.PREFILL else 0.0
-    harm = request.late(delay) + others + interrupted + delayed + decode.harm
+    interrupted = worker.prefill_busy * request.output_tokens * (request.slow(gap) - request.slow(decode.after))
+    harm = request.late(request.waited + delay) + others + max(0.0, interrupted) + decode.harm
+    strain = _strain(request.waited + delay, request.ttft) if request.strains else math.inf
+    if strain < math.inf:
+        added = (model.prefill_seconds(matched, num_missed, num_missed) - model.base) / request.usual_outputs
+        strain += _gap_strain(worker, request, before, decode.after, added)
     is_prefill = worker.role is Role.PREFILL
+    if is_prefill:
+        late, strained = _later_prompts(decode, request)
+        harm, strain = harm + late, strain + strained
     ttft = prompt.ttft + shared + decode.room
     is_away = bool(request.own_workers) and worker.party not in request.own_workers
     is_local, names = worker.role is not Role.MIXED, (worker.party.engine_id,)
-    return Prediction(harm, delay, is_prefill, is_local, is_away, 2 * worker.num_placed, names, ttft)
+    return Prediction(harm, strain, delay, is_prefill, is_local, is_away, 2 * worker.num_placed, names, ttft)
 
 
-def _room_seconds(worker: WorkerView, request: _Request, wanted_tokens: float) -> float:
+def _later_prompts(decode: _Decode, request: _Request) -> tuple[float, float]:
+    """Return the harm and the strain that a request, while it decodes on a prefill worker, adds to the prompts there.
+
+    Their steps are longer, and more where a step that also decodes has fewer prompt tokens.
+    """
+    worker, burden = decode.worker, 1.0 + _burden(decode.worker)
+    num_steps = worker.prompt_share * request.output_tokens  # in which prompts are computed beside the request
+    full, base = worker.chunk_tokens or DEFAULT_CHUNK_TOKENS, worker.step_model.base
+    more_steps = 1.0 - min(1.0, (worker.shared_chunk_tokens or full) / full)  # share of the steps, at most
+    seconds = burden * num_steps * (decode.after - (decode.before or base) + more_steps * base)
+    usual, num_prompts = burden * worker.prompt_seconds, 1.0
+    if worker.prompt_seconds:
+        num_prompts = max(1.0, num_steps * decode.after / worker.prompt_seconds)
+    then = usual + seconds / num_prompts
+    harm = num_prompts * (request.late(then) - request.late(usual))
+    if then >= request.ttft:
+        return harm, math.inf
+    return harm, num_prompts * (_strain(then, request.ttft) - _strain(usual, request.ttft))
+
+
+def _room_seconds(worker: WorkerView, request: _Request, wanted_tokens: float, step: float) -> float:
     """Return the predicted wait for room in the batch, and for KV memory: what is lacking, by what requests free."""
     lacking_slots = max(0, worker.num_requests + 1 - worker.max_num_seqs) / worker.max_num_seqs
     lacking_tokens = max(0.0, wanted_tokens - worker.kv_capacity_tokens) / max(1, worker.kv_capacity_tokens)
-    step = worker.step_model.decode_seconds(worker.num_decoding, worker.context_tokens)
     return max(lacking_slots, lacking_tokens) * request.output_tokens * max(step, 1e-3)

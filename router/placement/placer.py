@@ -8,7 +8,7 @@ from splitserve.protocol.block_hash import root_hash
 from splitserve.protocol.cluster_report import WorkerState
 from splitserve.protocol.messages.requests import PeerRef
 from splitserve.protocol.request import Party, Role
-from splitserve.router.links.membership import Membership, decode_party
+from splitserve.router.links.membership import Membership, decode_party, prefill_party
 from splitserve.router.placement.policies import (
     USUAL_OUTPUT_TOKENS,
     NoWorker,
@@ -73,7 +73,7 @@ class Placer:
 
     def first(self, request: ActiveRequest, now: float) -> Placement:
         """Return the policy's choice for a new request; without a pair, a lone decode worker, if one fits."""
-        shape = request.shape
+        shape = request.shape_at(now)
         if shape.is_prompt_only and not self.is_closing:
             alone = local_placement(self.snapshot(request.hashes, now).workers, shape)
             return alone or self.place(shape, now, request.hashes)
@@ -96,19 +96,29 @@ class Placer:
         self, workers: Iterable[WorkerView], prompt: PromptHashes, matches: Mapping[Party, PrefixMatch]
     ) -> PrefixSource | None:
         """Return the worker with the longest part of a prompt that others can read. A prompt that a prefill worker was
-        sent may still wait there: only what it has announced counts."""
+        sent may still wait there: what it has announced counts, or, without KV events, what it has computed."""
         announced = self._matches(prompt, certain=True) if self._prefixes.hears_events else {}
-        usable = {worker.party.engine_id: worker for worker in workers}
-        found = [
-            PrefixSource(party, match.num_tokens)
-            for held, is_of_prefill in ((announced, True), (matches, False))
-            for party, match in held.items()
-            if (worker := usable.get(party.engine_id)) is not None
-            and worker.party == party
-            and (worker.role is Role.PREFILL) is is_of_prefill
-            and party not in self.unreset
-        ]
+        found = []
+        for worker in workers:
+            party = worker.party
+            match = matches.get(party)
+            if match is None or party in self.unreset:
+                continue
+            num_tokens = match.num_tokens
+            if worker.role is Role.PREFILL:
+                if self._prefixes.announces(party):
+                    num_tokens = announced[party].num_tokens if party in announced else 0
+                else:
+                    num_tokens = self._prefixes.num_computed(party, prompt, num_tokens)
+            if num_tokens:
+                found.append(PrefixSource(party, num_tokens))
         return max(found, key=lambda source: (source.num_tokens, source.party.engine_id), default=None)
+
+    def note_computed(self, request: ActiveRequest) -> None:
+        """Take into account that the worker of a request's prompt has computed it: its first token is out."""
+        placement = request.state.placement
+        if placement is not None and request.cache_epoch == self.cache_epoch:
+            self._prefixes.note_computed(prefill_party(placement), request.hashes)
 
     def note_sent(self, parties: Iterable[Party], prompt: PromptHashes) -> None:
         """Take into account that these workers will hold the KV of a prompt."""

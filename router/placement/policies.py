@@ -43,9 +43,10 @@ class WorkerView:
 
     For predictions: ``step_model`` has the worker's step times, ``chunk_tokens`` the tokens of a step at most,
     ``shared_chunk_tokens`` the prompt tokens of one that also decodes, ``queue_seconds`` the time until it has computed
-    the prompts placed there, ``prefill_busy`` the share of its recent time that prompts took, ``num_decoding`` the
-    requests that decode there, ``token_bytes`` the KV of a token, and ``link_rates`` the bytes per second at which it
-    reads from peers, by their engine ids. ``reads_prefixes``: it can read prefixes from other workers.
+    the prompts placed there, ``prefill_busy`` the share of its recent time that prompts took, ``prompt_share`` the same
+    of the time since its first prompt, ``prompt_seconds`` the mean time of these prompts, each weighted by its time,
+    ``num_decoding`` the requests that decode there, ``token_bytes`` the KV of a token, and ``link_rates`` the bytes per
+    second at which it reads from peers, by their engine ids. ``reads_prefixes``: it can read prefixes from others.
     """
 
     party: Party
@@ -64,6 +65,8 @@ class WorkerView:
     shared_chunk_tokens: int = 0
     queue_seconds: float = 0.0
     prefill_busy: float = 0.0
+    prompt_share: float = 0.0
+    prompt_seconds: float = 0.0
     num_decoding: int = 0
     token_bytes: int = 0
     link_rates: Mapping[str, float] = field(default_factory=dict)
@@ -96,6 +99,7 @@ class RequestShape(msgspec.Struct, frozen=True, gc=False):
 
     ``is_prompt_only``: log-probabilities of the prompt, and one token: there is nothing to decode. ``session``: the
     client's name for the conversation; "" if it gave none. ``is_probe``: it is to be handed over where there is a pair.
+    ``waited_seconds``: time since its arrival, which is a part of its TTFT.
     """
 
     num_prompt_tokens: int
@@ -104,6 +108,7 @@ class RequestShape(msgspec.Struct, frozen=True, gc=False):
     is_prompt_only: bool = False
     session: str = ""
     is_probe: bool = False
+    waited_seconds: float = 0.0
 
     @property
     def max_context_tokens(self) -> int:

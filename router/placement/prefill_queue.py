@@ -7,6 +7,8 @@ BUSY_SECONDS = 30.0
 """Time constant of the busy share. With r prompts per second, whose times have a coefficient of variation c, the share
 has a relative error of sqrt((1 + c^2) / (2 r BUSY_SECONDS)): 23% for r = 1 and c = 1.5, where 10 s would leave 40%, and
 placement would follow chance. It trails a change of the load by as much."""
+SETTLED_SECONDS = 10 * BUSY_SECONDS
+"""Time after which the time before a worker's first prompt is forgotten."""
 
 
 class PrefillQueue:
@@ -20,7 +22,9 @@ class PrefillQueue:
         self._total = 0.0
         self._first_since = 0.0
         self._busy = 0.0  # seconds given lately, each forgotten with BUSY_SECONDS
+        self._busy_squares = 0.0  # sum of the squares of these seconds
         self._busy_at = 0.0
+        self._used_since = 0.0
         self.was_used = False  # a prompt was added at some time
 
     def __len__(self) -> int:
@@ -32,12 +36,15 @@ class PrefillQueue:
 
     def add(self, key: Hashable, seconds: float, now: float) -> None:
         """Add a prompt that will take ``seconds``."""
-        self.was_used = True
+        if not self.was_used:
+            self.was_used, self._used_since = True, now
         if not self._seconds:
             self._first_since = now
         self._seconds[key] = seconds
         self._total += seconds
-        self._busy = self._decayed(now) + seconds
+        kept = self._kept(now)
+        self._busy = kept * self._busy + seconds
+        self._busy_squares = kept * self._busy_squares + seconds * seconds
         self._busy_at = now
 
     def remove(self, key: Hashable, now: float) -> None:
@@ -58,12 +65,27 @@ class PrefillQueue:
         return max(0.0, self._total - min(first, max(0.0, now - self._first_since)))
 
     def busy_share(self, now: float) -> float:
-        """Return the share of the worker's recent time that prompts took, 1 at most."""
-        if not self._busy:
-            return 0.0
-        share = self._decayed(now) / BUSY_SECONDS
+        """Return the share of the worker's recent time that prompts took, 1 at most. Time before its first prompt
+        counts: the share is low in the beginning, rather than that of a few prompts."""
+        share = self._kept(now) * self._busy / BUSY_SECONDS
         return share if share < 1.0 else 1.0
 
-    def _decayed(self, now: float) -> float:
+    def shares(self, now: float) -> tuple[float, float]:
+        """Return the busy share, and the same of the time since the worker's first prompt alone, which is right on
+        average from the beginning on."""
+        share, age = self.busy_share(now), now - self._used_since
+        if age > SETTLED_SECONDS or not share:
+            return share, share
+        of_time = -math.expm1(-age / BUSY_SECONDS) if age > 0.0 else 0.0
+        return share, share / of_time if share < of_time else 1.0
+
+    @property
+    def prompt_seconds(self) -> float:
+        """Return the mean seconds of the recent prompts, each weighted by its seconds: what is computed at an average
+        moment of the busy time belongs to a prompt of so many."""
+        return self._busy_squares / self._busy if self._busy else 0.0
+
+    def _kept(self, now: float) -> float:
+        """Return the weight that is left of what was given until the last prompt."""
         age = now - self._busy_at
-        return self._busy * math.exp(-age / BUSY_SECONDS) if age > 0.0 else self._busy
+        return math.exp(-age / BUSY_SECONDS) if age > 0.0 else 1.0

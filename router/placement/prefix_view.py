@@ -45,6 +45,7 @@ class _Holding:
     sizes: dict[str, int] = field(default_factory=dict)  # number of blocks by tier, as announced
     sent: OrderedDict[bytes, None] = field(default_factory=OrderedDict)  # the longest unused ones first
     blocks: set[bytes] = field(default_factory=set)  # in any tier, as announced
+    awaited: set[bytes] = field(default_factory=set)  # those of ``sent`` that it hasn't computed, as far as known
 
 
 class PromptHashes:
@@ -120,7 +121,7 @@ class PrefixView:
             return
         self._take(known, event.hashes, event.tier)
         if event.tier == DEVICE:
-            self._blocks.take_sent(known.bit, [each for each in event.hashes if known.sent.pop(each, _ABSENT) is None])
+            self._take_sent(known, [each for each in event.hashes if known.sent.pop(each, _ABSENT) is None])
 
     def note_sent(self, party: Party, root_hash: bytes, prompt: PromptHashes, block_size: int, num_blocks: int) -> None:
         """Take a prompt into account that ``party``, which has ``num_blocks`` blocks, was sent or has computed."""
@@ -129,14 +130,22 @@ class PrefixView:
             known = self._hold(party, root_hash, block_size)
         chain = prompt.chain(known.root_hash, known.block_size, self._chains)
         new = self._note(known, reversed(chain), num_blocks)  # the end of a prompt is forgotten before its beginning
+        known.awaited.update(new)
         if new and self.on_sent is not None:
             self.on_sent(party, new)
+
+    def note_computed(self, party: Party, prompt: PromptHashes) -> None:
+        """Note that ``party`` has computed a prompt that it was sent."""
+        known = self._holdings.get(party)
+        if known is not None and known.awaited:
+            known.awaited.difference_update(prompt.chain(known.root_hash, known.block_size))
 
     def note_hashes(
         self, party: Party, root_hash: bytes, block_size: int, hashes: Sequence[bytes], num_blocks: int
     ) -> None:
         """Take blocks into account that another router has sent to ``party``, ends of prompts first."""
-        self._note(self._holdings.get(party) or self._hold(party, root_hash, block_size), hashes, num_blocks)
+        known = self._holdings.get(party) or self._hold(party, root_hash, block_size)
+        known.awaited.update(self._note(known, hashes, num_blocks))
 
     def sent_to(self, party: Party, most: int) -> list[bytes]:
         """Return the blocks that a worker was sent, at most the ``most`` last ones."""
@@ -155,7 +164,7 @@ class PrefixView:
         self._blocks.put_sent(known.bit, new)
         num_over = len(sent) - min(num_blocks, MAX_HASHES_PER_WORKER)
         if num_over > 0:
-            self._blocks.take_sent(known.bit, [sent.popitem(last=False)[0] for _ in range(num_over)])
+            self._take_sent(known, [sent.popitem(last=False)[0] for _ in range(num_over)])
         return new
 
     def forget_sent(self) -> None:
@@ -188,9 +197,15 @@ class PrefixView:
             known.sizes[tier] -= num_taken
             known.blocks.difference_update(gone)
 
+    def _take_sent(self, known: _Holding, block_hashes: Sequence[bytes]) -> None:
+        """Take out blocks that are no longer among those that a worker was sent."""
+        self._blocks.take_sent(known.bit, block_hashes)
+        known.awaited.difference_update(block_hashes)
+
     def _take_all_sent(self, known: _Holding) -> None:
         self._blocks.take_sent(known.bit, known.sent)
         known.sent.clear()
+        known.awaited.clear()
 
     # ---- queries ----
 
@@ -203,6 +218,25 @@ class PrefixView:
         """Return the number of a worker's blocks by tier, as its events say."""
         known = self._holdings.get(party)
         return {} if known is None else {tier: size for tier, size in known.sizes.items() if size}
+
+    def num_computed(self, party: Party, prompt: PromptHashes, num_tokens: int) -> int:
+        """Return how many of the first ``num_tokens`` tokens of a prompt, which a worker was sent, it has computed as
+        far as is known. What it announces tells more."""
+        known = self._holdings[party]
+        chain = prompt.chain(known.root_hash, known.block_size)
+        start, end = 0, num_tokens // known.block_size
+        while start < end:  # a block is awaited if the one before it is
+            middle = (start + end) // 2
+            if chain[middle] in known.awaited:
+                end = middle
+            else:
+                start = middle + 1
+        return start * known.block_size
+
+    def announces(self, party: Party) -> bool:
+        """Return whether a worker tells by KV events what it holds."""
+        known = self._holdings.get(party)
+        return known is not None and known.number is not None
 
     def matches(self, prompt: PromptHashes, *, certain: bool = False) -> dict[Party, PrefixMatch]:
         """Return the match of a prompt for each worker that holds some of it. ``certain``: count only blocks that the

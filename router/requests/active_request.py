@@ -105,6 +105,10 @@ class ActiveRequest:
 
     @property
     def shape(self) -> RequestShape:
+        return self.shape_at(self.arrived_at)
+
+    def shape_at(self, now: float) -> RequestShape:
+        """Return the sizes of the request, and the time that it has waited by ``now``."""
         return RequestShape(
             num_prompt_tokens=len(self.token_ids),
             max_tokens=self.sampling.max_tokens,
@@ -112,6 +116,7 @@ class ActiveRequest:
             is_prompt_only=self.sampling.prompt_logprobs is not None and self.sampling.max_tokens == 1,
             session=self.context.session,
             is_probe=self.context.is_probe,
+            waited_seconds=now - self.arrived_at,
         )
 
     def attempt_sampling(self) -> SamplingParams:

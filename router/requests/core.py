@@ -126,7 +126,8 @@ class RouterCore:
         self.next_turns = NextTurns()
         self._orphans = Orphans(protocol.tombstone_seconds)
         attempts = Attempts(self.placer, membership, self._outbox, chosen, self.deadline_seconds)
-        self._settlement = Settlement(membership, objectives, self._outbox, self._note_output)
+        note_computed = self.placer.note_computed
+        self._settlement = Settlement(membership, objectives, self._outbox, note_computed, self._note_output)
         self.requests = RequestTable(attempts, self._settlement, membership, self._outbox, self.deadline_seconds)
         self.gate = Gate(
             self.placer,

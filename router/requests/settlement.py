@@ -17,9 +17,12 @@ class Settlement:
         membership: Membership,
         objectives: Objectives,
         outbox: Outbox,
+        note_first_token: Callable[[ActiveRequest], None],
         note_output: Callable[[ActiveRequest], None],
     ) -> None:
-        """``note_output`` is called with each finished request."""
+        """``note_first_token`` is called with each request whose prompt is computed, ``note_output`` with each finished
+        one."""
+        self._note_first_token = note_first_token
         self._note_output = note_output
         self.num_freed = 0  # times that a worker was relieved of a prompt or of a request
         self._membership = membership
@@ -38,6 +41,7 @@ class Settlement:
         are_first = not request.timeline.num_tokens
         self.num_freed += are_first
         if are_first:
+            self._note_first_token(request)
             self._note_prediction(request, now)
         self._outbox.put(CountTokens(count, request.timeline.on_tokens(count, now), are_first))
 

@@ -39,8 +39,8 @@ def pairs(tiny_qwen3: Path) -> Iterator[LocalCluster]:
     spec = simple_spec(engine, port=0, num_prefill=2, num_decode=2, policy="session", protocol=protocol)
     with LocalCluster(spec, log_level="warning") as running:
         chosen = random.Random(1)
-        prompts = [[chosen.randrange(300, 1500) for _ in range(WARM_TOKENS)] for _ in range(WARM_PROMPTS)]
-        for workers in (FIRST, SECOND):
+        for workers in (FIRST, SECOND):  # each its own prompts, of which the others have nothing to read
+            prompts = [[chosen.randrange(300, 1500) for _ in range(WARM_TOKENS)] for _ in range(WARM_PROMPTS)]
             ask(running, tiny_qwen3, workers, *prompts, max_tokens=2)
         wait_for_news(running.url)
         yield running
@@ -112,7 +112,7 @@ def test_the_turn_before_is_read_from_the_worker_that_wrote_it(
 ) -> None:
     """The same decode worker lends the prefix and pulls the rest, or another one decodes."""
     connect(pairs, tiny_qwen3, new_turn(10))
-    before, blocks = worker_metrics(pairs.url)["prefill-1"], read_by_peer(pairs.url)
+    before, blocks = wait_until_quiet(pairs.url)["prefill-1"], read_by_peer(pairs.url)
     turn = new_turn(11 if decode == "decode-1" else 12)
     (answer,) = ask(pairs, tiny_qwen3, FIRST, turn)
     conversation = [*turn, *answer, *new_turn(13)]

@@ -54,7 +54,7 @@ def test_a_request_goes_to_a_pair_and_back_to_its_client() -> None:
     core.now += 0.25
     core.tokens(PREFILL, request.state.key, 0, 7)
     assert core.of(CountTokens) == [CountTokens(1, 0.25, are_first=True)]
-    assert core.charges(PREFILL) == Charges(1, 0, 0)
+    assert core.charges(PREFILL) == Charges(0, 0, 0)
     core.now += 0.5
     core.tokens(DECODE, request.state.key, 1, 8, finish_reason=FinishReason.STOP)
     [deliver] = core.of(Deliver)

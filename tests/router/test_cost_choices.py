@@ -1,6 +1,8 @@
 """The policy ``cost`` chooses as a plain reading of its rules does, on random pools: its shortcuts change nothing."""
 
+import math
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -16,7 +18,6 @@ from splitserve.router.placement.cost import (
 )
 from splitserve.router.placement.policies import (
     READ_SECONDS,
-    USUAL_LINK_RATE,
     NoWorker,
     PrefixSource,
     RequestShape,
@@ -40,14 +41,26 @@ class PlainCost:
         self.snapshot, self.shape = snapshot, shape
         self.num_tokens = shape.num_prompt_tokens + shape.num_output_tokens
         self.outputs = max(1.0, min(shape.max_tokens, snapshot.output_tokens))
+        self.usual_outputs = max(1.0, snapshot.output_tokens)
+        self.ttft, self.gap = snapshot.objectives.ttft_seconds, snapshot.objectives.tpot_seconds
         self.workers = [worker for worker in snapshot.workers if fits(worker, shape)]
         self.own = self.own_workers()
 
     def late(self, seconds):
-        return max(0.0, seconds - self.snapshot.objectives.ttft_seconds)
+        return max(0.0, seconds - self.ttft)
 
     def slow(self, seconds):
-        return max(0.0, seconds - self.snapshot.objectives.tpot_seconds)
+        return max(0.0, seconds - self.gap)
+
+    def odds(self, seconds, objective):
+        return seconds / (objective - seconds) if seconds < objective and min(self.ttft, self.gap) else math.inf
+
+    def delay_strain(self, delay):
+        return self.odds(self.shape.waited_seconds + delay, self.ttft)
+
+    def burden(self, worker):
+        utilisation = min(MAX_UTILISATION, worker.prefill_busy)
+        return RESIDUAL * utilisation / (1.0 - utilisation)
 
     def of(self, role):
         return [worker for worker in self.workers if worker.role is role]
@@ -66,25 +79,40 @@ class PlainCost:
         work = StepWork(prefill_tokens=left, prefill_pairs=pairs(matched, left))
         own = (steps - 1) * worker.step_model.base + worker.step_model.seconds(work)
         ttft = worker.queue_seconds + own + (0.0 if read is None else read.read_seconds)
-        utilisation = min(MAX_UTILISATION, worker.prefill_busy)
-        burden = RESIDUAL * utilisation / (1.0 - utilisation)
         guessed = SESSION_TRUST * own if worker.party in self.own and worker.role is not Role.DECODE else 0.0
-        return ttft + burden * own - guessed, ttft, matched
+        return ttft + self.burden(worker) * own - guessed, ttft, matched
+
+    def context(self, worker):
+        return worker.context_tokens + int(worker.num_decoding * self.usual_outputs / 2)
+
+    def before(self, worker):
+        work = StepWork(worker.num_decoding, self.context(worker))
+        return worker.step_model.seconds(work) if worker.num_decoding else 0.0
+
+    def after(self, worker):
+        context = self.context(worker) + self.num_tokens + int(self.outputs / 2)
+        return worker.step_model.seconds(StepWork(worker.num_decoding + 1, context))
 
     def gaps(self, worker):
         """Return the harm to gaps between tokens."""
-        model, half = worker.step_model, self.outputs / 2
-        context = worker.context_tokens + self.num_tokens + int(half)
-        after = self.slow(model.seconds(StepWork(worker.num_decoding + 1, context)))
-        before = self.slow(model.seconds(StepWork(worker.num_decoding, worker.context_tokens)))
-        return self.outputs * after + worker.num_decoding * half * (after - before)
+        after, before = self.slow(self.after(worker)), self.slow(self.before(worker))
+        return self.outputs * after + worker.num_decoding * self.outputs / 2 * (after - before)
+
+    def gap_strain(self, worker, added=0.0):
+        """Return the strain of gaps between tokens, of which prompts take a share of the time."""
+        spared = 1.0 - min(MAX_UTILISATION, worker.prefill_busy)
+        before, after = self.before(worker), self.after(worker)
+        own = self.odds(after / spared, self.gap)
+        if not worker.num_decoding or own == math.inf:
+            return own
+        each = self.odds((before + after) / 2 / spared + added, self.gap) - self.odds(before / spared, self.gap)
+        return own + worker.num_decoding * each
 
     def room(self, worker):
-        wanted = worker.context_tokens + self.num_tokens + self.outputs
+        wanted = self.context(worker) + self.num_tokens + self.outputs
         slots = max(0, worker.num_requests + 1 - worker.max_num_seqs) / worker.max_num_seqs
         tokens = max(0.0, wanted - worker.kv_capacity_tokens) / worker.kv_capacity_tokens
-        step = worker.step_model.seconds(StepWork(worker.num_decoding, worker.context_tokens))
-        return max(slots, tokens) * self.outputs * max(step, 1e-3)
+        return max(slots, tokens) * self.outputs * max(self.before(worker), 1e-3)
 
     def best(self, workers, seconds):
         ranked = sorted(workers, key=lambda each: (seconds(each), each.num_placed, each.party.engine_id))
@@ -94,7 +122,9 @@ class PlainCost:
         """Yield each candidate's rank and placement."""
         reads = {each.party: prefix_read(self.snapshot, each, self.shape) for each in self.of(Role.PREFILL)}
         prefills = self.best(self.of(Role.PREFILL), lambda each: self.prompt(each, reads[each.party])[0])
-        decodes = self.best(self.of(Role.DECODE), lambda each: self.gaps(each) + self.room(each))
+        decodes = self.best(
+            self.of(Role.DECODE), lambda each: (self.gaps(each) + self.room(each), self.gap_strain(each))
+        )
         for prefill in prefills:
             for decode in decodes:
                 yield self.pair(prefill, decode, reads[prefill.party])
@@ -110,12 +140,14 @@ class PlainCost:
         delay, ttft, matched = self.prompt(prefill, read)
         room = self.room(decode)
         last = min(self.num_tokens - matched, LAST_CHUNK_TOKENS)
-        rate = decode.link_rates.get(prefill.party.engine_id, USUAL_LINK_RATE)
+        rate = decode.link_rates.get(prefill.party.engine_id, math.inf)
         handover = READ_SECONDS + last * decode.token_bytes / rate
-        harm = self.late(delay + room) + self.slow(handover) + self.gaps(decode)
+        delay = delay + room
+        harm = self.late(self.shape.waited_seconds + delay) + self.slow(handover) + self.gaps(decode)
+        strain = self.delay_strain(delay) + self.gap_strain(decode)
         is_away = bool(self.own) and decode.party not in self.own
         names = (prefill.party.engine_id, decode.party.engine_id)
-        rank = (harm, delay + room, False, False, is_away, prefill.num_placed + decode.num_placed, names)
+        rank = (harm, strain, delay, False, False, is_away, prefill.num_placed + decode.num_placed, names)
         return rank, pair(prefill, decode, "", ttft + room, read=read)
 
     def alone(self, worker: WorkerView):
@@ -125,18 +157,36 @@ class PlainCost:
         limit = (worker.shared_chunk_tokens if running or is_prefill else 0) or worker.chunk_tokens
         chunk = min(limit, left)
         steps, steps_alone = -(-left // chunk), -(-left // worker.chunk_tokens)
-        before = model.seconds(StepWork(running, worker.context_tokens)) if running else 0.0
-        gap = model.seconds(StepWork(running, worker.context_tokens, chunk, pairs(matched, chunk)))
+        before, after = self.before(worker), self.after(worker)
+        gap = (before or model.base) + model.per_token * chunk + model.per_pair * pairs(matched, chunk)
         shared = steps * before + max(0, steps - steps_alone) * model.base
-        step = model.seconds(StepWork(running + 1, worker.context_tokens + self.num_tokens))
-        prompts = worker.prefill_busy * self.outputs
-        harm = self.late(delay + shared + self.room(worker))
+        delay += shared + self.room(worker)
+        harm = self.late(self.shape.waited_seconds + delay)
         harm += steps * running * (self.slow(gap) - self.slow(before))
-        harm += max(0.0, prompts * (self.slow(gap) - self.slow(step))) + (prompts * step if is_prefill else 0.0)
-        delay, is_away = delay + shared + self.room(worker), bool(self.own) and worker.party not in self.own
+        harm += max(0.0, worker.prefill_busy * self.outputs * (self.slow(gap) - self.slow(after))) + self.gaps(worker)
+        prompt = model.per_token * left + model.per_pair * pairs(matched, left)
+        strain = self.delay_strain(delay) + self.gap_strain(worker, prompt / self.usual_outputs)
+        if is_prefill:
+            late, strained = self.later_prompts(worker)
+            harm, strain = harm + late, strain + strained
+        is_away = bool(self.own) and worker.party not in self.own
         is_local, names = worker.role is not Role.MIXED, (worker.party.engine_id,)
-        rank = (harm + self.gaps(worker), delay, is_prefill, is_local, is_away, 2 * worker.num_placed, names)
+        rank = (harm, strain, delay, is_prefill, is_local, is_away, 2 * worker.num_placed, names)
         return rank, alone(worker, "", ttft + shared + self.room(worker))
+
+    def later_prompts(self, worker):
+        """Return harm and strain of the prompts that are computed while the request decodes on their worker."""
+        before, after, base = self.before(worker), self.after(worker), worker.step_model.base
+        smaller = (worker.shared_chunk_tokens or worker.chunk_tokens) / worker.chunk_tokens
+        burden, steps = 1.0 + self.burden(worker), worker.prompt_share * self.outputs
+        seconds = burden * steps * (after - (before or base) + (1.0 - smaller) * base)
+        usual = burden * worker.prompt_seconds
+        number = max(1.0, steps * after / worker.prompt_seconds) if worker.prompt_seconds else 1.0
+        then = usual + seconds / number
+        late = number * (self.late(then) - self.late(usual))
+        if then >= self.ttft:
+            return late, math.inf
+        return late, number * (self.odds(then, self.ttft) - self.odds(usual, self.ttft))
 
 
 def pool(chosen: random.Random, num_tokens: int) -> tuple[WorkerView, ...]:
@@ -162,6 +212,8 @@ def pool(chosen: random.Random, num_tokens: int) -> tuple[WorkerView, ...]:
                 shared_chunk_tokens=chosen.choice([0, 256]),
                 queue_seconds=chosen.choice([0.0, 0.0, 0.01, 0.3, 2.0]),
                 prefill_busy=chosen.choice([0.0, 0.0, 0.2, 0.6, 1.0]),
+                prompt_share=chosen.choice([0.0, 0.1, 0.6]),
+                prompt_seconds=chosen.choice([0.0, 0.02, 0.4]),
                 num_decoding=running,
                 token_bytes=1 << 17,
                 link_rates={each: chosen.choice([1e10, 4e10]) for each in names if chosen.random() < 0.7},
@@ -183,8 +235,11 @@ def test_shortcuts_change_no_choice(seed: int) -> None:
         workers = pool(chosen, num_tokens)
         holder = chosen.choice(workers)
         source = PrefixSource(holder.party, num_tokens * 2 // 3) if chosen.random() < 0.5 else None
-        objectives = chosen.choice([Objectives(0.0, 0.0), Objectives(0.5, 0.02), Objectives(0.1, 0.005)])
+        objectives = chosen.choice(
+            [Objectives(0.0, 0.0), Objectives(0.5, 0.0), Objectives(0.5, 0.02), Objectives(0.1, 0.005)]
+        )
         shape = RequestShape(num_tokens, chosen.choice([1, 64, 900]), session=chosen.choice(["", "s"]))
+        shape = replace(shape, waited_seconds=chosen.choice([0.0, 0.0, 0.3]))
         snapshot = Snapshot(workers, objectives, chosen.choice([8.0, 128.0]), source)
         ranked = sorted(PlainCost(snapshot, shape).routes(), key=lambda route: route[0])
         placement = cost(snapshot, shape)

@@ -16,6 +16,8 @@ OBJECTIVES = Objectives(ttft_seconds=0.5, tpot_seconds=0.02)
 LONG, SHORT = RequestShape(4000, 100), RequestShape(20, 100)
 SIZES = {"max_model_len": 10_000, "kv_capacity_tokens": 100_000, "max_num_seqs": 64, "step_model": MODEL}
 LINKS = dict.fromkeys(("p", "p0", "p1", "p2", "p3"), 100000000000.0)
+USED = {"prompt_share": 0.5, "prompt_seconds": 0.1, "shared_chunk_tokens": 64}
+"""A prefill worker that computes prompts half of the time, in small steps beside outputs: it has no time for these."""
 
 
 def worker(name, role, **fields):
@@ -27,7 +29,7 @@ def place(*workers, shape=LONG, objectives=OBJECTIVES):
 
 
 def test_a_long_prompt_leaves_busy_decode_workers_in_peace():
-    prefill, decode = worker("p", Role.PREFILL), worker("d", Role.DECODE, num_requests=32, num_decoding=32)
+    prefill, decode = worker("p", Role.PREFILL, **USED), worker("d", Role.DECODE, num_requests=32, num_decoding=32)
     assert place(prefill, decode) == Disaggregated(prefill.party, decode.party)
 
 
@@ -39,20 +41,20 @@ def test_a_short_prompt_is_computed_where_it_decodes_if_prefill_has_a_queue():
 
 def test_a_cached_prefix_is_worth_the_time_that_it_saves_and_no_more():
     decode = worker("d", Role.DECODE, num_requests=8, num_decoding=8)
-    fresh = worker("p0", Role.PREFILL, num_placed=5)
-    cached = worker("p1", Role.PREFILL, prefix_match_tokens=3500, queue_seconds=0.09)
+    fresh = worker("p0", Role.PREFILL, num_placed=5, **USED)
+    cached = worker("p1", Role.PREFILL, prefix_match_tokens=3500, queue_seconds=0.09, **USED)
     assert place(fresh, cached, decode).prefill == cached.party, "3,500 tokens take 0.1 s and more"
-    crowded = worker("p1", Role.PREFILL, prefix_match_tokens=3500, queue_seconds=0.2)
+    crowded = worker("p1", Role.PREFILL, prefix_match_tokens=3500, queue_seconds=0.2, **USED)
     none = Objectives(0.0, 0.0)
     assert place(fresh, crowded, decode, objectives=none).parties[0] == fresh.party
 
 
 def test_fast_and_slow_workers_get_what_they_can_do():
-    slow = worker("p0", Role.PREFILL, step_model=StepModel(1e-2, 4e-5, 6e-8, 6e-5, 0.0, 1000))
-    fast = worker("p1", Role.PREFILL, queue_seconds=0.05)
+    slow = worker("p0", Role.PREFILL, step_model=StepModel(1e-2, 4e-5, 6e-8, 6e-5, 0.0, 1000), **USED)
+    fast = worker("p1", Role.PREFILL, queue_seconds=0.05, **USED)
     decode = worker("d", Role.DECODE, num_requests=8, num_decoding=8)
     assert place(slow, fast, decode).prefill == fast.party
-    assert place(slow, worker("p1", Role.PREFILL, queue_seconds=0.6), decode).prefill == slow.party
+    assert place(slow, worker("p1", Role.PREFILL, queue_seconds=0.6, **USED), decode).prefill == slow.party
 
 
 def test_the_least_busy_of_idle_workers_takes_a_prompt_and_a_busy_one_is_spared_computing():
@@ -71,12 +73,66 @@ def test_the_least_busy_of_idle_workers_takes_a_prompt_and_a_busy_one_is_spared_
 
 
 def test_decode_goes_where_gaps_stay_short():
-    prefill = worker("p", Role.PREFILL)
+    prefill = worker("p", Role.PREFILL, **USED)
     batch, memory = {"num_requests": 60, "num_decoding": 60}, {"context_tokens": 600_000}
     crowded = worker("d0", Role.DECODE, kv_capacity_tokens=10**6, **batch, **memory)
     assert place(prefill, crowded, worker("d1", Role.DECODE, num_placed=99)).decode == Party("d1", 1)
     full = worker("d0", Role.DECODE, num_requests=64, num_decoding=64)
     assert place(prefill, full, worker("d1", Role.DECODE, num_requests=50, num_decoding=50)).decode == Party("d1", 1)
+
+
+def test_among_decode_workers_within_the_objectives_the_one_with_shorter_gaps_takes_the_request():
+    """Though it was given more requests."""
+    prefill, few = worker("p", Role.PREFILL, **USED), {"num_requests": 4, "num_decoding": 4, "num_placed": 90}
+    many = worker("d0", Role.DECODE, num_requests=12, num_decoding=12)
+    assert place(prefill, many, worker("d1", Role.DECODE, **few)).decode == Party("d1", 1)
+    long = worker("d0", Role.DECODE, num_requests=4, num_decoding=4, context_tokens=40_000)
+    assert place(prefill, long, worker("d1", Role.DECODE, **few)).decode == Party("d1", 1)
+
+
+ROOMY = Objectives(ttft_seconds=1.0, tpot_seconds=0.03)
+
+
+def test_a_prompt_waits_for_prefill_while_its_objective_leaves_time_and_then_decode_helps():
+    """Nothing exceeds an objective on either route."""
+    decode = worker("d", Role.DECODE, num_requests=16, num_decoding=16)
+    places = [
+        place(worker("p", Role.PREFILL, queue_seconds=queue, **USED), decode, objectives=ROOMY)
+        for queue in (0.1, 0.3, 0.6, 0.8)
+    ]
+    assert places[:2] == [Disaggregated(Party("p", 1), decode.party)] * 2, "up to 0.2 s later than at decode"
+    assert places[2:] == [Local(decode.party)] * 2
+
+
+def test_the_objective_of_a_request_that_has_waited_is_nearer():
+    decode = worker("d", Role.DECODE, num_requests=16, num_decoding=16)
+    prefill = worker("p", Role.PREFILL, queue_seconds=0.3, **USED)
+    waited = RequestShape(4000, 100, waited_seconds=0.4)
+    assert place(prefill, decode, objectives=ROOMY) == Disaggregated(prefill.party, decode.party)
+    assert place(prefill, decode, shape=waited, objectives=ROOMY) == Local(decode.party)
+
+
+def test_a_link_of_unknown_speed_is_tried():
+    """It was never measured: if that were held against it, it never would be."""
+    prefill = worker("p", Role.PREFILL, **USED)
+    decode = worker("d", Role.DECODE, num_requests=8, num_decoding=8, link_rates={})
+    assert place(prefill, decode) == Disaggregated(prefill.party, decode.party)
+    slow = worker("d", Role.DECODE, num_requests=8, num_decoding=8, link_rates={"p": 1e8})
+    assert isinstance(place(prefill, slow), Local), "a hand-over of 1.3 s"
+
+
+def test_outputs_go_to_a_prefill_worker_that_has_few_prompts():
+    """They slow its prompts, which matters more the more of them come, and the more of the objective these need."""
+    decode = worker("d", Role.DECODE, num_requests=40, num_decoding=40, context_tokens=80_000)
+    shape = RequestShape(200, 100)
+
+    def placed(**fields):
+        return place(worker("p", Role.PREFILL, **fields), decode, shape=shape)
+
+    few, many = {"prompt_share": 0.02, "prompt_seconds": 0.02}, {"prompt_share": 0.9, "prefill_busy": 0.9}
+    assert placed(**few) == Local(Party("p", 1))
+    assert placed(**many, prompt_seconds=0.02) == Disaggregated(Party("p", 1), decode.party)
+    assert placed(prompt_share=0.02, prompt_seconds=0.6) == Disaggregated(Party("p", 1), decode.party)
 
 
 def test_the_spare_time_of_a_prefill_worker_is_used_where_decode_is_full():
@@ -99,8 +155,8 @@ def test_a_worker_that_lies_is_held_near_its_pool():
     liar = StepModel(1e-9, 1e-9, 0.0, 1e-9, 0.0, num_steps=10**6)
     held = trusted_model(liar, honest)
     assert held.base == MODEL.base / 4 and held.per_token == MODEL.per_token / 4
-    prefills = [worker(f"p{n}", Role.PREFILL, queue_seconds=0.1 * n) for n in range(3)]
-    deceiver = worker("p3", Role.PREFILL, step_model=held, queue_seconds=0.5)
+    prefills = [worker(f"p{n}", Role.PREFILL, queue_seconds=0.1 * n, **USED) for n in range(3)]
+    deceiver = worker("p3", Role.PREFILL, step_model=held, queue_seconds=0.5, **USED)
     decode = worker("d", Role.DECODE, num_requests=8, num_decoding=8)
     assert place(*prefills, deceiver, decode).prefill == Party("p0", 1)
 
@@ -125,6 +181,20 @@ def test_the_first_prompt_of_a_queue_counts_less_with_time():
     assert queue.seconds(13.0) == 0.0 and not len(queue)
     assert queue.busy_share(13.0) == pytest.approx(3.0 / BUSY_SECONDS, rel=0.3)
     assert queue.busy_share(13.0 + 10 * BUSY_SECONDS) < 0.001
+
+
+def test_what_is_known_of_the_prompts_to_come_is_right_from_the_first_one_on():
+    queue = PrefillQueue()
+    assert queue.shares(5.0) == (0.0, 0.0) and queue.prompt_seconds == 0.0
+    for second in range(4):
+        queue.add(second, 0.3, 100.0 + second)
+    share, since_first = queue.shares(104.0)
+    assert since_first == pytest.approx(0.3, rel=0.05)
+    assert share == queue.busy_share(104.0) < 0.05, "which counts the time before"
+    assert queue.prompt_seconds == pytest.approx(0.3)
+    queue.add("long", 2.7, 104.0)
+    assert 1.6 < queue.prompt_seconds < 2.1, "most of the time goes to the long one"
+    assert max(queue.shares(100.0 + 10 * BUSY_SECONDS)) < 0.01
 
 
 @pytest.mark.parametrize("num_workers", [2, 64])

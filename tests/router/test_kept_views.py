@@ -63,6 +63,23 @@ def test_a_view_shows_what_has_changed_since() -> None:
     core.membership.check_invariants()
 
 
+def test_a_handed_over_request_leaves_its_prefill_worker_with_its_first_token() -> None:
+    """It decodes on the other one alone: prefill has room for all of its batch."""
+    prefill, decode = Party("prefill-0", 1), Party("decode-0", 1)
+    core = Core()
+    for party, role in workers(2):
+        core.join(party, role)
+    request = core.submit("r")
+    seen = [
+        (view.num_requests, view.num_decoding) for view in core.core.placer.snapshot(request.hashes, core.now).workers
+    ]
+    assert seen == [(1, 0), (1, 1)]
+    core.tokens(prefill, request.state.key, 0, 7)
+    views = [record_of(core, party).view(core.now) for party in (prefill, decode)]
+    assert [(view.num_requests, view.num_decoding) for view in views] == [(0, 0), (1, 1)]
+    core.membership.check_invariants()
+
+
 def test_requests_of_other_routers_are_seen_while_they_last() -> None:
     core = Core(ONE)
     record = record_of(core)

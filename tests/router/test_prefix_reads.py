@@ -5,10 +5,11 @@ from dataclasses import replace
 
 import pytest
 
+from router_core import DECODE, PREFILL, Core
 from splitserve.protocol.block_hash import root_hash
 from splitserve.protocol.kv_event_batch import KVEvent, KVEventBatch
 from splitserve.protocol.placement.step_model import StepModel
-from splitserve.protocol.request import Party, Role
+from splitserve.protocol.request import Party, Role, SamplingParams
 from splitserve.router.links.membership import Membership
 from splitserve.router.placement.cost import cost
 from splitserve.router.placement.placer import Placer
@@ -22,6 +23,8 @@ from splitserve.router.placement.policies import (
 )
 from splitserve.router.placement.prefix_view import PrefixView, PromptHashes
 from splitserve.router.placement.simple import session
+from splitserve.router.requests.active_request import ActiveRequest
+from splitserve.router.requests.events import Submit
 from splitserve.router.requests.ladder import next_step
 from splitserve.router.requests.objectives import Objectives
 from splitserve.router.requests.state import FailedAttempt, Failure, FailureReason
@@ -143,6 +146,36 @@ def test_what_prefill_was_sent_may_wait_there_until_it_is_announced():
     assert known.source == ("d0", 4 * size)
     known.send("m0")
     assert known.source == ("m0", (500 - 1) // size * size)
+
+
+def test_what_prefill_has_computed_can_be_read_without_events():
+    """Its blocks are those of prompts whose first token is out, as long as it is taken to have them."""
+    known = Known()
+    size = known.members.get(Party("p0", 1)).info.layout.block_size
+    first, other = PromptHashes(array("i", range(6 * size + 1))), PromptHashes(array("i", range(9000, 9000 + 5 * size)))
+    known.send("p0", first)
+    known.send("p0")
+    assert known.source is None
+    known.prefixes.note_computed(Party("p0", 1), first)
+    assert known.source == ("p0", 6 * size), "the rest is a longer prompt's, which may wait"
+    known.prefixes.note_computed(Party("p0", 1), other)
+    assert known.source == ("p0", 6 * size)
+    known.prefixes.note_computed(Party("p0", 1), PROMPT)
+    assert known.source == ("p0", (500 - 1) // size * size)
+    known.announce("p0", 2)
+    assert known.source == ("p0", 2 * size), "it tells more itself"
+
+
+def test_the_first_token_tells_that_a_prompt_is_computed():
+    core = Core(PREFILL, DECODE)
+    request = ActiveRequest.new("first", list(range(100)), SamplingParams(max_tokens=5), core.now)
+    core.handle(Submit(request))
+    longer = PromptHashes(array("i", range(200)))
+    assert core.core.placer.snapshot(longer, core.now).prefix_source.party == DECODE, "which was sent it, too"
+    core.core.placer.unreset[DECODE] = None
+    assert core.core.placer.snapshot(longer, core.now).prefix_source is None
+    core.tokens(PREFILL, request.state.key, 0, 7)
+    assert core.core.placer.snapshot(longer, core.now).prefix_source.party == PREFILL
 
 
 def test_no_source_may_have_content_from_before_a_reset_or_be_gone():

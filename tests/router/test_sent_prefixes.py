@@ -58,6 +58,33 @@ def test_what_must_have_been_evicted_is_forgotten_ends_first() -> None:
     assert first[PARTIES[0]].num_tokens == (15 - 8) * SIZE
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_what_is_awaited_is_what_was_sent_and_not_computed(seed: int) -> None:
+    """Prompts share beginnings; whatever leads to a worker's blocks being forgotten, none of them stays awaited."""
+    chosen, view, party = random.Random(seed), PrefixView(), PARTIES[0]
+    prompts = [[chosen.randrange(2) for _ in range(chosen.randrange(5, 40))] for _ in range(12)]
+    computed: set[bytes] = set()
+    for _ in range(150):
+        hashes = PromptHashes(chosen.choice(prompts))
+        chain = hashes.chain(ROOT, SIZE)
+        act = chosen.choice(["send", "send", "compute", "forget"] if chosen.random() < 0.1 else ["send", "compute"])
+        if act == "send":
+            view.note_sent(party, ROOT, hashes, SIZE, 25)
+        elif act == "forget":
+            view.forget_sent()
+        else:
+            view.note_computed(party, hashes)
+            computed |= set(chain)
+        sent_now = set(view.sent_to(party, 1000))
+        computed &= sent_now
+        match = view.matches(hashes).get(party)
+        if match is not None:
+            known = [block for block in chain[: match.num_tokens // SIZE] if block in computed]
+            assert view.num_computed(party, hashes, match.num_tokens) == len(known) * SIZE
+        if holding := view._holdings.get(party):
+            assert holding.awaited == sent_now - computed
+
+
 def test_all_that_was_sent_can_be_forgotten() -> None:
     view, prompt = PrefixView(), list(range(41))
     chain = list(PromptHashes(prompt).chain(ROOT, SIZE))

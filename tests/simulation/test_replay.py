@@ -163,6 +163,32 @@ def test_load_is_placed_better_than_without_predictions() -> None:
     assert cost["ttft_p50_ms"] < 0.7 * least["ttft_p50_ms"]
 
 
+def test_conditional_disaggregation_has_shorter_tails_than_always_and_never() -> None:
+    requests = cases.workload("mixed", 0.7, 1000)
+    cost, always, never = (
+        cases._judged(requests, policy) for policy in ("cost", fixed_threshold(ALWAYS), fixed_threshold(NEVER))
+    )
+    for name in ("ttft_p99_ms", "itl_p99_ms"):
+        assert cost[name] < always[name] and cost[name] < never[name]
+
+
+def test_decode_workers_help_with_long_prompts_before_prefill_is_late() -> None:
+    """At a load that prefill workers alone cannot compute."""
+    requests = cases.workload("long", 1.15, 600)
+    cost, always = (cases._judged(requests, policy) for policy in ("cost", fixed_threshold(ALWAYS)))
+    assert cost["goodput"] > 1.2 * always["goodput"]
+
+
+def test_prefixes_that_prefill_has_computed_are_read_without_events() -> None:
+    """By another prefill worker, while theirs is busy; as with events. Decode workers have few of them."""
+    requests = Conversations((9000, 20_000), (2, 3), 4, (2000, 3000), 0.5).requests(120, 8.0, seed=11)
+    announced, unknown = (
+        figures(replayed(trace_workers(), "cost", requests, kv_events=each)) for each in (True, False)
+    )
+    assert unknown["hit_blocks"] >= 0.99 * announced["hit_blocks"]
+    assert unknown["ttft_p50_ms"] <= 1.1 * announced["ttft_p50_ms"]
+
+
 def test_a_worker_that_lies_gets_no_crowd() -> None:
     requests = Conversations((500, 4000), (50, 200)).requests(300, 25.0, seed=10)
     liar = StepModel(0.0, 0.0, 0.0, 1e-9, 0.0, num_steps=10**6)

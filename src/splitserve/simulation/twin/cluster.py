@@ -20,6 +20,7 @@ from splitserve.router.requests.active_request import ActiveRequest, RequestCont
 from splitserve.router.requests.core import RouterCore
 from splitserve.router.requests.effects import CancelTimer, Count, Deliver, Effect, Ended, Refuse, Send, SetTimer
 from splitserve.router.requests.events import Event, FromWorker, Submit, Timer, TimerFired, WorkerReady
+from splitserve.router.requests.queue.classes import Classes
 from splitserve.router.requests.timeline.stages import all_stages
 from splitserve.simulation.twin.models import Calibration
 from splitserve.simulation.twin.worker import TwinWorker, WorkerSetup
@@ -104,6 +105,8 @@ class TwinCluster:
             protocol=spec.protocol,
         )
         self.core = RouterCore(config, self.membership, PrefixView(), random.Random(seed))
+        classes = Classes.declared((), spec.ttft_ms, spec.tpot_ms)
+        self.context = RequestContext(request_class=classes.of(""))  # of all requests
         self.workers: dict[Party, TwinWorker] = {}
         self._timers: dict[Timer, object] = {}
         self._talks: dict[str, _Talk] = {}  # by request
@@ -236,6 +239,7 @@ class TwinCluster:
             vocab_size=setup.vocab_size,
             prefix_caching=setup.engine.enable_prefix_caching,
             max_num_batched_tokens=setup.engine.max_num_batched_tokens,
+            max_num_prefill_tokens=setup.engine.max_num_prefill_tokens_beside_decode,
         )
         registration = self.membership.register(worker.party, info, self.clock.now)
         assert registration.refusal is None, registration.refusal
@@ -272,7 +276,7 @@ class _Talk:
             TurnTimes(self.conversation.name, number, twin.load_seconds, len(self._tokens), turn.num_output_tokens)
         )
         prepared_at = now + twin.host.prepare_seconds
-        request = ActiveRequest.new(request_id, self._tokens, sampling, now, RequestContext(), prepared_at=prepared_at)
+        request = ActiveRequest.new(request_id, self._tokens, sampling, now, twin.context, prepared_at=prepared_at)
         twin.clock.at(prepared_at, lambda: twin.submit(self, request))
 
     def on_tokens(self, count: int, times: Sequence[float]) -> None:

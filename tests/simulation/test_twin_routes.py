@@ -1,0 +1,68 @@
+"""Conditional disaggregation on the twin, on workloads where it once was worse than always disaggregating."""
+
+import numpy as np
+import pytest
+
+from splitserve.protocol.config import EngineConfig
+from splitserve.protocol.memory_records import LayoutRecord
+from splitserve.protocol.placement.step_model import StepModel
+from splitserve.protocol.request import Role
+from splitserve.simulation.twin.cluster import TwinCluster, TwinResult, TwinSpec
+from splitserve.simulation.twin.models import Calibration, LinkModel
+from splitserve.simulation.twin.worker import WorkerSetup
+from splitserve.workloads.conversation import Workload
+from splitserve.workloads.synthetic import Chats, Exact, make
+
+CPU = StepModel(2.2e-3, 3.7e-4, 9.2e-7, 7.0e-5, 1.5e-7, 5000)
+"""A small model on one core, as a decode worker fitted it."""
+GPU = StepModel(5.7e-3, 1.5e-5, 4.5e-8, 2.0e-5, 1.0e-9, 5000)
+"""An 8B model in bf16, on a GPU like an H100."""
+ALWAYS, CONDITIONAL = "least-loaded", "cost"
+
+
+def pair_of(steps: StepModel, device: str, num_tokens: int, layout: LayoutRecord) -> list[WorkerSetup]:
+    """Return a prefill and a decode worker with room for ``num_tokens`` tokens, and 64 sequences."""
+    engine = EngineConfig(model="twin", max_num_seqs=64).on(device)
+    blocks = (num_tokens // layout.block_size,)
+    return [
+        WorkerSetup(f"{role}-0", role, engine, layout, blocks, 16_384, 1000, steps)
+        for role in (Role.PREFILL, Role.DECODE)
+    ]
+
+
+def run(workers: list[WorkerSetup], policy: str, workload: Workload, ttft_ms: float, itl_ms: float) -> TwinResult:
+    link = LinkModel(bytes_per_second=1e9 if workers[0].layout.block_size == 16 else 100e9)
+    calibration = Calibration(steps={Role.MIXED: workers[0].model}, link=link)
+    return TwinCluster(TwinSpec(workers, calibration, policy, ttft_ms, itl_ms)).run(workload)
+
+
+def percentiles(result: TwinResult, percent: float) -> tuple[float, float]:
+    """Return the percentiles of TTFT, and of the gaps between tokens, in milliseconds."""
+    ttft = [turn.token_times[0] - turn.arrived_at for turn in result.turns]
+    gaps = np.concatenate([np.diff(np.array(turn.token_times)) for turn in result.turns])
+    return 1e3 * float(np.percentile(ttft, percent)), 1e3 * float(np.percentile(gaps, percent))
+
+
+CORES = pair_of(CPU, "cpu", 100_000, LayoutRecord("twin", "w", "float32", 16, 2, 2, 64))
+GPUS = pair_of(GPU, "cuda", 131_072, LayoutRecord("twin", "w", "bfloat16", 64, 32, 8, 128))
+
+
+def test_the_spare_time_of_prefill_shortens_the_gaps_of_chats() -> None:
+    """Short prompts leave prefill idle, and answers fill decode, whose gaps are near their objective."""
+    chats = make(Chats(), 15.0, 150, seed=1)
+    _, always = percentiles(run(CORES, ALWAYS, chats, 500.0, 60.0), 95)
+    ttft, conditional = percentiles(run(CORES, CONDITIONAL, chats, 500.0, 60.0), 95)
+    assert ttft < 500.0 and conditional < 0.75 * always
+
+
+def test_a_pair_whose_link_was_never_measured_is_used() -> None:
+    """At a load that the pair serves within its objectives: chunks of prompts beside 30 outputs would exceed them."""
+    ttft, gaps = percentiles(run(GPUS, CONDITIONAL, make(Exact(2048, 512), 7.0, 160, seed=1), 500.0, 15.0), 99)
+    assert ttft < 500.0 and gaps < 15.0
+
+
+@pytest.mark.parametrize(("policy", "is_refused"), [(ALWAYS, True), (CONDITIONAL, False)])
+def test_outputs_that_decode_has_no_room_for_go_to_prefill(policy: str, is_refused: bool) -> None:
+    """Decode's batch and KV memory are full. Else requests wait in the router, until some are refused."""
+    result = run(GPUS, policy, make(Exact(2048, 512), 10.0, 160, seed=1), 500.0, 15.0)
+    assert any("first token is predicted" in turn.error for turn in result.turns) == is_refused
