@@ -13,9 +13,10 @@ import asyncio
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
+import msgspec
+from msgspec.structs import replace
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -36,8 +37,7 @@ from splitserve.router.scores.forms import joined
 from splitserve.router.text.choice import Choice, Piece
 
 
-@dataclass(frozen=True, slots=True)
-class Prompt:
+class Prompt(msgspec.Struct, frozen=True):
     """One choice of a prompt, ready to run, and the text side of its output. Choices of a prompt are adjacent."""
 
     token_ids: TokenIds

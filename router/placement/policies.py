@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
+import msgspec
+
 from splitserve.common.errors import ConfigError
 from splitserve.protocol.counters import WorkerLoad
 from splitserve.protocol.placement.policies import PLACEMENT_POLICIES
@@ -92,8 +94,7 @@ class Snapshot:
     prefix_source: PrefixSource | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class RequestShape:
+class RequestShape(msgspec.Struct, frozen=True, gc=False):
     """Sizes of a request, as placement needs them. ``num_output_tokens`` counts tokens that the client already has.
 
     ``is_prompt_only``: log-probabilities of the prompt, and one token: there is nothing to decode. ``session``: the

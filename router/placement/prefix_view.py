@@ -18,6 +18,7 @@ from splitserve.protocol.block_hash import extend_hashes, salted_root
 from splitserve.protocol.kv_event_batch import DEVICE, KVEvent, KVEventBatch
 from splitserve.protocol.request import Party
 from splitserve.router.placement.block_index import BlockIndex
+from splitserve.router.placement.known_chains import KnownChains
 
 MAX_HASHES_PER_WORKER = 1 << 20
 MIN_GAIN_BLOCKS = 2
@@ -72,10 +73,12 @@ class PromptHashes:
         chains = ((chain, block_size) for (_, block_size), chain in self._chains.items())
         return max(chains, key=lambda found: len(found[0]), default=None)
 
-    def chain(self, root_hash: bytes, block_size: int) -> Sequence[bytes]:
+    def chain(self, root_hash: bytes, block_size: int, known: KnownChains | None = None) -> Sequence[bytes]:
+        """Return the hashes of the full blocks; ``known``: those of earlier prompts, which may begin likewise."""
         chain = self._chains.setdefault((root_hash, block_size), [])
         if len(chain) < (len(self._token_ids) - 1) // block_size:
-            extend_hashes(chain, salted_root(root_hash, self._cache_salt), self._token_ids[:-1], block_size)
+            extend = extend_hashes if known is None else known.extend
+            extend(chain, salted_root(root_hash, self._cache_salt), self._token_ids[:-1], block_size)
         return chain
 
 
@@ -87,6 +90,7 @@ class PrefixView:
         self._holdings: dict[Party, _Holding] = {}
         self._parties: dict[int, Party] = {}  # by their bits
         self._blocks = BlockIndex()
+        self._chains = KnownChains()
 
     # ---- events ----
 
@@ -124,7 +128,7 @@ class PrefixView:
         known = self._holdings.get(party)
         if known is None:
             known = self._hold(party, root_hash, block_size)
-        chain = prompt.chain(known.root_hash, known.block_size)
+        chain = prompt.chain(known.root_hash, known.block_size, self._chains)
         new = self._note(known, reversed(chain), num_blocks)  # the end of a prompt is forgotten before its beginning
         known.awaited.update(new)
         if new and self.on_sent is not None:
@@ -239,7 +243,7 @@ class PrefixView:
         worker has announced."""
         found: dict[Party, PrefixMatch] = {}
         for root_hash, block_size in {(known.root_hash, known.block_size) for known in self._holdings.values()}:
-            chain = prompt.chain(root_hash, block_size)
+            chain = prompt.chain(root_hash, block_size, self._chains)
             for bit, (count, worth) in self._blocks.leading(chain, certain=certain).items():
                 found[self._parties[bit]] = PrefixMatch(count * block_size, round(worth * block_size))
         return found

@@ -1,6 +1,6 @@
 """One request of the router's core: its prompt, its state machine, its charge, its timeline."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import msgspec
 
@@ -19,8 +19,7 @@ from splitserve.router.tracing.context import TraceContext
 DEFAULT = RequestClass(name="default")
 
 
-@dataclass(frozen=True, slots=True)
-class RequestContext:
+class RequestContext(msgspec.Struct, frozen=True):
     """Properties of a request beside its prompt and its sampling."""
 
     client_id: str = ""  # the client's own name for it, which the request's id begins with
@@ -37,7 +36,7 @@ class RequestContext:
         """Return the context of prompt ``index``: those after the first have spans of their own below the first's."""
         if not index or self.trace is None:
             return self
-        return replace(self, trace=self.trace.child())
+        return msgspec.structs.replace(self, trace=self.trace.child())
 
 
 NO_CONTEXT = RequestContext()

@@ -1,7 +1,6 @@
 """Attempts of requests: the messages that begin one, and its successor on the ladder when it fails. Pure."""
 
 import random
-from dataclasses import replace
 
 import msgspec
 
@@ -48,7 +47,9 @@ class Attempts:
         is_late = prefill is not None and not prefill.begins_soon
         self._begin(request, placement, request.shape, now)
         for sibling in siblings:
-            self._begin(sibling, placement, replace(request.shape, num_prompt_tokens=0), now, request.timeline)
+            self._begin(
+                sibling, placement, msgspec.structs.replace(request.shape, num_prompt_tokens=0), now, request.timeline
+            )
         keys = [sibling.state.key for sibling in siblings]
         for party, body in self.messages(request, placement, now, keys, late_grant=is_late):
             self._outbox.put(Send(party, body))

@@ -1,11 +1,11 @@
 """The log-probabilities, token ids and echo that a request asks for."""
 
-from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 
-@dataclass(frozen=True, slots=True)
-class WantedScores:
+
+class WantedScores(msgspec.Struct, frozen=True, gc=False):
     """A request's wishes besides the text of its output."""
 
     logprobs: int | None = None  # alternatives of each output token; None: no log-probabilities

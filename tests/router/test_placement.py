@@ -47,7 +47,7 @@ def test_the_least_loaded_of_each_pool_is_taken():
 def test_a_prefill_worker_must_hold_what_was_delivered_too():
     prefill, decode = view("p", Role.PREFILL, kv_capacity_tokens=105), view("d", Role.DECODE)
     assert isinstance(place(prefill, decode), Disaggregated)
-    delivered = dataclasses.replace(SHAPE, num_output_tokens=10)
+    delivered = msgspec.structs.replace(SHAPE, num_output_tokens=10)
     assert not isinstance(place(prefill, decode, shape=delivered), Disaggregated)
 
 

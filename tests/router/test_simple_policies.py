@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import msgspec
 import pytest
 
 from splitserve.protocol.placement.policies import PLACEMENT_POLICIES
@@ -34,7 +35,7 @@ def test_a_conversation_stays_where_it_is_and_conversations_spread():
     workers = pool(Role.PREFILL, 4) + pool(Role.DECODE, 4)
     homes = {}
     for number in range(64):
-        shape = replace(SHAPE, session=f"talk-{number}")
+        shape = msgspec.structs.replace(SHAPE, session=f"talk-{number}")
         home = placed(session, workers, shape)
         loaded = [replace(w, num_requests=7, num_placed=9) if w.party in home.parties else w for w in workers]
         assert placed(session, loaded, shape) == home
@@ -75,10 +76,10 @@ def test_the_better_of_two_is_never_the_worst_of_all():
 @pytest.mark.parametrize("name", PLACEMENT_POLICIES)
 def test_every_policy_finds_the_only_pair_and_says_why_there_is_none(name):
     policy = policy_by_name(name)
-    shape = replace(SHAPE, session="talk")
+    shape = msgspec.structs.replace(SHAPE, session="talk")
     only = Disaggregated(Party("p", 1), Party("d", 1))
     prefill, decode = view("p", Role.PREFILL, num_requests=4), view("d", Role.DECODE)
-    long = replace(shape, num_prompt_tokens=10_000)
+    long = msgspec.structs.replace(shape, num_prompt_tokens=10_000)
     if name != "cost":  # which may compute the prompt on the decode worker
         assert placed(policy, [prefill, decode], shape) == only
     assert "no decode worker" in placed(policy, [prefill], shape).reason

@@ -6,7 +6,6 @@ don't exist here.
 
 import secrets
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Annotated, Any
 
 import msgspec
@@ -48,7 +47,7 @@ class _TokensCompletion(CompletionRequest):
     @property
     def wanted_scores(self) -> WantedScores:
         """See :class:`GenerationRequest`."""
-        return replace(super().wanted_scores, as_ids=True)
+        return msgspec.structs.replace(super().wanted_scores, as_ids=True)
 
 
 class TokensFormat(ChunksFormat):

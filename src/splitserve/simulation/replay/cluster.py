@@ -16,6 +16,7 @@ from splitserve.protocol.messages.requests import DecodeRequest, LocalRequest, P
 from splitserve.protocol.placement.step_model import StepModel
 from splitserve.protocol.request import FinishReason, Party, RequestKey, Role, SamplingParams
 from splitserve.router.links.membership import Membership
+from splitserve.router.placement.known_chains import KnownChains
 from splitserve.router.placement.policies import Policy
 from splitserve.router.placement.prefix_view import PrefixView, PromptHashes
 from splitserve.router.requests.active_request import ActiveRequest, RequestContext
@@ -68,7 +69,7 @@ class BlockNames(PromptHashes):
         """Return the names of the prompt's full blocks, and their size."""
         return self.chain(_ROOT, BLOCK_TOKENS), BLOCK_TOKENS
 
-    def chain(self, root_hash: bytes, block_size: int) -> Sequence[bytes]:  # noqa: ARG002
+    def chain(self, root_hash: bytes, block_size: int, known: KnownChains | None = None) -> Sequence[bytes]:  # noqa: ARG002
         """Return the names of the full blocks before the last token."""
         return self._request.blocks[: self._request.num_full_blocks(self._num_tokens - 1)]
 
