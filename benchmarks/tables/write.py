@@ -25,6 +25,7 @@ DEVELOPERS_PAGE = USERS_PAGE.with_name("developers.md")
 RESULTS_README = RESULTS_DIRECTORY / "README.md"
 TAIL_CHUNK_PAIR = ("1123T052051", "1123T052217")
 OTHER_GPUS_BUSY = "other benches ran on other GPUs of the machine"
+OTHER_CORES_BUSY = "programs without GPU ran on other cores of the machine"
 NOTES = {
     "1121T162929": OTHER_GPUS_BUSY,
     "1122T085207": OTHER_GPUS_BUSY,
@@ -48,6 +49,10 @@ NOTES = {
     "1126T082858": OTHER_GPUS_BUSY,
     "1126T082923": OTHER_GPUS_BUSY,
     "1126T082955": OTHER_GPUS_BUSY,
+    "1126T094832": OTHER_CORES_BUSY,
+    "1126T094847": OTHER_CORES_BUSY,
+    "1126T095127": OTHER_CORES_BUSY,
+    "1126T095351": OTHER_CORES_BUSY,
 }
 SECTIONS: Sequence[Callable[[Sequence[Run]], Section]] = (
     results_sections.isolation,
