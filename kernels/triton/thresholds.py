@@ -6,9 +6,10 @@ large. The tokens that reach this bound, a few more than k, are collected, and o
 For top-p without top-k the bound is one of the lower maxima; where what reaches it has too little mass, or where more
 tokens reach a bound than there is room for, the program searches the whole row.
 
-A logit's bits, taken in the order of float32, are a number of 32 bits, of which narrower dtypes fill the first. A search
-finds its threshold digit by digit: it measures the tokens (their number, or their weight) of at least each of three
-candidates, and takes the largest that is enough. Nothing is sorted, and no result depends on the order in which tokens were collected but by rounding.
+A logit's bits, taken in the order of float32, are a number of 32 bits, of which narrower dtypes fill the first. A
+search finds its threshold digit by digit: it measures the tokens (their number, or their weight) of at least each of
+three candidates, and takes the largest that is enough. Nothing is sorted, and no result depends on the order in which
+tokens were collected but by rounding.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
