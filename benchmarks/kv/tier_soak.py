@@ -120,6 +120,19 @@ async def load(
     }
 
 
+def blocks_of_workers(cluster: LocalCluster) -> dict[tuple[str, ...], float]:
+    """Return the number of each worker's blocks, which are all free before the first request.
+
+    A worker that is ready has not always sent a heartbeat with its counts: they are 0 until then.
+    """
+    deadline = time.monotonic() + QUIET_SECONDS
+    while True:
+        found = {worker: values["blocks_free"] for worker, values in metrics(cluster.url, "worker").items()}
+        if all(found.values()) or time.monotonic() > deadline:
+            return found
+        time.sleep(0.1)
+
+
 def wait_until_quiet(cluster: LocalCluster, num_blocks: dict[tuple[str, ...], float]) -> list[str]:
     """Wait until the cluster is idle; describes the blocks that are still held or lost at the deadline."""
     time.sleep(2.0)
@@ -157,7 +170,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         )
         spec = simple_spec(engine, port=0, num_mixed=options.workers)
         cluster = stack.enter_context(LocalCluster(spec, log_level="error"))
-        num_blocks = {w: values["blocks_free"] for w, values in metrics(cluster.url, "worker").items()}
+        num_blocks = blocks_of_workers(cluster)
         results = asyncio.run(load(options, cluster, prompts, expected, directory / "kv"))
         results["problems"] = wait_until_quiet(cluster, num_blocks)
         results["workers"] = {w[0]: values for w, values in metrics(cluster.url, "worker").items()}

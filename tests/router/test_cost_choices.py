@@ -2,8 +2,8 @@
 
 import math
 import random
-from dataclasses import replace
 
+import msgspec
 import pytest
 
 from splitserve.protocol.placement.step_model import StepModel, StepWork, pairs
@@ -239,7 +239,7 @@ def test_shortcuts_change_no_choice(seed: int) -> None:
             [Objectives(0.0, 0.0), Objectives(0.5, 0.0), Objectives(0.5, 0.02), Objectives(0.1, 0.005)]
         )
         shape = RequestShape(num_tokens, chosen.choice([1, 64, 900]), session=chosen.choice(["", "s"]))
-        shape = replace(shape, waited_seconds=chosen.choice([0.0, 0.0, 0.3]))
+        shape = msgspec.structs.replace(shape, waited_seconds=chosen.choice([0.0, 0.0, 0.3]))
         snapshot = Snapshot(workers, objectives, chosen.choice([8.0, 128.0]), source)
         ranked = sorted(PlainCost(snapshot, shape).routes(), key=lambda route: route[0])
         placement = cost(snapshot, shape)
