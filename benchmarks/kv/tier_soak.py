@@ -22,6 +22,7 @@ from splitserve.benchmarks.common.arguments import positive
 from splitserve.benchmarks.common.report import add_result_options, keep_result
 from splitserve.benchmarks.kv.tier_client import ask, complete, metrics, session
 from splitserve.common.errors import SplitserveError
+from splitserve.kvconnector.blocks.pool import BlockState
 from splitserve.models.demo.checkpoint import write_demo_model
 from splitserve.orchestration.cli.command_parser import CommandParser
 from splitserve.orchestration.cli.option_types import positive_bytes
@@ -121,13 +122,16 @@ async def load(
 
 
 def blocks_of_workers(cluster: LocalCluster) -> dict[tuple[str, ...], float]:
-    """Return the number of each worker's blocks, which are all free before the first request.
+    """Return the number of each worker's blocks, in whatever state they are.
 
     A worker that is ready has not always sent a heartbeat with its counts: they are 0 until then.
     """
     deadline = time.monotonic() + QUIET_SECONDS
     while True:
-        found = {worker: values["blocks_free"] for worker, values in metrics(cluster.url, "worker").items()}
+        found = {
+            worker: sum(values[f"blocks_{state.value}"] for state in BlockState)
+            for worker, values in metrics(cluster.url, "worker").items()
+        }
         if all(found.values()) or time.monotonic() > deadline:
             return found
         time.sleep(0.1)
