@@ -15,20 +15,16 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from splitserve.protocol.config import RouterConfig
-from splitserve.protocol.messages.envelope import Body
 from splitserve.protocol.messages.operators import PrefixCacheReset, ResetPrefixCache, SetFrozen
 from splitserve.protocol.messages.requests import (
     Abort,
-    DecodeRequest,
     FailureCode,
-    LocalRequest,
-    PrefillRequest,
     PromptLogprobs,
     RequestFailed,
     StepTokens,
     TokenDelta,
 )
-from splitserve.protocol.request import Party, RequestKey
+from splitserve.protocol.request import Party
 from splitserve.protocol.token_ids import TOKEN_ID_BYTES
 from splitserve.router.links.membership import Membership
 from splitserve.router.peers.peers import REPORT, Peers
@@ -281,7 +277,7 @@ class RouterCore:
             self.pause.on_not_sent(event.to, now)
         elif isinstance(event.body, ResetPrefixCache):
             self.resets.on_not_sent(now)
-        for key in _requested_by(event.body):
+        for key in event.attempts:
             request = self.requests.get(key.request_id)
             if request is not None:
                 refused = RequestFailed(key, FailureCode.OVERLOADED, "it takes no more messages")
@@ -393,8 +389,3 @@ class RouterCore:
             if request.is_stranded:
                 found.add(Timer(TimerKind.RETRY, request.request_id))
         return found
-
-
-def _requested_by(body: Body) -> tuple[RequestKey, ...]:
-    """Return the attempts that a message begins."""
-    return (body.key, *body.siblings) if isinstance(body, PrefillRequest | DecodeRequest | LocalRequest) else ()

@@ -10,8 +10,9 @@ from typing import TypeAlias
 import msgspec
 
 from splitserve.protocol.messages.envelope import Body
+from splitserve.protocol.messages.requests import DecodeRequest, LocalRequest, PrefillRequest
 from splitserve.protocol.messages.routers import RouterReport, SentPrefixes
-from splitserve.protocol.request import Party
+from splitserve.protocol.request import Party, RequestKey
 from splitserve.router.requests.active_request import ActiveRequest
 from splitserve.router.requests.queue.tenants import Tenants
 
@@ -79,6 +80,12 @@ class NotSent(msgspec.Struct, frozen=True, gc=False):
 
     to: Party
     body: Body
+
+    @property
+    def attempts(self) -> tuple[RequestKey, ...]:
+        """The attempts that the message would have begun."""
+        body = self.body
+        return (body.key, *body.siblings) if isinstance(body, PrefillRequest | DecodeRequest | LocalRequest) else ()
 
 
 class WorkerReady(msgspec.Struct, frozen=True, gc=False):

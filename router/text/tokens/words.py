@@ -103,11 +103,10 @@ def _spans_a_cut(token: Mapping[str, Any]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Lookup:
-    """What is known of a part of a text: the packed tokens of its pieces, in order, and for each unknown piece of text
-    its positions among them."""
+    """Known tokens of a part of a text."""
 
-    found: list[bytes]
-    unknown: dict[str, list[int]]
+    found: list[bytes]  # the packed tokens of each piece, in order; b"" for a piece of the text before, or unknown
+    unknown: dict[str, list[int]]  # for each unknown text, its positions in ``found``
 
 
 class WordMemory:
