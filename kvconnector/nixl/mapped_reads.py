@@ -105,7 +105,7 @@ class _StepInFlight(OnDevice):
             return False
         was_over = super().is_done()
         if not was_over:
-            self._event.synchronize()  # type: ignore[no-untyped-call]
+            self._event.synchronize()
             now = time.monotonic()
         if now < self._expected_at:
             self._reader.bytes_per_second[self._path] *= _FASTER
