@@ -139,7 +139,7 @@ class WorkerLoop:
 
     def run_once(self) -> None:
         """One round: wait for something to do, then do all of it."""
-        self._sockets.wait(self._seconds_until_due())
+        self._sockets.wait(0.0 if self._io.executor.is_about_to_have_room else self._seconds_until_due())
         self._io.waker.drain()
         now = time.monotonic()
         if self._drain_requested and not self._drain.has_begun:

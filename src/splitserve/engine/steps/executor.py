@@ -12,6 +12,11 @@ from splitserve.engine.steps.launch_pace import LaunchPace
 from splitserve.kvconnector.transfer.owner_thread import wait_precisely
 from splitserve.protocol.step import MAX_STEPS_IN_FLIGHT, LaunchedStep, LaunchingRunner, StepOutput, StepPlan
 
+AWAKE_SECONDS = 0.0004
+"""Time before a launch for which the loop stays awake: on virtual machines its core may take that long to wake up."""
+AWAKE_SHARE = 0.1
+"""Largest share of the time without room that the loop stays awake."""
+
 
 class Runner(Protocol):
     """The part of a model runner that the executor uses."""
@@ -60,6 +65,10 @@ class Executor(Protocol):
 
     @property
     def has_room(self) -> bool: ...
+
+    @property
+    def is_about_to_have_room(self) -> bool:
+        """Return whether a step can be launched so soon that the loop isn't to sleep until then."""
 
     def launch(self, plan: StepPlan) -> None: ...
 
@@ -126,6 +135,11 @@ class StepExecutor:
     def has_room(self) -> bool:
         """Return whether :meth:`launch` may be called."""
         return not self.is_busy
+
+    @property
+    def is_about_to_have_room(self) -> bool:
+        """See :class:`Executor`: the end of a step isn't known before."""
+        return False
 
     def launch(self, plan: StepPlan) -> None:
         assert not self.is_busy
@@ -234,6 +248,7 @@ class OverlappedExecutor:
         self._pace = pace
         self._alarm = _Alarm(wake)
         self._room_at = 0.0  # when a second step may be launched beside the one in flight
+        self._awake_at = 0.0  # since when the loop stays awake for that
         self._threads = [
             threading.Thread(target=run, name=f"model-{run.__name__.strip('_')}", daemon=True)
             for run in (self._launch, self._wait)
@@ -247,6 +262,13 @@ class OverlappedExecutor:
         if not 0 < num_in_flight < MAX_STEPS_IN_FLIGHT:
             return num_in_flight == 0
         return time.monotonic() >= self._room_at
+
+    @property
+    def is_about_to_have_room(self) -> bool:
+        """See :class:`Executor`."""
+        if not 0 < len(self._in_flight) < MAX_STEPS_IN_FLIGHT:
+            return False
+        return self._awake_at <= time.monotonic() < self._room_at
 
     def launch(self, plan: StepPlan) -> None:
         assert len(self._in_flight) < MAX_STEPS_IN_FLIGHT
@@ -272,9 +294,11 @@ class OverlappedExecutor:
 
     def _find_room(self, began: float) -> None:
         """Set the time at which a second step may be launched beside the one that began on the device at ``began``."""
-        self._room_at = began if self._pace is None else began + self._pace.seconds_to_wait(self._in_flight[0].plan)
+        wait = 0.0 if self._pace is None else self._pace.seconds_to_wait(self._in_flight[0].plan)
+        self._room_at = began + wait
+        self._awake_at = self._room_at - min(AWAKE_SECONDS, AWAKE_SHARE * wait)
         if self._room_at > time.monotonic():
-            self._alarm.set(self._room_at)
+            self._alarm.set(self._awake_at)
 
     def call(self, function: Callable[[], None]) -> None:
         """See :class:`Executor`."""
