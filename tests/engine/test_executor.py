@@ -345,6 +345,30 @@ class TestLateLaunch:
         clock.now = 1000.0 + wait - 0.5 * awake
         assert not executor.is_about_to_have_room, "two steps are in flight"
 
+    @pytest.mark.parametrize(("wait", "longest"), [(0.007, 0.001), (0.001, 0.0002)])
+    def test_a_launch_is_put_off_for_a_moment(
+        self, driver: Driver, pace: SetPace, wait: float, longest: float, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        clock = SimpleNamespace(now=1000.0)
+        monkeypatch.setattr(executor_module.time, "monotonic", lambda: clock.now)
+        assert not driver.executor.put_off(), "the device is idle"
+        pace.wait = wait
+        driver.launch(5)
+        clock.now = 1000.0 + wait + 0.9 * longest
+        assert driver.executor.has_room and driver.executor.put_off() and driver.executor.has_room
+        clock.now = 1000.0 + wait + 1.1 * longest
+        assert not driver.executor.put_off()
+        driver.launch(6)
+        driver.release(1)
+        wait_until(lambda: driver.executor.result() is not None)
+        driver.release(2)
+        wait_until(lambda: driver.executor.result() is not None)
+        assert pace.launches == [], "how long it took tells nothing"
+
+    def test_a_launch_that_is_not_late_is_not_put_off(self, driver: Driver, pace: SetPace) -> None:
+        driver.launch(5)
+        assert driver.executor.has_room and not driver.executor.put_off()
+
     def test_launches_that_wait_for_copies_tell_nothing(self, driver: Driver, pace: SetPace) -> None:
         """Nor do those behind them."""
         plans = [plan_of(5), plan_of(6), plan_of(7), plan_of(8)]

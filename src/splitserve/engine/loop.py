@@ -249,6 +249,8 @@ class WorkerLoop:
 
     def _launch(self, now: float) -> None:
         while self._io.executor.has_room and self._error is None:
+            if self._core.is_landing and self._io.executor.put_off():
+                return
             plan = self._core.plan_step(now)
             if plan is None:
                 return
