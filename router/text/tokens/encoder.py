@@ -21,7 +21,7 @@ from splitserve.router.text.processes.word_encoder import WordEncoder
 from splitserve.router.text.tokens.file import TokenizerFile
 from splitserve.router.text.tokens.words import cuts_before_words
 
-MAX_INLINE_CHARS = 512
+MAX_INLINE_CHARS = 256
 """Characters that are encoded on the event loop: that takes it as long as a text's way to another process and back."""
 MAX_REMEMBERED_BYTES = 64 << 20
 _ENTRY_BYTES = 256  # of a remembered segment, beside its characters and tokens
