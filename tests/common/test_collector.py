@@ -67,7 +67,7 @@ def test_cycles_that_outlive_a_pass_are_freed_by_a_full_one(
     gc.collect()
     assert freed() is not None
     assert started.look(is_idle=is_idle) is False  # nothing has grown
-    least = collector.IDLE_GROWTH_BLOCKS if is_idle else max(1 << 16, started._num_blocks // 2)
+    least = collector.IDLE_GROWTH_BLOCKS if is_idle else max(1 << 16, started._num_blocks)
     kept = [bytes(8 + number % 8) for number in range(least + 1000)]
     assert started.look(is_idle=is_idle) is True
     assert freed() is None

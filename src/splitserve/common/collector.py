@@ -4,7 +4,7 @@ Python frees most objects when the last reference to them goes; the collector is
 connections leave some. Its passes look at all objects that were made since the last one and live: ten milliseconds for
 twenty thousand of them, and every so often at all that there are. Here, a pass looks at a thousand objects, and sets
 aside what it finds alive. Cycles among these are found by a full pass, which waits until nobody feels it, or until
-memory has grown by half.
+memory has doubled.
 """
 
 import gc
@@ -14,8 +14,8 @@ from typing import Any
 
 YOUNG_OBJECTS = 1000
 """Objects of a pass, which takes half a millisecond."""
-MIN_GROWTH_BLOCKS = 1 << 19
-"""Growth that is no reason for a full pass while the process is busy: 50 MB or so."""
+MIN_GROWTH_BLOCKS = 1 << 21
+"""Growth that is no reason for a full pass while the process is busy: 200 MB or so."""
 IDLE_GROWTH_BLOCKS = 1 << 15
 
 
@@ -37,7 +37,7 @@ class Collector:
         """Make a full pass if it is due, and return whether it was. To be called every few seconds; ``is_idle``:
         nobody would feel it."""
         growth = sys.getallocatedblocks() - self._num_blocks
-        least = IDLE_GROWTH_BLOCKS if is_idle else max(MIN_GROWTH_BLOCKS, self._num_blocks // 2)
+        least = IDLE_GROWTH_BLOCKS if is_idle else max(MIN_GROWTH_BLOCKS, self._num_blocks)
         if growth < least:
             return False
         self._collect_all()
