@@ -31,9 +31,9 @@ from splitserve.router.output.catalog import ResponseFormat, choose_format
 from splitserve.router.placement.next_turns import Texts
 from splitserve.router.requests.dispatcher import Dispatcher
 from splitserve.router.text.constraints import Constraints
-from splitserve.router.text.grammar_checker import GrammarChecker
 from splitserve.router.text.preparation import Preparation
-from splitserve.router.text.renderer import Renderer
+from splitserve.router.text.processes.grammar_checker import GrammarChecker
+from splitserve.router.text.processes.renderer import Renderer
 from splitserve.router.text.sampling_defaults import SamplingDefaults, read_sampling_defaults
 from splitserve.router.text.tokenizer import ModelTokenizer
 
@@ -113,6 +113,7 @@ async def _serve(
     try:
         _follow_tenants(dispatcher)
         dispatcher.core.next_turns.texts = Texts(tokenizer.decode, frozenset(tokenizer.added_ids.values()))
+        preparation.start()
         await renderer.start()
         progress("membership", {"endpoint": dispatcher.fleet.endpoint})
         serving = Serving(ServedModel(_names(config), defaults), dispatcher, preparation, bodies)

@@ -29,6 +29,21 @@ def make_context_current(device: torch.device) -> None:
         torch.zeros(1, device=device)  # set_device alone may defer the creation of the context
 
 
+class CurrentContext:
+    """The CUDA context that is current on the thread that makes this object. ``driver``: libcuda, or an object with its
+    functions."""
+
+    def __init__(self, driver: ctypes.CDLL) -> None:
+        self._set_current = driver.cuCtxSetCurrent
+        self._set_current.argtypes = [ctypes.c_uint64]
+        self._context = ctypes.c_uint64(0)
+        driver.cuCtxGetCurrent(ctypes.byref(self._context))
+
+    def enter(self) -> None:
+        """Make it current on the calling thread, too."""
+        self._set_current(self._context)
+
+
 def check_ipc_capable(memory: torch.Tensor) -> None:
     """Raise :class:`ConfigError` if other processes can't map ``memory``; UCX would then silently fall back to slow
     copies over the host."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from splitserve.kvconnector.nixl.agent import BlockIds, TransferError
+from splitserve.kvconnector.nixl.mapped_reads import FirstCopies
 from splitserve.kvconnector.nixl.peer_access import PeerAccess
 from splitserve.kvconnector.transfer.device_copies import Done, Pending
 from splitserve.kvconnector.transfer.read_plan import rows_of_blocks
@@ -17,7 +18,7 @@ from splitserve.protocol.handover.reads import ReadCommand, ReadPath
 logger = logging.getLogger(__name__)
 
 STAGING = (ReadPath.STAGED, ReadPath.GATHERED)
-_PRACTICE_SECONDS = 0.0002  # before data is due: enough time for a warm-up read of generations
+_PRACTICE_SECONDS = 0.00005  # before data is due, which is before its end: time for a warm-up read of generations
 
 
 @dataclass(slots=True, eq=False)
@@ -30,6 +31,7 @@ class Read:
     started_at: float
     pending: Pending
     scratch_row: int
+    first: FirstCopies | None = None  # copies that were in flight before
     steps: Generator[Pending, None, None] = field(init=False)
 
     @property
@@ -65,7 +67,7 @@ class BlockReads:
             return
         if read.path.is_through_mapping:
             assert self._access.mapped is not None
-            data = self._access.mapped.read(local_blocks, remote_blocks, read.path)
+            data = self._access.mapped.read(local_blocks, remote_blocks, read.path, read.first)
             if data.due_at > time.monotonic() + _PRACTICE_SECONDS:
                 # A warm-up: too early to validate anything, but there is time now, and the read that counts then takes
                 # half as long. Posting it also completes it; over TCP, where it does not, a slow source is waited for

@@ -4,8 +4,9 @@ NIXL has no locks by default, and a copy between processes of one host happens i
 released. So each agent is owned by one thread. One thread serves: peers read through its agent. A few threads read,
 since the posts of one fill neither the memory bus nor a GPU's link. Only the first of them copies through mappings of
 peers' memory, because one is enough for that. A reading thread has a separate agent for each peer: only destroying an
-agent reliably stops a posted read, and that must not stop the reads from other peers. The engine loop posts nothing
-itself: it submits commands and takes events.
+agent reliably stops a posted read, and that must not stop the reads from other peers. The engine loop posts nothing to
+NIXL itself: it submits commands and takes events. Of a read through a mapping it queues the copies of the first blocks,
+so that the link is busy while the reading thread wakes up.
 
 Without NIXL's own progress thread a transfer completes only while *both* sides poll. So a thread polls while its reads
 are in flight, or while peers may be reading from this worker (:meth:`NixlConnector.serve`), and sleeps otherwise.
@@ -25,6 +26,7 @@ from splitserve.kvconnector.blocks.digest import DigestBlocks, no_digests
 from splitserve.kvconnector.cuda.memory import check_ipc_capable
 from splitserve.kvconnector.layout.memory import KVMemory
 from splitserve.kvconnector.layout.shape import runs
+from splitserve.kvconnector.nixl.mapped_reads import MappedReader
 from splitserve.kvconnector.nixl.peer_access import LocalSide
 from splitserve.kvconnector.nixl.read_thread import Connected, ReadThread
 from splitserve.kvconnector.nixl.server import NixlServer
@@ -48,6 +50,7 @@ class _Peer:
 
     def __init__(self, attempt: int, num_threads: int) -> None:
         self.attempt = attempt
+        self.mapped: MappedReader | None = None
         self.join = ConnectionJoin(num_threads)
         self.shape: ReadShape | None = None
         self.cost: ReadCost | None = None
@@ -139,10 +142,14 @@ class NixlConnector:
 
     def read(self, command: ReadCommand) -> None:
         with self._lock:
-            reads = self._reads(command, self._peers.get(command.peer))
+            peer = self._peers.get(command.peer)
+            reads = self._reads(command, peer)
             self._split_reads[command.read_id] = ReadJoin(len(reads))
+        first = None
+        if reads[0][1] is ReadPath.MAPPED and peer is not None and peer.mapped is not None:
+            first = peer.mapped.start(command.local_blocks, command.remote_blocks)
         for thread, (part, path) in zip(self._threads, reads, strict=False):
-            thread.submit(partial(thread.read, part, path))
+            thread.submit(partial(thread.read, part, path, first))
 
     def serve(self, readers: Readers) -> None:
         self._server.submit(lambda: setattr(self._server, "readers", readers))
@@ -188,6 +195,7 @@ class NixlConnector:
             if peer is None or peer.attempt != connected.attempt:
                 return
             peer.learn(connected.shape, connected.cost)
+            peer.mapped = connected.mapped or peer.mapped
             event = peer.join.add(connected.event)
         if event is not None:
             _tell(event)

@@ -8,6 +8,7 @@ instead.
 import ctypes
 import itertools
 import logging
+import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from splitserve.kvconnector.cuda.batch_copies import BatchCopier, BlockPieces, CopyBatch
-from splitserve.kvconnector.cuda.memory import PeerMapping
+from splitserve.kvconnector.cuda.memory import CurrentContext, PeerMapping
 from splitserve.kvconnector.layout.memory import KVMemory
 from splitserve.kvconnector.nixl.agent import TransferError
 from splitserve.kvconnector.transfer.device_copies import OnDevice, Pending
@@ -30,11 +31,15 @@ logger = logging.getLogger(__name__)
 
 _SURELY_BUSY = 0.9
 """Share of a read's expected time before which it is not polled."""
+_WAKE_UP_SECONDS = 0.0001
+"""Time by which a sleeping thread may wake up too late: it wakes up so much earlier, and waits awake."""
 _FASTER = 1.1
 _FIRST_BLOCKS = 4
 _GROWTH = 4
 """Growth of the parts of a read: while some blocks are in flight, copies of this many times as many are built and
 queued."""
+_NUM_FIRST_PARTS = 2
+"""Parts that the commanding thread queues: they take longer than the other thread's wake-up and its own first part."""
 
 
 class Blocks(NamedTuple):
@@ -74,43 +79,68 @@ def growing_parts(count: int) -> Iterator[slice]:
         low, size = low + size, size * _GROWTH
 
 
+class FirstCopies(NamedTuple):
+    """Copies of a read's first blocks, queued by the thread that commands it while the one that owns the peer's reader
+    wakes up."""
+
+    num_blocks: int
+    num_bytes: int
+    started: float
+
+
 class _StepInFlight(OnDevice):
     """Copies of ``num_bytes`` in flight by ``path`` since ``started``. If they end sooner than expected, the link is
     faster than measured; a late poll gives no information."""
 
     def __init__(self, reader: "MappedReader", path: ReadPath, started: float, num_bytes: int) -> None:
         seconds = num_bytes / reader.bytes_per_second[path]
-        super().__init__(reader.stream, due_at=started + _SURELY_BUSY * seconds)
+        until_due = min(_SURELY_BUSY * seconds, max(0.0, seconds - _WAKE_UP_SECONDS))
+        super().__init__(reader.stream, due_at=started + until_due)
         self._reader = reader
         self._path = path
         self._expected_at = started + seconds
 
     def is_done(self) -> bool:
+        """Return whether the copies have ended; wait for their end, without the GIL, once it is due."""
         now = time.monotonic()
-        if now < self.due_at or not super().is_done():
+        if now < self.due_at:
             return False
+        was_over = super().is_done()
+        if not was_over:
+            self._event.synchronize()
+            now = time.monotonic()
         if now < self._expected_at:
             self._reader.bytes_per_second[self._path] *= _FASTER
         return True
 
 
 class MappedReader:
-    """Reader of one peer whose ranks' blocks are mapped: ``mappings`` by rank. Used by one thread, in whose current
-    context the mappings are; it has a stream of its own."""
+    """Reader of one peer whose ranks' blocks are mapped: ``mappings`` by rank. It has a stream of its own. Used by one
+    thread, in whose current context the mappings are; only :meth:`start` may be called from another one."""
 
     def __init__(
-        self, memory: KVMemory, theirs: BlockLayout, spans: Sequence[HeadSpan], mappings: dict[int, PeerMapping]
+        self,
+        memory: KVMemory,
+        theirs: BlockLayout,
+        spans: Sequence[HeadSpan],
+        mappings: dict[int, PeerMapping],
+        *,
+        num_peer_blocks: int,
     ) -> None:
         self._device = memory.device
         self._address = memory.region().blocks_address
-        self._num_blocks = memory.num_blocks
+        self._num_peer_blocks = num_peer_blocks
         self._probed_address = mappings[spans[0].rank].address
         ours = Blocks(memory.layout.block_layout, self._address)
         self._spans = [span_pieces(ours, Blocks(theirs, mappings[span.rank].address), span) for span in spans]
         self.stream = torch.cuda.Stream(memory.device)  # type: ignore[no-untyped-call]
         self.bytes_per_second = {ReadPath.MAPPED: float("inf"), ReadPath.KERNEL: float("inf")}
         """Speed of this link, by path, once it is measured."""
-        self._copier = BatchCopier(ctypes.CDLL("libcuda.so.1"))
+        driver = ctypes.CDLL("libcuda.so.1")
+        self._copier = BatchCopier(driver)
+        self._context = CurrentContext(driver)
+        self._lock = threading.Lock()  # of the copier, and of the mappings' end
+        self._is_closed = False
         self._row_copiers: dict[tuple[int, ...], RowCopier] = {}
 
     def expect(self, cost: ReadCost) -> None:
@@ -119,10 +149,35 @@ class MappedReader:
             if link is not None:
                 self.bytes_per_second[path] = link.bytes_per_second
 
-    def read(self, local: Sequence[int], remote: Sequence[int], path: ReadPath = ReadPath.MAPPED) -> Pending:
-        """Start copying this rank's part of blocks ``remote`` to blocks ``local``. Raises :class:`TransferError`; then
-        no copy is in flight."""
-        return self._read(self._spans, local, remote, path)
+    def start(self, local: Sequence[int], remote: Sequence[int]) -> FirstCopies | None:
+        """Queue copies of the first blocks of a read by copy engines, for :meth:`read` to go on with. None if some of
+        them are slots of the peer's host tier, if the reader is closed, or if CUDA refuses, which :meth:`read` will
+        report."""
+        if max(remote, default=0) >= self._num_peer_blocks:
+            return None
+        parts = list(itertools.islice(growing_parts(len(local)), _NUM_FIRST_PARTS))
+        with self._lock:
+            if self._is_closed:
+                return None
+            self._context.enter()
+            started, num_bytes = time.monotonic(), 0
+            for part, span in itertools.product(parts, self._spans):
+                copies = span.of(local[part], remote[part])
+                if self._copier.start(copies, self.stream.cuda_stream) != 0:
+                    return None
+                num_bytes += copies.num_bytes
+        return FirstCopies(min(len(local), parts[-1].stop) if parts else 0, num_bytes, started)
+
+    def read(
+        self,
+        local: Sequence[int],
+        remote: Sequence[int],
+        path: ReadPath = ReadPath.MAPPED,
+        first: FirstCopies | None = None,
+    ) -> Pending:
+        """Start copying this rank's part of blocks ``remote`` to blocks ``local``, but for those of ``first``, whose
+        end the result includes. Raises :class:`TransferError`; then no copy is in flight."""
+        return self._read(self._spans, local, remote, path, first)
 
     def probe(self, target: int, count: int, size: int) -> Pending:
         """Start copying ``count`` pieces of ``size`` bytes, none adjacent, of the peer's blocks to address
@@ -150,13 +205,25 @@ class MappedReader:
         """Wait until no copy is in flight."""
         self.stream.synchronize()
 
+    def close(self) -> None:
+        """Start no more copies, and wait until none is in flight."""
+        with self._lock:
+            self._is_closed = True
+        self.wait()
+
     def _read(
-        self, spans: Sequence[BlockPieces], local: Sequence[int], remote: Sequence[int], path: ReadPath
+        self,
+        spans: Sequence[BlockPieces],
+        local: Sequence[int],
+        remote: Sequence[int],
+        path: ReadPath,
+        first: FirstCopies | None = None,
     ) -> Pending:
         if path is ReadPath.KERNEL:
             return self._by_kernel(spans, local, remote)
-        parts = ((local[part], remote[part]) for part in growing_parts(len(local)))
-        return self._by_engines(span.of(*part) for part in parts for span in spans)
+        num_queued = 0 if first is None else first.num_blocks
+        parts = (part for part in growing_parts(len(local)) if part.start >= num_queued)
+        return self._by_engines((span.of(local[part], remote[part]) for part in parts for span in spans), first)
 
     def _by_kernel(self, spans: Sequence[BlockPieces], local: Sequence[int], remote: Sequence[int]) -> Pending:
         started, num_bytes = time.monotonic(), 0
@@ -187,10 +254,11 @@ class MappedReader:
             self._row_copiers[key] = RowCopier(stream, Rows(*rows), alignment)
         return self._row_copiers[key]
 
-    def _by_engines(self, pieces: Iterable[CopyBatch]) -> Pending:
-        started, num_bytes = time.monotonic(), 0
+    def _by_engines(self, pieces: Iterable[CopyBatch], first: FirstCopies | None = None) -> Pending:
+        started, num_bytes = (time.monotonic(), 0) if first is None else (first.started, first.num_bytes)
         for copies in pieces:
-            status = self._copier.start(copies, self.stream.cuda_stream)
+            with self._lock:
+                status = self._copier.start(copies, self.stream.cuda_stream)
             if status != 0:
                 self.wait()
                 raise TransferError(f"CUDA can't copy from the peer's mapped memory (status {status})")

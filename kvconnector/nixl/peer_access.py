@@ -147,7 +147,7 @@ class PeerAccess:
         blocks = {rank: mappings[0] for rank, mappings in self._mappings.items() if mappings and mappings[0].address}
         if len(blocks) < len(self._mappings):
             return None
-        return MappedReader(self.local.memory, self.theirs, self.spans, blocks)
+        return MappedReader(self.local.memory, self.theirs, self.spans, blocks, num_peer_blocks=self.num_peer_blocks)
 
     def _make_gather(self) -> GatherReader | None:
         """Return None unless each rank read from gathers blocks and its slots hold at least one block's piece."""
@@ -227,7 +227,7 @@ class PeerAccess:
         if self.host_slots is not None:
             self.host_slots.wait()
         if self.mapped is not None:
-            self.mapped.wait()
+            self.mapped.close()
         self._unmap()
 
     def _unmap(self) -> None:

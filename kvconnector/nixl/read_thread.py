@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from splitserve.kvconnector.cuda.memory import make_context_current
 from splitserve.kvconnector.nixl.link import LinkProbe
+from splitserve.kvconnector.nixl.mapped_reads import FirstCopies, MappedReader
 from splitserve.kvconnector.nixl.peer_access import LocalSide
 from splitserve.kvconnector.nixl.reader import PeerReader
 from splitserve.kvconnector.nixl.ucx_log import UCX_LOG
@@ -24,12 +25,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Connected:
-    """Outcome of one thread's attempt to connect; ``shape`` and ``cost`` only from the measuring thread."""
+    """Outcome of one thread's attempt to connect; ``shape``, ``cost`` and ``mapped`` only from the measuring thread."""
 
     attempt: int
     event: PeerConnected
     shape: ReadShape | None = None
     cost: ReadCost | None = None
+    mapped: MappedReader | None = None
 
 
 class ReadThread(OwnerThread):
@@ -87,12 +89,12 @@ class ReadThread(OwnerThread):
             self._emit_all(reader.destroy())
         del probe  # only now, because reads in flight may have landed in the probe's memory
 
-    def read(self, command: ReadCommand, path: ReadPath) -> None:
+    def read(self, command: ReadCommand, path: ReadPath, first: FirstCopies | None = None) -> None:
         reader = self._readers.get(command.peer)
         if reader is None:
             self._on_result(ReadResult(command.read_id, f"{command.peer} isn't connected"))
         else:
-            reader.read(command, path)
+            reader.read(command, path, first)
 
     def poll(self) -> None:
         for peer, (attempt, probe) in list(self._probes.items()):
@@ -125,7 +127,7 @@ class ReadThread(OwnerThread):
         if access.mapped is not None and probe.cost is not None:
             access.mapped.expect(probe.cost)
         shape = access.shape if self._measures else None  # the others have no mapping
-        self._on_connected(Connected(attempt, PeerConnected(peer, None, probe.link), shape, probe.cost))
+        self._on_connected(Connected(attempt, PeerConnected(peer, None, probe.link), shape, probe.cost, access.mapped))
 
     @contextmanager
     def _not_the_peers_time(self) -> Iterator[None]:

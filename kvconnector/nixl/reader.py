@@ -20,6 +20,7 @@ from collections.abc import Generator, Sequence
 
 from splitserve.kvconnector.nixl.agent import Transfer, TransferError
 from splitserve.kvconnector.nixl.block_reads import STAGING, BlockReads, Read
+from splitserve.kvconnector.nixl.mapped_reads import FirstCopies
 from splitserve.kvconnector.nixl.peer_access import LocalSide, PeerAccess
 from splitserve.kvconnector.transfer.device_copies import Done, Pending
 from splitserve.protocol.handover.reads import ReadCommand, ReadPath, ReadResult
@@ -34,7 +35,7 @@ class PeerReader:
         self._data = BlockReads(self.access)
         self._staging_is_free = True
         self.active: list[Read] = []
-        self.waiting: deque[tuple[ReadCommand, ReadPath]] = deque()
+        self.waiting: deque[tuple[ReadCommand, ReadPath, FirstCopies | None]] = deque()
 
     @property
     def is_busy(self) -> bool:
@@ -46,9 +47,10 @@ class PeerReader:
         time."""
         return 0.0 if self.waiting else min((read.pending.due_at for read in self.active), default=0.0)
 
-    def read(self, command: ReadCommand, path: ReadPath) -> None:
-        """Queue a read, to be posted by the next :meth:`poll` with enough room."""
-        self.waiting.append((command, self.access.only_path(command.group) or path))
+    def read(self, command: ReadCommand, path: ReadPath, first: FirstCopies | None = None) -> None:
+        """Queue a read, to be posted by the next :meth:`poll` with enough room. ``first``: those of its copies that are
+        in flight already."""
+        self.waiting.append((command, self.access.only_path(command.group) or path, first))
 
     def _can_not(self, path: ReadPath) -> bool:
         if path.is_through_mapping:
@@ -61,10 +63,11 @@ class PeerReader:
             and self.access.generations.free_rows
             and (self._staging_is_free or self.waiting[0][1] not in STAGING)
         ):
-            command, path = self.waiting.popleft()
+            command, path, first = self.waiting.popleft()
             if self._can_not(path):
                 path = self._data.other_path
-            read = Read(command, path, path, time.monotonic(), Done(), self.access.generations.free_rows.pop())
+            began = time.monotonic() if first is None else first.started
+            read = Read(command, path, path, began, Done(), self.access.generations.free_rows.pop(), first)
             read.steps = self._steps(read)
             self._staging_is_free = self._staging_is_free and path not in STAGING
             self.active.append(read)
@@ -87,7 +90,7 @@ class PeerReader:
     def destroy(self) -> list[ReadResult]:
         """Stop all reads: no local block is written after this returns."""
         over = [ReadResult(read.command.read_id, "disconnected") for read in self.active]
-        over += [ReadResult(command.read_id, "disconnected") for command, _ in self.waiting]
+        over += [ReadResult(command.read_id, "disconnected") for command, *_ in self.waiting]
         self.access.destroy()
         for read in self.active:
             read.steps.close()

@@ -101,7 +101,7 @@ class CudaRunner(ModelRunner):
             self.cache.copy_blocks(plan.chunks)
             prompts = self._prompts(plan)
             logits = self._logits(plan.chunks, prompts)
-            queued_at, waits = time.monotonic(), self.sampler.waits
+            queued_at = time.monotonic()
             drawn = None
             if logits is not None:
                 drawn = self.sampler.draw(logits, plan.chunks, before.tokens)
@@ -111,7 +111,6 @@ class CudaRunner(ModelRunner):
             host.copy_(numbers, non_blocking=True)
             done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             done.record(self._stream)
-        queued_at = queued_at if waits else time.monotonic()
         errors = {} if logits is None else self.sampler.errors
         pending = PendingStep(plan, host, scores, done, errors, queued_at)
         self._row_of_chunk = {chunk: row for row, chunk in enumerate(sampled)}

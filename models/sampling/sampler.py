@@ -79,11 +79,6 @@ class Sampler:
         """Sequences whose features have states here."""
         return len(self._states)
 
-    @property
-    def waits(self) -> bool:
-        """Return whether the next :meth:`draw` needs tokens of the step before on the host."""
-        return bool(self._to_note)
-
     @torch.inference_mode()
     def warm_up(self) -> None:
         """Trigger the compilation of the kernels that features alone call."""

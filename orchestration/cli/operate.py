@@ -27,7 +27,8 @@ def add_operation_commands(commands: Any) -> None:
         "their KV, and continue after `resume`",
     )
     pause.add_argument("--no-wait", action="store_true", help="return although requests still run")
-    _add(commands, "resume", "end a pause: waiting and frozen requests continue", _resume)
+    resume = _add(commands, "resume", "end a pause: waiting and frozen requests continue", _resume)
+    resume.add_argument("--no-wait", action="store_true", help="return although workers are still frozen")
     _add(commands, "reset-prefix-cache", "reuse no KV that any worker has computed so far", _reset)
     profile = _add(commands, "profile", "let workers record their next steps (started with --profile-dir)", _profile)
     profile.add_argument("worker", nargs="?", default="", metavar="WORKER", help="its name; none: all workers")
@@ -75,21 +76,30 @@ class _Operator:
 
 
 def _pause(options: argparse.Namespace) -> int:
-    operator = _Operator(options)
-    state = operator.post("/admin/pause", {"mode": options.mode})
-    while not (state["settled"] or options.no_wait):
-        time.sleep(POLL_SECONDS)
-        state = operator.get("/admin/pause")
-        if not state["paused"]:
-            raise ConfigError("the pause has been ended by another operator, or the router was started again")
+    state = _settled("/admin/pause", {"mode": options.mode}, options)
+    if not state["paused"]:
+        raise ConfigError("the pause has been ended by another operator, or the router was started again")
     print(f"paused ({state['mode']}): {state['requests_running']} requests run, {state['requests_waiting']} wait")
     return 0
 
 
 def _resume(options: argparse.Namespace) -> int:
-    state = _Operator(options).post("/admin/resume", {})
+    state = _settled("/admin/resume", {}, options)
+    if state["paused"]:
+        raise ConfigError("the cluster has been paused again by another operator, or a router has not followed")
     print(f"not paused: {state['requests_running']} requests run, {state['requests_waiting']} wait")
     return 0
+
+
+def _settled(path: str, body: dict[str, Any], options: argparse.Namespace) -> Any:
+    """Pause or resume, and return the state once it has settled, or another operator has changed it; with ``--no-wait``
+    at once."""
+    operator = _Operator(options)
+    first = state = operator.post(path, body)
+    while not (state["settled"] or options.no_wait) and state["paused"] == first["paused"]:
+        time.sleep(POLL_SECONDS)
+        state = operator.get("/admin/pause")
+    return state
 
 
 def _reset(options: argparse.Namespace) -> int:

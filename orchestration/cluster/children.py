@@ -12,6 +12,8 @@ from splitserve.orchestration.cluster.host import Child
 from splitserve.orchestration.cluster.launch_errors import LaunchError
 
 STOP_GRACE_SECONDS = 3.0
+KILLED_SECONDS = 10.0
+"""Time in which a process that was killed has ended: on a busy machine the kernel takes a while to free its memory."""
 
 StartError: TypeAlias = OSError | SplitserveError
 
@@ -57,7 +59,7 @@ class Children:
         """Remove a process that has ended; returns the reason of its end in words."""
         with self.changed:
             child = self.by_name.pop(name)
-        child.join(STOP_GRACE_SECONDS)
+        child.join(KILLED_SECONDS)
         words = child.describe_exit(returncode)
         _log.log(logging.ERROR if returncode else logging.INFO, "%s: %s", name, words)
         return words
@@ -68,7 +70,8 @@ class Children:
             return {name: child.pid for name, child in self.by_name.items()}
 
     def end_all(self, extra_seconds: float) -> None:
-        """End every process, by force after :data:`STOP_GRACE_SECONDS` and ``extra_seconds``."""
+        """End every process, by force after :data:`STOP_GRACE_SECONDS` and ``extra_seconds``; one that was killed has
+        :data:`KILLED_SECONDS` and ``extra_seconds`` to be gone."""
         grace_seconds = STOP_GRACE_SECONDS + extra_seconds
         for child in self.by_name.values():
             child.send_signal(signal.SIGINT)
@@ -77,4 +80,4 @@ class Children:
             if not child.join(max(0.0, deadline - time.monotonic())):
                 _log.warning("%s (pid %d) did not end within %.3g s: killed", child.name, child.pid, grace_seconds)
                 child.kill()
-                child.join(STOP_GRACE_SECONDS)
+                child.join(KILLED_SECONDS + extra_seconds)

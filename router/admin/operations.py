@@ -53,13 +53,13 @@ class Operations:
             waits.discard(done)
 
     def state(self) -> dict[str, Any]:
-        """Return the pause as JSON. It is ``settled`` once all routers follow and nothing runs that it is to end, to
-        finish or to freeze."""
+        """Return the pause as JSON. It is ``settled`` once all routers follow, nothing runs that it ends, awaits or
+        freezes, and no worker is frozen that it doesn't freeze. What workers do is known from their heartbeats."""
         pause, peers = self._core.pause, self._core.peers
         num_running = len(self._core.requests) + peers.num_running
-        ready = [record for record in self._fleet.membership.records() if record.state is WorkerState.READY]
-        running = [record.info.party.engine_id for record in ready if not record.load.frozen]
-        is_settled = not running if pause.freezes else not (pause.is_on and num_running)
+        linked = [record for record in self._fleet.membership.records() if record.is_linked]
+        frozen = sorted(record.info.party.engine_id for record in linked if record.load.frozen)
+        is_settled = len(frozen) == len(linked) if pause.freezes else not (frozen or (pause.is_on and num_running))
         return {
             "paused": pause.is_on,
             "mode": pause.mode,
@@ -68,7 +68,7 @@ class Operations:
             "routers_pending": peers.names_behind,
             "requests_running": num_running,
             "requests_waiting": len(self._core.waiting_room) + len(self._core.gate.queue) + peers.num_waiting,
-            "workers_frozen": sorted(record.info.party.engine_id for record in ready if record.load.frozen),
+            "workers_frozen": frozen,
         }
 
     async def reset_prefix_caches(self) -> dict[str, Any]:

@@ -73,8 +73,10 @@ class LoopSocket:
             if self.socket.closed or error.errno in (zmq.EAGAIN, zmq.EHOSTUNREACH, zmq.ETERM, zmq.ENOTSOCK):
                 return False
             raise
-        # The descriptor is edge-triggered, and sending may have consumed the edge of a message that has arrived.
-        self._drain_soon()
+        finally:
+            # The descriptor is edge-triggered, and an attempt to send may have consumed the edge of a message that has
+            # arrived, be it successful or not: ZMQ signals no further message before that one has been received.
+            self._drain_soon()
         return True
 
     def catch_up(self) -> None:

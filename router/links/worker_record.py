@@ -105,6 +105,11 @@ class WorkerRecord:
         self.num_kept_blocks = self.info.num_blocks + self.info.setup.host_kv_bytes // max(1, layout.block_bytes)
 
     @property
+    def is_linked(self) -> bool:
+        """Return whether messages reach the worker, unless its link is still coming up."""
+        return self.state in (WorkerState.READY, WorkerState.DRAINING)
+
+    @property
     def charges(self) -> Charges:
         return Charges(self.num_requests, self.prefill_tokens, self.context_tokens)
 

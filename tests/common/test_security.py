@@ -200,7 +200,7 @@ def test_without_the_key_there_is_no_v1(router: RouterProcess, path: str, given:
     headers = {} if given is None else {"Authorization": given}
     method = "POST" if path.endswith("completions") else "GET"
     status, found, answer = router.request(method, path, BODY if method == "POST" else None, **headers)
-    assert status == 401 and found["www-authenticate"] == "Bearer"
+    assert status == 401 and found["www-authenticate"] == 'Bearer realm="API key"'
     assert answer["error"]["type"] == "authentication_error" and answer["error"]["code"] == "invalid_api_key"
 
 

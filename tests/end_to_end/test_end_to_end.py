@@ -134,6 +134,7 @@ def test_requests_that_are_frozen_go_on_with_the_same_tokens(
     assert counts[0]["frozen"] == 1 and counts[0]["blocks_referenced"] > 0
     assert counts[0]["output_tokens_total"] == counts[1]["output_tokens_total"]
     assert main(["resume", "--against", started.url]) == 0
+    assert not any(values["frozen"] for values in worker_metrics(started.url).values()), "the command waits for them"
     client.join()
     for ours, theirs in zip(answers, expected, strict=True):
         assert ours["choices"][0]["token_ids"] == theirs["choices"][0]["token_ids"]

@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 import torch
 
-from host_driver import STREAM, HostDriver
+from host_driver import STREAM, HostDriver, reader_of, stand_in_for_cuda
 from splitserve.kvconnector.cuda.batch_copies import BatchCopier, CopyBatch
 from splitserve.kvconnector.layout.memory import KVMemory
 from splitserve.kvconnector.nixl import mapped_reads
 from splitserve.kvconnector.nixl.agent import TransferError
 from splitserve.kvconnector.nixl.connector import NixlConnector, _Peer
 from splitserve.kvconnector.nixl.link import LinkProbe
-from splitserve.kvconnector.nixl.mapped_reads import Blocks, MappedReader, growing_parts, span_pieces
+from splitserve.kvconnector.nixl.mapped_reads import Blocks, growing_parts, span_pieces
 from splitserve.kvconnector.transfer.read_choice import ReadShape, choose_path, path_seconds
 from splitserve.kvconnector.transfer.read_cost import CopyCost, LinkCost, ReadCost, fit_blocks
 from splitserve.kvconnector.transfer.read_settings import ReadSettings
@@ -110,21 +110,6 @@ def test_a_driver_that_refuses_batches_copies_one_by_one(is_flat: bool) -> None:
     assert copier.start(copies, STREAM + 1) == 1
 
 
-def stand_in_for_cuda(monkeypatch: pytest.MonkeyPatch) -> HostDriver:
-    """Streams do everything at once, in host memory."""
-    driver = HostDriver(batches=True)
-    monkeypatch.setattr(mapped_reads.ctypes, "CDLL", lambda _name: driver)
-    monkeypatch.setattr(torch.cuda, "Stream", lambda _device: SimpleNamespace(cuda_stream=STREAM, synchronize=int))
-    monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=lambda _stream: None, query=lambda: True))
-    return driver
-
-
-def reader_of(memory: KVMemory, sources: list[KVMemory]) -> MappedReader:
-    theirs = sources[0].layout
-    mappings = {rank: SimpleNamespace(address=source.region().blocks_address) for rank, source in enumerate(sources)}
-    return MappedReader(memory, theirs.block_layout, memory.layout.block_layout.spans(0, theirs.block_layout), mappings)
-
-
 @INTERPRETED
 @pytest.mark.parametrize(
     ("prefill", "path"), [(1, ReadPath.MAPPED), (2, ReadPath.MAPPED), (1, ReadPath.KERNEL), (2, ReadPath.KERNEL)]
@@ -180,10 +165,7 @@ def test_a_kernel_that_fails_leaves_the_copy_engines(monkeypatch: pytest.MonkeyP
     stream = SimpleNamespace(cuda_stream=STREAM, synchronize=lambda: waits.append(None))
     monkeypatch.setattr(torch.cuda, "Stream", lambda _device: stream)
     memory = KVMemory(layout(1), NUM_BLOCKS)
-    mappings = {0: SimpleNamespace(address=memory.region().blocks_address)}
-    reader = MappedReader(
-        memory, layout(1).block_layout, layout(1).block_layout.spans(0, layout(1).block_layout), mappings
-    )
+    reader = reader_of(memory, [memory])
 
     def fail(*_arguments: object) -> None:
         raise RuntimeError("no compiler here")

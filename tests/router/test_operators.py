@@ -25,9 +25,12 @@ def running(model_dir):
 def test_only_the_admin_key_opens_admin(running) -> None:
     router, _ = running
     for path in ("/admin/pause", "/admin/resume", "/admin/reset-prefix-cache", "/admin/workers/d0/drain"):
-        assert router.request("POST", path, {})[0] == 401
-        status, _, answer = router.request("POST", path, {}, Authorization="Bearer client")
+        status, headers, answer = router.request("POST", path, {})
+        assert (status, answer["error"]["code"]) == (401, "invalid_admin_key")
+        assert headers["www-authenticate"] == 'Bearer realm="admin key"' and "admin key" in answer["error"]["message"]
+        status, headers, answer = router.request("POST", path, {}, Authorization="Bearer client")
         assert (status, answer["error"]["code"]) == (403, "not_an_operator")
+        assert headers["www-authenticate"] == 'Bearer realm="admin key"'
     assert router.request("GET", "/admin/workers", Authorization="Bearer client")[0] == 403
     assert router.request("GET", "/admin/workers", **OPERATOR)[0] == 200
     assert router.request("GET", "/v1/models", Authorization="Bearer client")[0] == 200

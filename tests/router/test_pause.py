@@ -1,11 +1,17 @@
 """Pauses, resets and drains by the router's core, without I/O."""
 
+from types import SimpleNamespace
+from typing import cast
+
 import pytest
 
 from router_core import DEADLINE_SECONDS, DECODE, MIXED, PREFILL, Core
+from splitserve.protocol.counters import WorkerLoad
 from splitserve.protocol.messages.operators import PrefixCacheReset, ResetPrefixCache, SetFrozen
 from splitserve.protocol.messages.requests import Abort, DecodeRequest, PrefillRequest
 from splitserve.protocol.request import FinishReason, Party, RequestKey, Role, SamplingParams
+from splitserve.router.admin.operations import Operations
+from splitserve.router.links.fleet import Fleet
 from splitserve.router.placement.prefix_view import PromptHashes
 from splitserve.router.requests.active_request import ActiveRequest
 from splitserve.router.requests.effects import (
@@ -139,6 +145,28 @@ def test_another_mode_ends_the_freeze(after: PauseMode) -> None:
     assert SetFrozen(False) in [effect.body for effect in core.of(Send)]
     assert request.state.ended is (after is PauseMode.ABORT)
     assert core.core.pause.since == core.now - 5.0
+
+
+def test_a_pause_or_its_end_is_settled_once_the_workers_say_that_they_follow() -> None:
+    core = Core(PREFILL, DECODE)
+    core.membership.drain(PREFILL)  # it finishes its requests, unless it is frozen
+    operations = Operations(core.core, cast(Fleet, SimpleNamespace(membership=core.membership)), core.handle)
+
+    def seen(frozen: int, *workers: Party) -> tuple[bool, list[str]]:
+        for worker in workers:
+            core.membership.heartbeat(worker, WorkerLoad(frozen=frozen), core.now)
+        state = operations.state()
+        return state["settled"], state["workers_frozen"]
+
+    assert seen(0, PREFILL, DECODE) == (True, [])
+    pause(core, PauseMode.KEEP)
+    assert seen(1, DECODE) == (False, ["decode-0"])
+    assert seen(1, PREFILL) == (True, ["decode-0", "prefill-0"])
+    core.handle(ResumeRequests())
+    assert seen(0, PREFILL) == (False, ["decode-0"]), "decode's heartbeat is late"
+    pause(core, PauseMode.WAIT)
+    assert seen(0) == (False, ["decode-0"])
+    assert seen(0, DECODE) == (True, [])
 
 
 class TestResets:

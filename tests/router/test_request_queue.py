@@ -225,6 +225,9 @@ def test_tokens_per_minute_are_bounded(serve: Serve, tmp_path: Path) -> None:
     status, headers, answer = router.request("POST", "/v1/completions", body, **_bearer("key-of-tenant-a"))
     assert status == 429 and answer["error"]["code"] == "too_many_tokens"
     assert 60 <= int(headers["retry-after"]) <= 180
+    for given in ({}, _bearer("key-of-tenant-a")):
+        status, headers, answer = router.request("GET", "/admin/workers", **given)
+        assert (status, answer["error"]["code"]) == (403, "operations_disabled") and "www-authenticate" not in headers
 
 
 @pytest.mark.parametrize(

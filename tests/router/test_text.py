@@ -16,9 +16,9 @@ from splitserve.router.text.chat_template import ChatTemplate, ChatTemplateError
 from splitserve.router.text.choice import Choice
 from splitserve.router.text.constraints import Constraints
 from splitserve.router.text.detokenizer import StopStrings, WindowDetokenizer
-from splitserve.router.text.grammar_checker import GrammarChecker
 from splitserve.router.text.preparation import Preparation
-from splitserve.router.text.renderer import Renderer
+from splitserve.router.text.processes.grammar_checker import GrammarChecker
+from splitserve.router.text.processes.renderer import Renderer
 from splitserve.router.text.tokenizer import ModelTokenizer
 from splitserve.router.text.tokens.byte_level import ByteLevelDetokenizer, TokenTable
 

@@ -1,6 +1,14 @@
-"""A CUDA driver's copies, carried out on host memory."""
+"""A CUDA driver's copies, carried out on host memory; a reader of mapped memory on it."""
 
 import ctypes
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from splitserve.kvconnector.layout.memory import KVMemory
+from splitserve.kvconnector.nixl import mapped_reads
+from splitserve.kvconnector.nixl.mapped_reads import MappedReader
 
 POINTER, SIZE, SIZES = ctypes.c_void_p, ctypes.c_size_t, ctypes.POINTER(ctypes.c_size_t)
 
@@ -12,13 +20,18 @@ NOT_SUPPORTED = 801
 
 
 STREAM = 77
+CONTEXT = 78
 
 
 class HostDriver:
-    """The copies of libcuda, done within host memory at once; batches where ``batches``, which fail where ``fails``."""
+    """The copies of libcuda, done within host memory at once; batches where ``batches``, which fail where ``fails``.
+    ``context``: the one that was made current last."""
 
     def __init__(self, *, batches: bool, fails: bool = False) -> None:
         self.calls: list[str] = []
+        self.context = 0
+        self.cuCtxGetCurrent = ctypes.CFUNCTYPE(ctypes.c_int, ADDRESSES)(self.get_context)
+        self.cuCtxSetCurrent = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_uint64)(self.set_context)
         self.fails = fails
         self.cuMemcpyAsync = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_uint64, ctypes.c_uint64, SIZE, POINTER)(self.one)
         self.cuMemcpy2DAsync_v2 = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(SIZE * 16), POINTER)(self.rows)
@@ -27,6 +40,14 @@ class HostDriver:
             self.cuMemcpyBatchAsync_v2 = batch(self.batch)
             batch = ctypes.CFUNCTYPE(ctypes.c_int, SIZE, ctypes.POINTER(SIZE * 14), ctypes.c_ulonglong, POINTER)
             self.cuMemcpy3DBatchAsync_v2 = batch(self.batch_of_rows)
+
+    def get_context(self, found: "ctypes._Pointer[ctypes.c_uint64]") -> int:
+        found[0] = CONTEXT
+        return 0
+
+    def set_context(self, context: int) -> int:
+        self.context = context
+        return 0
 
     def one(self, target: int, source: int, size: int, stream: int) -> int:
         self.calls.append("one")
@@ -58,3 +79,19 @@ class HostDriver:
             for row in range(height):
                 ctypes.memmove(target + row * target_pitch, source + row * source_pitch, width)
         return NOT_SUPPORTED if self.fails else 0
+
+
+def stand_in_for_cuda(monkeypatch: pytest.MonkeyPatch) -> HostDriver:
+    """Streams do everything at once, in host memory."""
+    driver = HostDriver(batches=True)
+    monkeypatch.setattr(mapped_reads.ctypes, "CDLL", lambda _name: driver)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda _device: SimpleNamespace(cuda_stream=STREAM, synchronize=int))
+    monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=lambda _stream: None, query=lambda: True))
+    return driver
+
+
+def reader_of(memory: KVMemory, sources: list[KVMemory]) -> MappedReader:
+    theirs = sources[0].layout
+    mappings = {rank: SimpleNamespace(address=source.region().blocks_address) for rank, source in enumerate(sources)}
+    spans = memory.layout.block_layout.spans(0, theirs.block_layout)
+    return MappedReader(memory, theirs.block_layout, spans, mappings, num_peer_blocks=sources[0].num_blocks)

@@ -21,8 +21,8 @@ _HEAD = """<!-- made by `python scripts/reference_pages.py`, not by hand -->
 
 `GET /admin/overview` answers with one JSON object, `Overview`: the running cluster over the last half minute, and the
 bottleneck that it shows. The page `/dashboard`, `splitserve top` and `splitserve doctor --against URL` show it. It
-needs the API key if the cluster has one. However often it is asked for, one is made per second. Durations are in
-seconds.
+needs the cluster's admin key, or its API key if it has no admin key. However often it is asked for, one is made per
+second. Durations are in seconds.
 """
 _COMMENT = re.compile(r"^    (\w+): .*?  # (.+)$", re.MULTILINE)
 

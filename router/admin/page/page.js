@@ -1,7 +1,7 @@
 // The page: asks for the overview every two seconds and shows it.
 
 const PERIOD_MS = 2000;
-const KEY = "splitserve-api-key";
+const KEY = "splitserve-key";
 const HISTORY = 60;
 const history = [];
 const state = { isPaused: false, timer: 0, view: null, chosen: null, heardAt: 0 };
@@ -13,8 +13,10 @@ async function refresh() {
     const key = sessionStorage.getItem(KEY);
     const headers = key ? { Authorization: `Bearer ${key}` } : {};
     const answer = await fetch("admin/overview", { headers, cache: "no-store" });
-    if (answer.status === 401) return askForKey(key !== null);
-    if (!answer.ok) throw new Error(`the router answered ${answer.status}`);
+    if (key !== sessionStorage.getItem(KEY)) return; // another one was given meanwhile
+    const realm = /realm="(.+)"/.exec(answer.headers.get("www-authenticate"));
+    if (realm) return askForKey(realm[1], key !== null);
+    if (!answer.ok) throw new Error(await reasonOf(answer));
     state.view = await answer.json();
     state.heardAt = Date.now();
     byId("trouble").hidden = byId("key-form").hidden = true;
@@ -25,17 +27,25 @@ async function refresh() {
   if (!state.isPaused) state.timer = setTimeout(refresh, PERIOD_MS);
 }
 
-function askForKey(isWrong) {
+async function reasonOf(answer) {
+  const body = await answer.json().catch(() => ({}));
+  return `the router answered ${answer.status}${body.error ? `: ${body.error.message}` : ""}`;
+}
+
+// `name`: what kind of key it is, as the router's answer says.
+function askForKey(name, isWrong) {
   sessionStorage.removeItem(KEY);
-  if (isWrong) byId("key-why").textContent = "The router refuses this key. It is kept in this tab only, until it is closed.";
-  byId("content").hidden = true;
+  const why = isWrong ? `The router refuses this key: it is not the cluster's ${name}.` : `This page needs the cluster's ${name}.`;
+  byId("key-name").textContent = name[0].toUpperCase() + name.slice(1);
+  byId("key-why").textContent = `${why} What you enter is kept in this tab only, until it is closed.`;
+  byId("content").hidden = byId("trouble").hidden = true;
   byId("key-form").hidden = false;
   byId("key").focus();
 }
 
 function trouble(error) {
-  const since = state.heardAt ? `, since ${new Date(state.heardAt).toLocaleTimeString()}; what follows is old` : "";
-  byId("trouble").textContent = `No answer from the router${since} (${error.message}).`;
+  const since = state.heardAt ? ` since ${new Date(state.heardAt).toLocaleTimeString()}; what follows is old` : "";
+  byId("trouble").textContent = `No figures from the router${since} (${error.message}).`;
   byId("trouble").hidden = false;
 }
 

@@ -15,12 +15,15 @@ from splitserve.router.requests.queue.tenants import OWN, Tenants
 KEYED_PATHS = ("/v1/", "/admin/", "/tokenize", "/detokenize")
 _ADMIN_PATH = "/admin/"
 _TENANT = "splitserve.tenant"
+_DISABLED = "operations_disabled"
 
 
 class RequireKey:
     """ASGI middleware that answers 401 to requests without a key, and 403 under /admin to those with another key than
     the admin key, before it reads the body. Without an admin key, the API key opens /admin. Without any key all pass;
-    but only a server that answers its own machine alone lets them operate the cluster (POST under /admin)."""
+    but only a server that answers its own machine alone lets them operate the cluster (POST under /admin).
+
+    Where another key would do, ``WWW-Authenticate`` names it as the realm (RFC 9110, 11.6.1)."""
 
     def __init__(
         self, app: ASGIApp, api_key: str, admin_key: str, tenants: Callable[[], Tenants], *, local_only: bool
@@ -36,14 +39,22 @@ class RequireKey:
         if error is None:
             await self._app(scope, receive, send)
             return
-        headers = {"www-authenticate": "Bearer"} if error.status == 401 else None
+        is_open_to_some = error.code != _DISABLED
+        headers = {"www-authenticate": f'Bearer realm="{self._wanted(scope)}"'} if is_open_to_some else None
         await Response(error.encode(), error.status, headers, "application/json")(scope, receive, send)
+
+    def _wanted(self, scope: MutableMapping[str, Any]) -> str:
+        """Return the name of the key that opens the path."""
+        return "admin key" if self._admin and scope["path"].startswith(_ADMIN_PATH) else "API key"
 
     def _check(self, scope: MutableMapping[str, Any]) -> ApiError | None:
         """Note the tenant of a request, or return the error that answers it."""
-        tenants, is_admin = self._tenants(), scope["path"].startswith(_ADMIN_PATH)
+        tenants, is_admin, wanted = self._tenants(), scope["path"].startswith(_ADMIN_PATH), self._wanted(scope)
+        is_closed = is_admin and not (self._admin or self._api)  # no key opens it
+        if is_closed and not tenants.is_empty:
+            return _TENANTS_KEYS_ALONE
         if not (is_admin and self._admin) and not self._api and tenants.is_empty:
-            return _NO_KEY if is_admin and scope["method"] == "POST" and not self._local_only else None
+            return _NO_KEY if is_closed and scope["method"] == "POST" and not self._local_only else None
         key = _key_of(scope["headers"])
         if _fits(key, self._admin):
             return None
@@ -51,25 +62,22 @@ class RequireKey:
             return _NOT_THE_ADMIN_KEY if is_admin and self._admin else None
         tenant = tenants.of_key(key)
         if tenant is None:
-            return ApiError(
-                401, "incorrect or missing API key: send 'Authorization: Bearer KEY'", code="invalid_api_key"
-            )
+            code = f"invalid_{wanted.lower().replace(' ', '_')}"
+            return ApiError(401, f"incorrect or missing {wanted}: send 'Authorization: Bearer KEY'", code=code)
         if is_admin:
-            return _TENANTS_KEY
+            return ApiError(403, f"this key is a tenant's; /admin takes the {wanted}", code="not_an_operator")
         scope[_TENANT] = tenant.name
         return None
 
 
+_SET_A_KEY = "set an admin key (SPLITSERVE_ADMIN_KEY or --admin-key-file) or an API key"
 _NO_KEY = ApiError(
     403,
-    "operations are off without a key where other machines can reach the server: set an admin key "
-    "(SPLITSERVE_ADMIN_KEY or --admin-key-file) or an API key",
-    code="operations_disabled",
+    f"operations are off without a key where other machines can reach the server: {_SET_A_KEY}",
+    code=_DISABLED,
 )
+_TENANTS_KEYS_ALONE = ApiError(403, f"/admin is off where only tenants have keys: {_SET_A_KEY}", code=_DISABLED)
 _NOT_THE_ADMIN_KEY = ApiError(403, "this is the API key; /admin takes the admin key", code="not_an_operator")
-_TENANTS_KEY = ApiError(
-    403, "this key is a tenant's; /admin takes the cluster's admin key, or its API key", code="not_an_operator"
-)
 
 
 def _digest_of(key: str) -> bytes:

@@ -7,7 +7,6 @@ comes between the resets of the two workers of a hand-over.
 
 from collections.abc import Callable
 
-from splitserve.protocol.cluster_report import WorkerState
 from splitserve.protocol.messages.operators import PrefixCacheReset, ResetPrefixCache
 from splitserve.protocol.request import Party
 from splitserve.router.links.membership import Membership
@@ -79,7 +78,7 @@ class CacheResets:
 
     def _is_linked(self, worker: Party) -> bool:
         record = self._membership.get(worker)
-        return record is not None and record.state in (WorkerState.READY, WorkerState.DRAINING)
+        return record is not None and record.is_linked
 
     def _note_progress(self) -> None:
         if not self.awaited and not self.repeats:

@@ -23,7 +23,7 @@ def check_drain(membership: Membership, record: WorkerRecord, *, force: bool, is
     if is_frozen:
         message = f"{name} is frozen and would never finish its requests: resume first"
         raise OperationRefusedError(RefusalReason.PAUSED, message)
-    if record.state not in (WorkerState.READY, WorkerState.DRAINING):
+    if not record.is_linked:
         message = f"{name} is {record.state}, not ready: only a worker with a link can drain"
         raise OperationRefusedError(RefusalReason.NOT_READY, message)
     others = [

@@ -4,7 +4,6 @@ A frozen worker must learn of each freeze and of its end, whatever happens to it
 its link comes up, and again when a message was not sent.
 """
 
-from splitserve.protocol.cluster_report import WorkerState
 from splitserve.protocol.messages.operators import SetFrozen
 from splitserve.protocol.request import Party
 from splitserve.router.links.membership import Membership
@@ -52,8 +51,7 @@ class Pause:
         """Send the linked workers their state, unless it is the one that they were sent last."""
         self._told = {party: frozen for party, frozen in self._told.items() if self._membership.get(party) is not None}
         for record in self._membership.records():
-            is_linked = record.state in (WorkerState.READY, WorkerState.DRAINING)
-            if is_linked and self._told.get(record.info.party, False) != self.freezes:
+            if record.is_linked and self._told.get(record.info.party, False) != self.freezes:
                 self._send(record.info.party)
 
     def on_ready(self, worker: Party) -> None:

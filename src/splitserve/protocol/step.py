@@ -178,8 +178,8 @@ class LaunchedStep(Protocol):
 
     @property
     def queued_at(self) -> float:
-        """The time by the monotonic clock at which the device had all of the step, or all but draws that wait for the
-        step before."""
+        """The time by the monotonic clock at which the device had the step's forward pass; its draws are queued while
+        that runs."""
 
     def wait(self) -> StepOutput:
         """Return what the step drew, once it has completed."""

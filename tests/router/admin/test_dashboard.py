@@ -129,7 +129,7 @@ def test_new_figures_keep_the_focus_and_a_silent_router_is_said(
     assert "request-2" in browser.run("document.querySelector('#slow .lanes').getAttribute('aria-label')")
     server.view = None
     browser.until("!document.querySelector('#trouble').hidden")
-    assert "No answer from the router" in browser.text("#trouble")
+    assert "No figures from the router" in browser.text("#trouble")
 
 
 @needs_browser
@@ -153,9 +153,20 @@ def test_the_keyboard_reaches_everything_and_a_screen_reader_has_names(
 
 
 @needs_browser
-def test_the_page_asks_for_the_api_key(browser: Browser, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("keys", "opening", "name"),
+    [
+        ({"api_key": KEY}, KEY, "API key"),
+        ({"admin_key": KEY}, KEY, "admin key"),
+        ({"api_key": "a-key-of-clients", "admin_key": KEY}, KEY, "admin key"),
+    ],
+    ids=["api", "admin", "both"],
+)
+def test_the_page_asks_for_the_key_that_opens_it(
+    browser: Browser, tmp_path: Path, keys: dict[str, str], opening: str, name: str
+) -> None:
     write_model_dir(tmp_path / "tiny")
-    router = RouterProcess(tmp_path / "tiny", api_key=KEY)
+    router = RouterProcess(tmp_path / "tiny", **keys)
     workers = Workers(router.membership)
     try:
         workers.start("prefill-0", Role.PREFILL)
@@ -163,15 +174,20 @@ def test_the_page_asks_for_the_api_key(browser: Browser, tmp_path: Path) -> None
         browser.messages.clear()
         browser.open(f"{router.url}/dashboard")
         browser.until("!document.querySelector('#key-form').hidden")
-        assert "decode-0" not in browser.text()
-        browser.type("wrong")
-        browser.press("Enter", "\r")
-        browser.until("document.querySelector('#key-why').innerText.includes('refuses')")
-        browser.type(KEY)
+        assert browser.text("#key-name").lower() == name.lower()
+        assert f"needs the cluster's {name}" in browser.text("#key-why") and "decode-0" not in browser.text()
+        keep(browser, f"asks-for-{name.replace(' ', '-')}")
+        for wrong in ("wrong", *(key for key in keys.values() if key != opening)):
+            browser.type(wrong)
+            browser.press("Enter", "\r")
+            browser.until("!sessionStorage.length && document.querySelector('#key-why').innerText.includes('refuses')")
+            assert f"is not the cluster's {name}" in browser.text("#key-why")
+            keep(browser, f"refuses-{name.replace(' ', '-')}")
+        browser.type(opening)
         browser.press("Enter", "\r")
         browser.until(READY)
         assert "decode-0" in browser.text("#workers") and browser.run("document.querySelector('#key-form').hidden")
-        assert all("401" in message for message in browser.messages), browser.messages
+        assert all("401" in message or "403" in message for message in browser.messages), browser.messages
         assert KEY not in browser.run("document.cookie + JSON.stringify(localStorage)")
     finally:
         browser.open("about:blank")

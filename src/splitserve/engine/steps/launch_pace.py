@@ -13,7 +13,7 @@ MARGIN_SECONDS = 0.0001
 FEWEST = 16
 _REMEMBERED_STEPS = 32
 _REMEMBERED_LAUNCHES = 128
-_SELDOM = 0.05  # launches may take longer than expected as often as that
+_SELDOM = 0.03  # launches may take longer than expected as often as that
 
 
 class LaunchPace:
@@ -31,8 +31,8 @@ class LaunchPace:
             self._like(plan).append(seconds)
 
     def note_launch(self, seconds: float) -> None:
-        """Note the time from when a step could be planned until it was on the device, while another one ran there. The
-        device begins before the draws are queued, too: their time is a reserve for launches that take longer."""
+        """Note the time from when a step could be planned until its forward pass was on the device, while another step
+        ran there. Its draws are queued while that pass runs."""
         self._launch_seconds.append(seconds)
 
     def seconds_to_wait(self, plan: StepPlan) -> float:
