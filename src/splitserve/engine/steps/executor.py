@@ -16,10 +16,10 @@ AWAKE_SECONDS = 0.0004
 """Time before a launch for which the loop stays awake: on virtual machines its core may take that long to wake up."""
 AWAKE_SHARE = 0.1
 """Largest share of the time without room that the loop stays awake."""
-PUT_OFF_SECONDS = 0.001
+PUT_OFF_SECONDS = 0.0005
 """Longest time by which a launch is put off for a sequence whose KV is about to be there, which would wait for another
 step. Launches are mostly faster than planned for, so the device waits for little of it."""
-PUT_OFF_SHARE = 0.2
+PUT_OFF_SHARE = 0.1
 """Largest share of the time without room by which a launch is put off."""
 
 
@@ -263,6 +263,7 @@ class OverlappedExecutor:
         self._room_at = 0.0  # when a second step may be launched beside the one in flight
         self._awake_at = 0.0  # since when the loop stays awake for that
         self._latest_at = 0.0  # until when that launch can be put off
+        self._wakes_at = 0.0  # the time that the alarm was set to last
         self._was_put_off = False
         self._threads = [
             threading.Thread(target=run, name=f"model-{run.__name__.strip('_')}", daemon=True)
@@ -283,14 +284,17 @@ class OverlappedExecutor:
         """See :class:`Executor`."""
         if not 0 < len(self._in_flight) < MAX_STEPS_IN_FLIGHT:
             return False
-        return self._awake_at <= time.monotonic() < self._room_at
+        is_near = self._awake_at <= time.monotonic() < self._room_at
+        if is_near:
+            self._wake_at(self._room_at)  # which may be past when the loop has gone round once more
+        return is_near
 
     def put_off(self) -> bool:
         """See :class:`Executor`."""
         if not self._in_flight or time.monotonic() >= self._latest_at:
             return False
         self._was_put_off = True
-        self._alarm.set(self._latest_at)
+        self._wake_at(self._latest_at)
         return True
 
     def launch(self, plan: StepPlan) -> None:
@@ -324,7 +328,12 @@ class OverlappedExecutor:
         self._awake_at = self._room_at - min(AWAKE_SECONDS, AWAKE_SHARE * wait)
         self._latest_at = self._room_at + min(PUT_OFF_SECONDS, PUT_OFF_SHARE * wait)
         if self._room_at > time.monotonic():
-            self._alarm.set(self._awake_at)
+            self._wake_at(self._awake_at)
+
+    def _wake_at(self, at: float) -> None:
+        if at != self._wakes_at:
+            self._wakes_at = at
+            self._alarm.set(at)
 
     def call(self, function: Callable[[], None]) -> None:
         """See :class:`Executor`."""
