@@ -109,7 +109,7 @@ async def _serve(
     preparation = Preparation(
         tokenizer, renderer, Constraints(checker, tokenizer.eos_token_ids), defaults, response_format
     )
-    bodies = BodyReader(config.max_body_mib << 20)
+    bodies = BodyReader(config.max_body_mib << 20, dispatcher.turns)
     try:
         _follow_tenants(dispatcher)
         dispatcher.core.next_turns.texts = Texts(tokenizer.decode, frozenset(tokenizer.added_ids.values()))

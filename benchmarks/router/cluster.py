@@ -15,6 +15,7 @@ from splitserve.benchmarks.router.requests import MODEL_ID
 from splitserve.benchmarks.router.vocabulary import VOCABULARY, Language
 from splitserve.protocol.config import RouterConfig
 from splitserve.protocol.messages.requests import PeerRef
+from splitserve.protocol.request import Role
 
 _MODULE = "splitserve.benchmarks.router"
 
@@ -61,13 +62,16 @@ def running(
         membership = json.loads(next_line(router))["endpoint"]
         url = json.loads(next_line(router))["url"]
         arguments = ["--membership", membership, "--vocab-size", str(VOCABULARY)]
-        arguments += ["--prefill", str(num_prefill), "--decode", str(num_decode)]
-        arguments += ["--mixed", str(num_mixed), "--first-token-seconds", str(first_token_seconds)]
-        arguments += ["--max-num-seqs", str(max_num_seqs)]
+        arguments += ["--first-token-seconds", str(first_token_seconds), "--max-num-seqs", str(max_num_seqs)]
         arguments += ["--max-model-len", str(max_model_len), "--token-seconds", str(token_seconds)]
         arguments += ["--step-models"] if has_step_models else []
-        workers = stack.enter_context(child_process(f"{_MODULE}.instant_workers", *arguments))
-        refs = msgspec.json.decode(next_line(workers), type=list[PeerRef])
+        refs: list[PeerRef] = []
+        # Workers of a role have a process of their own: in one, prefill's would wait for decode's interpreter.
+        for role, number in ((Role.PREFILL, num_prefill), (Role.DECODE, num_decode), (Role.MIXED, num_mixed)):
+            if number:
+                own = [f"--{role}", str(number), "--peers", str(num_prefill)]
+                workers = stack.enter_context(child_process(f"{_MODULE}.instant_workers", *arguments, *own))
+                refs += msgspec.json.decode(next_line(workers), type=list[PeerRef])
         yield Running(url, psutil.Process(router.pid), refs)
 
 

@@ -33,6 +33,8 @@ from splitserve.protocol.placement.step_model import StepModel
 from splitserve.protocol.request import Party, Role
 from splitserve.protocol.wire import decode, encode
 
+_MORE = int(zmq.SNDMORE)
+
 
 @dataclass(slots=True)
 class WorkerOptions:
@@ -173,7 +175,7 @@ class InstantWorker:
     def _handle(self, identity: bytes, envelope: Envelope) -> None:
         if isinstance(envelope.body, ReadClock):
             reading = ClockReading(envelope.body.asked_at, time.monotonic())
-            self._requests.send_multipart([identity, encode(Envelope(self.party, envelope.sender, reading))])
+            self._send(identity, encode(Envelope(self.party, envelope.sender, reading)))
             return
         if self.keep_record:
             self.received.append(envelope.body)
@@ -181,7 +183,7 @@ class InstantWorker:
             self.load = msgspec.structs.replace(self.load, frozen=int(envelope.body.frozen))
         elif isinstance(envelope.body, ResetPrefixCache):
             reset = PrefixCacheReset(envelope.body.reset_id)
-            self._requests.send_multipart([identity, encode(Envelope(self.party, envelope.sender, reset))])
+            self._send(identity, encode(Envelope(self.party, envelope.sender, reset)))
         if not isinstance(envelope.body, Request):
             return
         if self.keep_record:
@@ -192,7 +194,7 @@ class InstantWorker:
             if not isinstance(payload, bytes):
                 payload = encode(Envelope(self.party, envelope.sender, payload))
             if reply.delay_seconds <= 0:
-                self._requests.send_multipart([identity, payload])
+                self._send(identity, payload)
             else:
                 entry = (now + reply.delay_seconds, next(self._order), identity, payload)
                 heapq.heappush(self._outbox, entry)
@@ -200,7 +202,11 @@ class InstantWorker:
     def _send_due(self, now: float) -> None:
         while self._outbox and self._outbox[0][0] <= now:
             _, _, identity, payload = heapq.heappop(self._outbox)
-            self._requests.send_multipart([identity, payload])
+            self._send(identity, payload)
+
+    def _send(self, identity: bytes, payload: bytes) -> None:
+        self._requests.send(identity, _MORE)  # send_multipart takes twice as long
+        self._requests.send(payload)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

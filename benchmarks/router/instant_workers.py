@@ -1,5 +1,5 @@
 """Several workers without a model in one process, each on a thread of its own:
-``python -m splitserve.benchmarks.router.instant_workers --membership tcp://127.0.0.1:PORT --prefill 1 --decode 1``.
+``python -m splitserve.benchmarks.router.instant_workers --membership tcp://127.0.0.1:PORT --decode 1``.
 """
 
 import gc
@@ -35,9 +35,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--vocab-size", type=int, required=True)
     parser.add_argument("--max-model-len", type=int, default=4096)
     parser.add_argument("--num-blocks", type=int, default=1 << 15)
+    parser.add_argument("--peers", type=int, default=0, help="prefill workers that decode workers are connected to")
     parser.add_argument("--step-models", action="store_true", help="report a model of steps, as workers do in time")
     options = parser.parse_args(argv)
-    num_decode = int(options.decode)
     workers = []
     for role in Role:
         for number in range(getattr(options, role)):
@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 step_model=STEP_MODEL if options.step_models else StepModel(),
             )
             worker = InstantWorker(options.membership, script, settings)
-            worker.load = WorkerLoad(peers_ready=int(options.prefill) if role is Role.DECODE and num_decode else 0)
+            worker.load = WorkerLoad(peers_ready=int(options.peers) if role is Role.DECODE else 0)
             worker.keep_record = False
             workers.append(worker)
     gc.collect()

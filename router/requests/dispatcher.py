@@ -18,6 +18,7 @@ from typing import Any, TypeAlias
 
 import msgspec
 
+from splitserve.common.turns import Turns
 from splitserve.protocol.cluster_report import RequestRates, RequestTraces
 from splitserve.protocol.config import RouterConfig
 from splitserve.protocol.messages.envelope import Body
@@ -95,6 +96,7 @@ class Dispatcher:
     def __init__(self, config: RouterConfig, metrics: RouterMetrics) -> None:
         self.config = config
         self._loop = asyncio.get_running_loop()
+        self.turns = Turns()
         self.classes = Classes.declared(config.classes, config.ttft_objective_ms, config.tpot_objective_ms)
         self.tenants = NO_TENANTS
         self._is_closed = False
@@ -220,6 +222,7 @@ class Dispatcher:
 
         Raises :class:`ApiError` 503 if no worker comes in time, and :class:`ClientGoneError`.
         """
+        await self.turns.take(arrived_at)
         request_id = f"{context.client_id}-{secrets.token_hex(4)}" if context.client_id else secrets.token_hex(12)
         self._inboxes[request_id] = (inbox, index)
         request = ActiveRequest.new(request_id, token_ids, sampling, arrived_at, context, prepared_at=time.monotonic())

@@ -7,6 +7,8 @@ from contextlib import asynccontextmanager
 
 from starlette.requests import Request
 
+from splitserve.common.turns import Turns
+from splitserve.router.http.access.request_id import arrival_of
 from splitserve.router.http.api_error import ApiError
 from splitserve.router.http.bodies.shape import is_surely_small
 from splitserve.router.http.parsing import RequestModel, parse, parse_checked
@@ -18,8 +20,9 @@ BODY_SECONDS = 60.0  # a slower body occupies memory and a connection in vain
 class BodyReader:
     """Reader and parser of one server's bodies; it counts the bytes in memory until they have been parsed."""
 
-    def __init__(self, max_body_bytes: int) -> None:
+    def __init__(self, max_body_bytes: int, turns: Turns) -> None:
         self._max_bytes = max_body_bytes
+        self._turns = turns
         self._num_bytes = 0
         # One thread: parsers hold the interpreter, so a second one would only delay the event loop.
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="bodies")
@@ -36,6 +39,7 @@ class BodyReader:
         try:
             body = await self._receive(request, chunks, self._limit_of(request, self._max_bytes))
             if is_surely_small(body):
+                await self._turns.take(arrival_of(request))
                 return parse(model, body), len(body)
             loop = asyncio.get_running_loop()
             return await loop.run_in_executor(self._pool, parse_checked, model, body), len(body)
