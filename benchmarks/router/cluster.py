@@ -2,8 +2,9 @@
 
 import contextlib
 import json
+import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,11 +28,22 @@ class Running:
     url: str
     router: psutil.Process
     workers: list[PeerRef]  # prefill workers first, then those that decode
+    cores: set[int]  # that this process may use
 
     def cpu_seconds(self) -> tuple[float, float]:
         """Return the CPU time of the router's process, and that of its helpers, which render templates and tokenise."""
         helpers = self.router.children(recursive=True)
         return _cpu_seconds(self.router), sum(map(_cpu_seconds, helpers))
+
+    def spread(self) -> None:
+        """Give the router's event loop a core of its own, and the others to all other threads and processes, those of
+        this process included; on a machine with one core, nothing. To be called when the threads have started."""
+        loop_core, *others = sorted(self.cores)
+        if others:
+            this = psutil.Process()
+            for process in (this, *this.children(recursive=True)):
+                _confine(process, others)
+            os.sched_setaffinity(self.router.pid, [loop_core])  # of the main thread alone
 
     def memory_mib(self) -> float:
         """Return the resident memory of the router's process."""
@@ -53,7 +65,9 @@ def running(
     **settings: object,
 ) -> Iterator[Running]:
     """Start the processes; ``settings`` are further ones of the router. All end with the context."""
+    cores = os.sched_getaffinity(0)
     with contextlib.ExitStack() as stack:
+        stack.callback(_confine, psutil.Process(), cores)  # as it was
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         language.write_model(folder)
         config = RouterConfig(model=str(folder), served_model_name=MODEL_ID, port=0, request_log=False, max_body_mib=16)
@@ -72,9 +86,16 @@ def running(
                 own = [f"--{role}", str(number), "--peers", str(num_prefill)]
                 workers = stack.enter_context(child_process(f"{_MODULE}.instant_workers", *arguments, *own))
                 refs += msgspec.json.decode(next_line(workers), type=list[PeerRef])
-        yield Running(url, psutil.Process(router.pid), refs)
+        yield Running(url, psutil.Process(router.pid), refs, cores)
 
 
 def _cpu_seconds(process: psutil.Process) -> float:
     times = process.cpu_times()
     return float(times.user + times.system)
+
+
+def _confine(process: psutil.Process, cores: Collection[int]) -> None:
+    """Let the present threads of a process, and the threads and processes that these start, run on these cores only."""
+    for thread in process.threads():
+        with contextlib.suppress(ProcessLookupError):  # it has ended
+            os.sched_setaffinity(thread.id, cores)

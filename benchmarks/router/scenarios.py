@@ -149,6 +149,7 @@ async def until_ready(cluster: Running) -> None:
     pool = HttpPool(host, int(port))
     await wait_ready(pool)
     pool.close()
+    cluster.spread()
 
 
 async def _warm_up(cluster: Running, bodies: Bodies) -> None:
@@ -158,6 +159,7 @@ async def _warm_up(cluster: Running, bodies: Bodies) -> None:
         for body in itertools.islice(bodies.of(kind, _SHORT_OUTPUT_TOKENS, salt=-1), _WARM_UP):
             await client.post(client.request(body.path, body.content))
     client.close()
+    cluster.spread()
 
 
 async def _idle_ms_per_second(cluster: Running, seconds: float) -> float:
