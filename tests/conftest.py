@@ -5,6 +5,7 @@ import logging
 import os
 import signal
 import sys
+import tempfile
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,15 @@ from hypothesis import HealthCheck, settings
 from command_line import splitserve
 from compiled_tests import compiled_once
 from quick_interpreter import make_quick
+from splitserve.orchestration.hosts import forking
 from two_heads import two_heads  # noqa: F401  (a fixture)
 
 if not Path("/dev/nvidiactl").exists():  # no GPU: Triton's kernels run under its interpreter; read at triton's import
     os.environ["TRITON_INTERPRET"] = "1"
+
+# Else PyTorch sets it when it first needs it, and processes with another environment get a fork server of their own.
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(tempfile.gettempdir()) / f"torchinductor_{os.getuid()}"))
+forking.IDLE_SECONDS = 1000.0  # a run of tests has pauses, and a new server imports PyTorch anew
 
 # A shell's background jobs ignore it, and so would everything that is started here.
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -3,10 +3,15 @@
 Arguments are the server's own. A line on standard input is answered by a line of JSON; its end ends the server.
 """
 
+import gc
 import json
 import sys
 
-from lmcache.v1.multiprocess import server
+gc.disable()  # during imports, of which it would take a third
+from lmcache.v1.multiprocess import server  # noqa: E402
+
+gc.freeze()
+gc.enable()
 
 
 def main() -> None:
