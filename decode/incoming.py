@@ -4,7 +4,7 @@ from collections.abc import Sequence as ListLike
 from dataclasses import dataclass
 
 from splitserve.engine.sequence import Sequence
-from splitserve.protocol.handover.sink import SinkHandover
+from splitserve.protocol.handover.sink import SinkHandover, SinkState
 from splitserve.protocol.request import Party
 from splitserve.protocol.step import Draw
 
@@ -25,6 +25,14 @@ class Incoming:
     first_token: Draw | None = None
     handover: SinkHandover | None = None
     is_unasked: bool = False
+
+    @property
+    def is_landing(self) -> bool:
+        """Return whether prefill has offered everything, the first token included, and the last of it is being read."""
+        handover = self.handover
+        if self.is_prefix or handover is None:
+            return False
+        return handover.state is SinkState.READING and handover.last_offer_seen
 
 
 @dataclass(slots=True)

@@ -247,6 +247,11 @@ class SinkPart(Part):
     # ---- state ----
 
     @property
+    def is_landing(self) -> bool:
+        """See :class:`splitserve.engine.parts.Part`."""
+        return self.sink.is_landing
+
+    @property
     def waiting(self) -> list[Sequence]:
         return self.sink.waiting
 

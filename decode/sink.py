@@ -193,6 +193,10 @@ class SinkSide:
         return len(self._incoming) - len(self._waiting) - self._num_unasked
 
     @property
+    def is_landing(self) -> bool:
+        return any(incoming.is_landing for incoming in self._incoming.values())
+
+    @property
     def has_queue(self) -> bool:
         """Return whether requests wait for room."""
         return bool(self._waiting)

@@ -2,19 +2,19 @@
 
 import asyncio
 import contextlib
-import gc
 import logging
 import os
 import resource
 import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
 import uvicorn
 import uvloop
 from starlette.types import ASGIApp
 
+from splitserve.common.collector import Collector
 from splitserve.common.errors import ConfigError
 from splitserve.common.listening import listen
 from splitserve.common.security import is_loopback
@@ -31,9 +31,9 @@ from splitserve.router.output.catalog import ResponseFormat, choose_format
 from splitserve.router.placement.next_turns import Texts
 from splitserve.router.requests.dispatcher import Dispatcher
 from splitserve.router.text.constraints import Constraints
-from splitserve.router.text.grammar_checker import GrammarChecker
 from splitserve.router.text.preparation import Preparation
-from splitserve.router.text.renderer import Renderer
+from splitserve.router.text.processes.grammar_checker import GrammarChecker
+from splitserve.router.text.processes.renderer import Renderer
 from splitserve.router.text.sampling_defaults import SamplingDefaults, read_sampling_defaults
 from splitserve.router.text.tokenizer import ModelTokenizer
 
@@ -42,9 +42,7 @@ log = logging.getLogger(__name__)
 Progress = Callable[[str, dict[str, str]], None]
 
 _BACKLOG = 2048
-_GC_THRESHOLD = 20_000
-"""Objects that were made and not freed before the collector looks for cycles among them: with Python's 700 it would run
-several times per request, and requests leave none behind."""
+_LOOK_SECONDS = 10.0  # between looks whether a full pass of the garbage collector is due
 _SHUTDOWN_SECONDS = 2
 
 
@@ -115,6 +113,7 @@ async def _serve(
     try:
         _follow_tenants(dispatcher)
         dispatcher.core.next_turns.texts = Texts(tokenizer.decode, frozenset(tokenizer.added_ids.values()))
+        preparation.start()
         await renderer.start()
         progress("membership", {"endpoint": dispatcher.fleet.endpoint})
         serving = Serving(ServedModel(_names(config), defaults), dispatcher, preparation, bodies)
@@ -143,8 +142,8 @@ async def _serve(
 
         _on_end(stop)
         await dispatcher.exchange.catch_up()
-        settle_collector()
-        await server.serve(sockets=[listener])
+        async with _collecting(dispatcher):
+            await server.serve(sockets=[listener])
     finally:
         dispatcher.close()
         dispatcher.reports.tracing.close()
@@ -187,11 +186,25 @@ def _reload_tenants(dispatcher: Dispatcher) -> None:
         log.info("%d tenants are known", len(dispatcher.tenants.by_name) - 1)
 
 
-def settle_collector() -> None:
-    """Exclude the objects of the start-up, which live as long as the process, from the collector's full passes."""
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(_GC_THRESHOLD)
+@contextlib.asynccontextmanager
+async def _collecting(dispatcher: Dispatcher) -> AsyncIterator[None]:
+    """Keep the pauses of the garbage collector short."""
+    collector = Collector()
+    collector.start()
+    looking = asyncio.create_task(_look_often(collector, dispatcher))
+    try:
+        yield
+    finally:
+        looking.cancel()
+        collector.stop()
+
+
+async def _look_often(collector: Collector, dispatcher: Dispatcher) -> None:
+    requests = dispatcher.core.requests
+    while True:
+        num_begun = requests.num_begun
+        await asyncio.sleep(_LOOK_SECONDS)
+        collector.look(is_idle=not len(requests) and requests.num_begun == num_begun)
 
 
 def _check_origins(config: RouterConfig, *, local_only: bool) -> None:

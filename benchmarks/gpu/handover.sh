@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# KV hand-over between two or more GPUs: benchmarks/gpu/handover.sh [smoke|transfer|served|families|chaos|isolation]...; the first three take less than 9 minutes.
+# KV hand-over between two or more GPUs: benchmarks/gpu/handover.sh [smoke|transfer|served|families|turns|chaos|isolation]...; the first three take less than 9 minutes.
 # smoke: does memory travel, by what, how fast; transfer: threads, splits, block sizes, pairs of ranks; served: latency
-# through a cluster; families: experts, windows and latent caches, and a mixed worker's tokens beside theirs; chaos: workers
+# through a cluster; families: experts, windows and latent caches, and a mixed worker's tokens beside theirs; turns:
+# prefixes that prefill reads from decode, float32 for equal tokens, 4 minutes; chaos: workers
 # that die on GPUs, bfloat16 with CUDA graphs, 5 minutes; isolation: ITL beside prompts, against mixed workers, sampled, 8 minutes.
 set -o pipefail
 OUT=${OUT:-benchmarks/results}; mkdir -p "$OUT"
@@ -54,6 +55,13 @@ if has families; then
   for shape in ${FAMILIES:-deepseek-v2-lite gpt-oss-20b qwen3-30b-a3b}; do
     mark "families: $shape as 1P1D, and its tokens against a mixed worker's"
     timeout 240 $C bench handover --served --against-mixed --device cuda --shape $shape --attention-backend triton --prompt-tokens 1024 4096 --chunk-tokens 2048 --kv-memory 6GiB --repeats 8 --save --result-dir $OUT 2>&1 | tail -6
+  done
+fi
+
+if has turns; then
+  for dtype in float32 bfloat16; do
+    mark "turns: later turns of conversations, prefixes read from decode or computed, $dtype"
+    timeout 200 $C bench placement --cases turns --device cuda --dtype $dtype --requests 10 --save --result-dir $OUT 2>&1 | tail -6
   done
 fi
 

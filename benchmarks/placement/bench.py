@@ -8,7 +8,7 @@ Only ``turns`` runs processes, and takes minutes.
     sessions  conversations with and without keys; a system prompt that all share
     routes    conditional disaggregation against eight fixed thresholds, on four workloads
     room      share of decode's KV that is reserved and empty, by load
-    turns     TTFT of conversations' later turns on a real prefill and a real decode worker on CPU
+    turns     TTFT of conversations' later turns on a real prefill and a real decode worker
 
 ``hits`` and ``load`` replay traces in Mooncake's form (``--traces``). A row says in ``holds`` whether the case's aim is
 reached. The same command gives the same figures; not of ``turns``, which are measured.
@@ -40,6 +40,8 @@ _OWN_COLUMNS = (
     "empty_share",
     "first_ttft_p50_ms",
     "cached_share",
+    "read_blocks",
+    "same_answers",
 )
 
 
@@ -54,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "sessions": lambda: cases.sessions(count or 3000),
         "routes": lambda: cases.routes(count or 1000, SCALES),
         "room": lambda: cases.room(count),
-        "turns": lambda: turns.turns(count // turns.NUM_TURNS or USUAL_CONVERSATIONS),
+        "turns": lambda: turns.turns(count // turns.NUM_TURNS or USUAL_CONVERSATIONS, options.device, options.dtype),
     }
     results: dict[str, list[cases.Row]] = {}
     for name in options.cases or runs:
@@ -92,5 +94,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="requests of each replay; 0: all of a trace",
     )
+    add("--device", choices=("cpu", "cuda"), default="cpu", help="of the case turns")
+    add("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the case turns; bfloat16 is for GPUs")
     add_result_options(parser)
     return parser

@@ -1,7 +1,9 @@
-"""The case ``turns`` of the placement bench: conversations on real workers, a prefill and a decode worker on CPU.
+"""The case ``turns`` of the placement bench: conversations on real workers, a prefill and a decode worker.
 
 The first prompt has 1,024 tokens; four turns of 64 new tokens follow, each turn has 256 out. The clusters of all arms
-are up side by side and take turns, a conversation at a time, so that a noisy machine disturbs all alike.
+are up side by side and take turns, a conversation at a time, so that a noisy machine disturbs all alike. On GPUs they
+share two of these, a model of published shape with random weights in bfloat16; rounding may then decide a token, since
+the KV that decode wrote was computed in other steps than those in which prefill would compute it.
 """
 
 import asyncio
@@ -17,8 +19,9 @@ from splitserve.benchmarks.goodput.probe import traces_of
 from splitserve.benchmarks.placement.blind_router import ENTRY as BLIND
 from splitserve.benchmarks.serving.conversations import Prompts, TurnRecord, completion_body, run_conversations
 from splitserve.benchmarks.serving.load import Endpoint
+from splitserve.benchmarks.twin.calibration import report_of
 from splitserve.common.errors import SplitserveError
-from splitserve.models.demo.checkpoint import write_demo_model
+from splitserve.models.demo.checkpoint import write_demo_config, write_demo_model
 from splitserve.orchestration.cluster.launcher import LocalCluster
 from splitserve.orchestration.hosts.local import Entries
 from splitserve.orchestration.spec.shorthand import simple_spec
@@ -29,6 +32,8 @@ from splitserve.workloads.conversation import Conversation, Piece, Turn, Workloa
 FIRST_TOKENS, NEW_TOKENS, OUTPUT_TOKENS, NUM_TURNS = 1024, 64, 256, 5
 SHAPE = "small"
 KV_BYTES = 256 << 20
+GPU_SHAPE = "llama-3.1-8b"
+GPU_KV_BYTES = 4 << 30
 VOCABULARY = range(10, 2000)
 TARGET = 0.6
 """Share by which the default's TTFT is to be below that of the first arm, from the second turn on."""
@@ -58,20 +63,22 @@ class Measured:
 
     turns: list[TurnRecord] = field(default_factory=list)
     summaries: list[RequestSummary] = field(default_factory=list)
+    read_blocks: int = 0  # of prefixes, by prefill from decode, the warm-up included
 
     def ttft(self, *, first: bool) -> list[float]:
         """Return the times to first token of first turns, or of all others, in milliseconds."""
         return [1e3 * turn.record.ttft_seconds for turn in self.turns if (turn.number == 0) == first]
 
 
-def turns(num_conversations: int) -> Iterator[dict[str, Any]]:
+def turns(num_conversations: int, device: str = "cpu", dtype: str = "float32") -> Iterator[dict[str, Any]]:
     """Compare TTFT of turns after the first: always on a pair, without and with the hashes of outputs, and the default.
 
-    Raises :class:`SplitserveError` if a cluster doesn't start or a request fails.
+    ``dtype``: in float32 the model is the small one, on GPUs, too. Raises :class:`SplitserveError` if a cluster doesn't
+    start or a request fails.
     """
     with tempfile.TemporaryDirectory(prefix="splitserve-bench-") as folder, ExitStack() as stack:
-        model = str(write_demo_model(folder, shape=SHAPE))
-        clusters = {name: stack.enter_context(_cluster(arm, model)) for name, arm in ARMS.items()}
+        engine = _engine(folder, device, dtype)
+        clusters = {name: stack.enter_context(_cluster(arm, engine)) for name, arm in ARMS.items()}
         measured = {name: Measured() for name in ARMS}
         for number in range(WARM_UPS + num_conversations):
             order = list(ARMS)[number % len(ARMS) :] + list(ARMS)[: number % len(ARMS)]
@@ -83,11 +90,22 @@ def turns(num_conversations: int) -> Iterator[dict[str, Any]]:
             traces = traces_of(cluster.url, "", "c")
             begun = {f"c{number}-" for number in range(WARM_UPS)}
             measured[name].summaries = [t.summary for t in traces if not t.summary.request_id.startswith(tuple(begun))]
-    yield from _rows(measured)
+            measured[name].read_blocks = _read_blocks(cluster.url)
+    for row in _rows(measured):
+        yield {"device": device, "dtype": dtype, **row, "holds": row["holds"] or device != "cpu"}
 
 
-def _cluster(arm: Arm, model: str) -> LocalCluster:
-    engine = EngineConfig(model=model, device="cpu", dtype="float32", threads=1, kv_memory_bytes=KV_BYTES)
+def _engine(folder: str, device: str, dtype: str) -> EngineConfig:
+    if dtype == "float32":
+        model = str(write_demo_model(folder, shape=SHAPE))
+        return EngineConfig(model=model, device=device, dtype=dtype, threads=1, kv_memory_bytes=KV_BYTES)
+    model = str(write_demo_config(folder, shape=GPU_SHAPE))
+    return EngineConfig(
+        model=model, device=device, dtype=dtype, load_format="dummy", kv_memory_bytes=GPU_KV_BYTES, max_num_seqs=8
+    )
+
+
+def _cluster(arm: Arm, engine: EngineConfig) -> LocalCluster:
     spec = simple_spec(engine, port=0, num_prefill=1, num_decode=1, policy=arm.policy)
     return LocalCluster(spec, log_level="warning", entries=Entries(router=arm.router))
 
@@ -120,11 +138,17 @@ def _rows(measured: dict[str, Measured]) -> Iterator[dict[str, Any]]:
             "itl_p50_ms": float(1e3 * np.median(gaps)),
             "ttft_p50_below": below,
             "cached_share": _cached_share(found.turns),
+            "read_blocks": found.read_blocks,
             "local_share": float(np.mean([summary.prefill == summary.decode for summary in found.summaries])),
             "stages_ms": _stages(found.summaries),
             "same_answers": _answers(found.turns) == answers,
             "holds": name != "default" or below >= TARGET,
         }
+
+
+def _read_blocks(url: str) -> int:
+    """Return the blocks of prefixes that workers have read from others."""
+    return sum(worker.load.peer_prefix_blocks for worker in report_of(url, "").workers)
 
 
 def _answers(found: Sequence[TurnRecord]) -> list[tuple[str, int, list[int]]]:

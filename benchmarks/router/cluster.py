@@ -28,7 +28,7 @@ class Running:
     workers: list[PeerRef]  # prefill workers first, then those that decode
 
     def cpu_seconds(self) -> tuple[float, float]:
-        """Return the CPU time of the router's process, and that of its helpers (they render chat templates)."""
+        """Return the CPU time of the router's process, and that of its helpers, which render templates and tokenise."""
         helpers = self.router.children(recursive=True)
         return _cpu_seconds(self.router), sum(map(_cpu_seconds, helpers))
 

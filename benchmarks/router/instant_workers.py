@@ -2,6 +2,7 @@
 ``python -m splitserve.benchmarks.router.instant_workers --membership tcp://127.0.0.1:PORT --prefill 1 --decode 1``.
 """
 
+import gc
 import threading
 import time
 from collections.abc import Sequence
@@ -60,6 +61,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             worker.load = WorkerLoad(peers_ready=int(options.prefill) if role is Role.DECODE and num_decode else 0)
             worker.keep_record = False
             workers.append(worker)
+    gc.collect()
+    gc.disable()  # its pauses would be taken for the router's, and these workers make no cycles
     for worker in workers:
         threading.Thread(target=worker.run, daemon=True).start()
     refs = [PeerRef(worker.party, worker.endpoint) for worker in workers]

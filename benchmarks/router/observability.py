@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from splitserve.benchmarks.common.report import add_result_options, keep_result, table
 from splitserve.benchmarks.router.worker_script import DEFAULT_LAYOUT
+from splitserve.common.collector import Collector
 from splitserve.common.logs import set_up_logging
 from splitserve.protocol.config import RouterConfig
 from splitserve.protocol.messages.envelope import Envelope
@@ -42,7 +43,6 @@ from splitserve.router.requests.events import Event, FromWorker, Submit
 from splitserve.router.requests.settlement import Settlement
 from splitserve.router.requests.state import RequestPhase, Update
 from splitserve.router.requests.timeline.timeline import Timeline
-from splitserve.router.server import settle_collector
 from splitserve.router.tracing.context import begin_trace
 from splitserve.router.tracing.tracing import NoTracing, Tracing
 
@@ -134,7 +134,8 @@ class Arm:
     def run(self, messages: Sequence[tuple[str, Sequence[tuple[float, bytes]]]]) -> float:
         """Return the CPU seconds of the requests with these ids and messages."""
         prompt, now = array("i", range(NUM_PROMPT_TOKENS)), time.monotonic()
-        settle_collector()  # as the router does after its start
+        collector = Collector()  # as the router's
+        collector.start()
         began_at = time.process_time()
         for number, (request_id, payloads) in enumerate(messages, 1):
             num_tokens = len(payloads) - 1  # the first one comes twice
@@ -153,7 +154,9 @@ class Arm:
                 self.reports.report_ended()
         if self._exporter is not None:
             self._exporter.flush()
-        return time.process_time() - began_at
+        spent = time.process_time() - began_at
+        collector.stop()
+        return spent
 
     def _handle(self, event: Event, now: float) -> None:
         for effect in self._core.handle(event, now):

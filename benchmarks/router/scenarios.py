@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import uvloop
 
+from splitserve.benchmarks.common.pauses import without_collector
 from splitserve.benchmarks.common.stats import percentiles_ms
 from splitserve.benchmarks.router.clients import Arm, DirectClient, HttpPool, wait_ready
 from splitserve.benchmarks.router.cluster import Running, running
@@ -173,10 +174,11 @@ async def _direct(cluster: Running, due: Sequence[float], options: argparse.Name
     prompt = array("i", random.choices(range(VOCABULARY - 8), k=options.prompt_tokens))
     start = asyncio.get_running_loop().time()
     tasks = []
-    for at in due:
-        await asyncio.sleep(max(0.0, start + at - asyncio.get_running_loop().time()))
-        tasks.append(asyncio.ensure_future(client.call(arm, prompt)))
-    await asyncio.gather(*tasks)
+    with without_collector():
+        for at in due:
+            await asyncio.sleep(max(0.0, start + at - asyncio.get_running_loop().time()))
+            tasks.append(asyncio.ensure_future(client.call(arm, prompt)))
+        await asyncio.gather(*tasks)
     client.close()
     return percentiles_ms(arm.last_seconds)
 
@@ -188,7 +190,8 @@ async def _measure(
     requests = [client.request(body.path, body.content) for body in bodies]
     before, loop = cluster.cpu_seconds(), asyncio.get_running_loop()
     began_at = loop.time()
-    answers, lags = await open_loop(lambda index: client.post(requests[index], keeps_times=keeps_times), due)
+    with without_collector():  # its pauses would be taken for the router's
+        answers, lags = await open_loop(lambda index: client.post(requests[index], keeps_times=keeps_times), due)
     seconds = loop.time() - began_at
     after = cluster.cpu_seconds()
     client.close()

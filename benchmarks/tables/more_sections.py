@@ -112,15 +112,18 @@ def all_reduce(runs: Sequence[Run]) -> Section:
 WAYS = ("nccl", "flagless", "one-shot")
 
 TURNS_HEADERS = (
-    "arm", "requests", "TTFT p50 ms, later turns", "below the first arm's", "p99 ms", "first turns p50 ms",
-    "ITL p50 ms", "prompt tokens not computed, later turns", "on one worker",
+    "model", "arm", "requests", "TTFT p50 ms, later turns", "below the first arm's", "p99 ms", "first turns p50 ms",
+    "ITL p50 ms", "prompt tokens not computed, later turns", "blocks read from decode", "on one worker",
+    "same answers",
 )  # fmt: skip
 TURNS_CONDITIONS = (
-    "`bench placement --cases turns`: conversations one at a time on a real prefill and a real decode worker on CPU, a "
-    "thread each; router and client share their cores. First prompt 1,024 tokens, then four turns of 64 new tokens, "
-    "each turn 256 out; a random model of 26 million parameters in float32, no objectives. Always: each request goes "
-    "to the pair; with output hashes prefill reads the turn before from the decode worker that wrote it. Default: "
-    "policy `cost`. The arms' clusters take turns; all give the same answers."
+    "`bench placement --cases turns`: conversations one at a time on a real prefill and a real decode worker. First "
+    "prompt 1,024 tokens, then four turns of 64 new tokens, each turn 256 out, greedy, no objectives. Small: a random "
+    "model of 26 million parameters in float32; on CPU with a thread each, router and client share their cores. 8B: "
+    "Llama-3.1-8B's shape in bfloat16, random weights. On GPUs the clusters of all arms share two. Always: each "
+    "request goes to the pair; with output hashes prefill reads the turn before from the decode worker that wrote it. "
+    "Default: policy `cost`. The arms' clusters take turns. Same answers: as the first arm's, in all turns; in "
+    "bfloat16 rounding may decide a token. Blocks read include the warm-up's."
 )
 
 
@@ -137,12 +140,15 @@ def later_turns_rows(runs: Sequence[Run]) -> list[list[str]]:
 def _turns_cells(runs: Sequence[Run]) -> Iterator[tuple[Run, list[str]]]:
     for run in of_bench(runs, "placement"):
         rows = run.content["cases"].get("turns", [])
-        assert all(row["same_answers"] for row in rows), f"{run.path.name}: the arms' answers differ"
         for row in rows:
+            is_exact, on_gpus = row.get("dtype", "float32") == "float32", row.get("device", "cpu") == "cuda"
+            assert row["same_answers"] or not is_exact, f"{run.path.name}: the arms' answers differ"
+            model = ("small" if is_exact else "8B") + (", 2 GPUs" if on_gpus else ", CPU")
             yield run, [
-                row["arm"], str(row["requests"]), number(row["ttft_p50_ms"]), percent(row["ttft_p50_below"]),
+                model, row["arm"], str(row["requests"]), number(row["ttft_p50_ms"]), percent(row["ttft_p50_below"]),
                 *(number(row[name]) for name in ("ttft_p99_ms", "first_ttft_p50_ms", "itl_p50_ms")),
-                percent(row["cached_share"]), percent(row["local_share"]),
+                percent(row["cached_share"]), str(row.get("read_blocks", "-")), percent(row["local_share"]),
+                "yes" if row["same_answers"] else "no",
             ]  # fmt: skip
 
 

@@ -26,6 +26,8 @@ RESULTS_README = RESULTS_DIRECTORY / "README.md"
 TAIL_CHUNK_PAIR = ("1123T052051", "1123T052217")
 OTHER_GPUS_BUSY = "other benches ran on other GPUs of the machine"
 OTHER_CORES_BUSY = "programs without GPU ran on other cores of the machine"
+BEFORE_LATER_STEPS = "before steps were planned later"
+SLEPT_THROUGH = "launches put off by up to 1 ms, and some slept through by the loop"
 NOTES = {
     "1121T162929": OTHER_GPUS_BUSY,
     "1122T085207": OTHER_GPUS_BUSY,
@@ -53,6 +55,15 @@ NOTES = {
     "1126T094847": OTHER_CORES_BUSY,
     "1126T095127": OTHER_CORES_BUSY,
     "1126T095351": OTHER_CORES_BUSY,
+    "1126T113341": "a step's draws no longer count as a part of its launch; with the next on one machine",
+    "1126T113441": BEFORE_LATER_STEPS,
+    "1126T115829": "with the next two on one machine, in turn",
+    "1126T115841": f"{BEFORE_LATER_STEPS}; reads begun by their own thread, and polled",
+    "1126T120026": f"{SLEPT_THROUGH}; with the next two on one machine",
+    "1126T120129": BEFORE_LATER_STEPS,
+    "1126T120228": SLEPT_THROUGH,
+    "1126T121658": "with the next on one machine, which held up both more than other machines did",
+    "1126T121855": BEFORE_LATER_STEPS,
 }
 SECTIONS: Sequence[Callable[[Sequence[Run]], Section]] = (
     results_sections.isolation,

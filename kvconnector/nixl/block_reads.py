@@ -18,7 +18,7 @@ from splitserve.protocol.handover.reads import ReadCommand, ReadPath
 logger = logging.getLogger(__name__)
 
 STAGING = (ReadPath.STAGED, ReadPath.GATHERED)
-_PRACTICE_SECONDS = 0.0002  # before data is due: enough time for a warm-up read of generations
+_PRACTICE_SECONDS = 0.00005  # before data is due, which is before its end: time for a warm-up read of generations
 
 
 @dataclass(slots=True, eq=False)

@@ -38,6 +38,8 @@ _FIRST_BLOCKS = 4
 _GROWTH = 4
 """Growth of the parts of a read: while some blocks are in flight, copies of this many times as many are built and
 queued."""
+_NUM_FIRST_PARTS = 2
+"""Parts that the commanding thread queues: they take longer than the other thread's wake-up and its own first part."""
 
 
 class Blocks(NamedTuple):
@@ -153,18 +155,18 @@ class MappedReader:
         report."""
         if max(remote, default=0) >= self._num_peer_blocks:
             return None
-        part = next(growing_parts(len(local)), slice(0))
+        parts = list(itertools.islice(growing_parts(len(local)), _NUM_FIRST_PARTS))
         with self._lock:
             if self._is_closed:
                 return None
             self._context.enter()
             started, num_bytes = time.monotonic(), 0
-            for span in self._spans:
+            for part, span in itertools.product(parts, self._spans):
                 copies = span.of(local[part], remote[part])
                 if self._copier.start(copies, self.stream.cuda_stream) != 0:
                     return None
                 num_bytes += copies.num_bytes
-        return FirstCopies(len(local[part]), num_bytes, started)
+        return FirstCopies(min(len(local), parts[-1].stop) if parts else 0, num_bytes, started)
 
     def read(
         self,

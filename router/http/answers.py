@@ -12,7 +12,7 @@ the stream has begun, or while a request waits for a worker that replaces a lost
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -34,7 +34,7 @@ from splitserve.router.requests.outcome import route
 from splitserve.router.requests.state import NOTHING, Update, each_by_itself
 from splitserve.router.scores.choice_scores import ChoiceScores
 from splitserve.router.scores.forms import joined
-from splitserve.router.text.choice import Choice, Piece
+from splitserve.router.text.choice import Choice, Piece, Texts
 
 
 class Prompt(msgspec.Struct, frozen=True):
@@ -133,22 +133,17 @@ class GenerationResponse(Response):
         """Return the first choice of each prompt, with its index."""
         return [(index, prompt) for index, prompt in enumerate(self._prompts) if not prompt.sampling.choice]
 
-    async def _next_pieces(self) -> tuple[list[tuple[int, Piece]], ApiError | None]:
-        """Return new pieces of open choices, in order, and the error that follows them if a request failed."""
+    async def _next_updates(self) -> tuple[list[tuple[int, Update]], ApiError | None]:
+        """Return new updates of the choices, in order, and the error that follows them if a request failed."""
         updates = await self._inbox.take()
         if self._gone:
             raise ClientGoneError
-        pieces: list[tuple[int, Piece]] = []
-        for index, update in updates:
+        for number, (index, update) in enumerate(updates):
             if update.failure is not None:
-                return pieces, error_of_failure(update.failure)
+                return updates[:number], error_of_failure(update.failure)
             if update.prompt_logprobs is not None:
                 await self._take_prompt_scores(index, update.prompt_logprobs)
-            for tokens in each_by_itself(update) if self._stream else (update,):
-                piece = self._push(index, tokens)
-                if piece is not None:
-                    pieces.append((index, piece))
-        return pieces, None
+        return updates, None
 
     async def _take_prompt_scores(self, index: int, logprobs: Logprobs) -> None:
         """Make the JSON of a prompt's log-probabilities, between which other requests get their turns."""
@@ -178,10 +173,13 @@ class GenerationResponse(Response):
         of_prompts: list[list[Any] | None] = [None for _ in self._prompts]
         parts: list[list[Part] | None] = [None for _ in self._prompts]
         while self._num_open:
-            pieces, error = await self._next_pieces()
+            updates, error = await self._next_updates()
             if error is not None:
                 raise error
-            for index, piece in pieces:
+            for index, update in updates:
+                piece = self._push(index, update)
+                if piece is None:
+                    continue
                 texts[index].append(piece.text)
                 token_ids[index].extend(piece.token_ids)
                 logprobs[index].append(piece.logprobs)
@@ -229,10 +227,10 @@ class GenerationResponse(Response):
         opened: set[int] = set()
         written: set[int] = set()
         while True:
-            pieces, error = await self._next_pieces()
-            if error is not None and not (started or pieces):
+            updates, error = await self._next_updates()
+            events = b"".join([self._events(index, update, opened) for index, update in updates])
+            if error is not None and not (started or events):
                 raise error
-            events = b"".join([self._events(index, piece, opened) for index, piece in pieces])
             if not events and error is None:
                 events = self._comment(started=started)
             if not started and (events or error is not None or not self._num_open):
@@ -256,16 +254,38 @@ class GenerationResponse(Response):
                 self._requests[index].timeline.on_written(time.monotonic())
             written |= opened
 
-    def _events(self, index: int, piece: Piece, opened: set[int]) -> bytes:
-        extra = {} if piece.finish_reason is None else self._route(self._requests[index])
+    def _events(self, index: int, update: Update, opened: set[int]) -> bytes:
+        """Return the events of an update, after those that open its choice."""
+        events = [self._chunk(index, addition) for addition in self._additions(index, update)]
+        if events and index not in opened:
+            opened.add(index)
+            events.insert(0, self._format.opening(index))
+        return b"".join(events)
+
+    def _additions(self, index: int, update: Update) -> Iterator[Piece | Texts]:
+        """Yield what the tokens of an update add to a choice, as if each of them had come alone."""
+        prompt = self._prompts[index]
+        choice, token_ids = prompt.choice, update.token_ids
+        if prompt.scores is None and choice.is_plain and choice.finish_reason is None:
+            num_texts = len(token_ids) - (update.finish_reason is not None)  # the last token ends the choice
+            if num_texts > 0:
+                yield choice.push_texts(token_ids[:num_texts])
+                update = Update(token_ids[num_texts:], update.finish_reason)
+        for tokens in each_by_itself(update):
+            piece = self._push(index, tokens)
+            if piece is not None:
+                yield piece
+
+    def _chunk(self, index: int, addition: Piece | Texts) -> bytes:
+        if isinstance(addition, Texts):
+            if not self._continuous_usage:
+                return self._format.texts(index, addition)
+            return b"".join([self._chunk(index, piece) for piece in addition.pieces()])
+        extra = {} if addition.finish_reason is None else self._route(self._requests[index])
         if self._continuous_usage:
-            self._num_streamed += len(piece.token_ids)
+            self._num_streamed += len(addition.token_ids)
             extra["usage"] = replace(self._usage(), completion_tokens=self._num_streamed).as_json()
-        chunk = self._format.chunk(index, piece, extra)
-        if index in opened:
-            return chunk
-        opened.add(index)
-        return self._format.opening(index) + chunk
+        return self._format.chunk(index, addition, extra)
 
     def _usage(self) -> Usage:
         firsts = self._first_choices()  # a prompt counts once

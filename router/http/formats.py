@@ -12,7 +12,7 @@ from starlette.types import Send
 from splitserve.protocol.request import FinishReason
 from splitserve.router.http.api_error import ApiError
 from splitserve.router.output.chat_json import TOOL_CALLS, delta_of, message_of
-from splitserve.router.text.choice import Piece
+from splitserve.router.text.choice import Piece, Texts
 
 _encoder = msgspec.json.Encoder()
 
@@ -70,6 +70,10 @@ class Format(ABC):
     def chunk(self, index: int, piece: Piece, extra: dict[str, Any]) -> bytes:
         """Return the events of one piece of one choice; ``extra`` is merged into an object."""
 
+    def texts(self, index: int, texts: Texts) -> bytes:
+        """Return the events of tokens of one choice that add nothing but text: those of each token's chunk."""
+        return b"".join([self.chunk(index, piece, {}) for piece in texts.pieces()])
+
     @abstractmethod
     def end(self, usage: Usage) -> bytes:
         """Return the events that end a stream after its last chunk."""
@@ -120,6 +124,12 @@ class ChoicesFormat(ChunksFormat):
         if piece.parts is not None and not (piece.parts or piece.finish_reason or self._return_token_ids):
             return b""  # the text so far belongs to no part yet
         return self._chunk(index, piece, extra)
+
+    def texts(self, index: int, texts: Texts) -> bytes:
+        if self._return_token_ids or not all(texts.texts):
+            return super().texts(index, texts)
+        before, after = self._frames.get(index) or self._frame(index)
+        return before + (after + before).join(map(_encoder.encode, texts.texts)) + after
 
     def _frame(self, index: int) -> tuple[bytes, bytes]:
         """Return the bytes around the text of a choice's usual chunks."""

@@ -226,7 +226,7 @@ class Fleet:
                 record.info,
                 self.party,
                 self.security,
-                on_frames=self._on_link_frames,
+                on_message=self._on_link_message,
                 on_drained=self._on_drained,
                 on_up=self._on_link_up,
                 on_down=self._on_link_down,
@@ -301,14 +301,18 @@ class Fleet:
         if self._links.get(link.party) is link and self.membership.lose(link.party):
             self._end_link(link.party, "closed its connection")
 
-    def _on_link_frames(self, worker: Party, frames: list[bytes]) -> None:
-        envelope = self._decode(worker, frames[0])  # a link takes each frame as a message
+    def _on_link_message(self, link: WorkerLink, message: bytes) -> None:
+        body = link.body(message)
+        if body is not None:
+            self._on_message(link.party, body)
+            return
+        envelope = self._decode(link.party, message)
         if envelope is None:
             return
-        if envelope.sender != worker:
-            self.drop_stale(type(envelope.body).__name__, f"on the link to {worker}", envelope.sender)
+        if envelope.sender == link.party:
+            self._on_message(link.party, envelope.body)
         else:
-            self._on_message(worker, envelope.body)
+            self.drop_stale(type(envelope.body).__name__, f"on the link to {link.party}", envelope.sender)
 
     def _end_link(self, worker: Party, why: str, *, in_order: bool = False) -> None:
         """Close the link of a worker that is gone and report its loss to its requests. ``in_order``: it sent Leave."""

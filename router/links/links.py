@@ -9,7 +9,6 @@ import logging
 import os
 import socket
 from collections.abc import Callable
-from functools import partial
 
 import zmq
 
@@ -18,7 +17,7 @@ from splitserve.common.security import SocketSecurity
 from splitserve.protocol.messages.envelope import Body, Envelope
 from splitserve.protocol.messages.membership import WorkerInfo
 from splitserve.protocol.request import Party
-from splitserve.protocol.wire import MAX_MESSAGE_BYTES, encode
+from splitserve.protocol.wire import MAX_MESSAGE_BYTES, OneWay, encode
 
 log = logging.getLogger(__name__)
 
@@ -210,7 +209,7 @@ class WorkerLink:
         router: Party,
         security: SocketSecurity,
         *,
-        on_frames: Callable[[Party, list[bytes]], None],
+        on_message: Callable[["WorkerLink", bytes], None],
         on_drained: Callable[[], None],
         on_up: Callable[["WorkerLink"], None],
         on_down: Callable[["WorkerLink"], None],
@@ -221,6 +220,8 @@ class WorkerLink:
         self.dialled_at = asyncio.get_running_loop().time()
         self.patience_seconds = patience_seconds
         self._router = router
+        self._from_worker = OneWay(self.party, router)
+        self._on_message = on_message
         self._on_up = on_up
         self._on_down = on_down
         if not info.endpoint.startswith("tcp://"):
@@ -230,7 +231,7 @@ class WorkerLink:
         except zmq.ZMQError as error:
             raise ConfigError(f"endpoint {info.endpoint!r} can't be dialled: {error.strerror}") from error
         self._monitor = LoopSocket(monitor, self._on_event)
-        self._socket = LoopSocket(socket, partial(on_frames, self.party), on_drained=on_drained, joins_frames=False)
+        self._socket = LoopSocket(socket, self._on_frames, on_drained=on_drained, joins_frames=False)
 
     def _connect(
         self, context: "zmq.Context[zmq.Socket[bytes]]", security: SocketSecurity
@@ -256,6 +257,10 @@ class WorkerLink:
         """Send a message; return False if the worker takes no more messages, or not fast enough."""
         return self._socket.send([encode(Envelope(self._router, self.party, body))])
 
+    def body(self, message: bytes) -> Body | None:
+        """Return the body of the worker's message to this router; None for anything else."""
+        return self._from_worker.body(message)
+
     def close(self) -> None:
         if self._socket.socket.closed:
             return
@@ -263,6 +268,9 @@ class WorkerLink:
         self._socket.socket.disable_monitor()
         self._monitor.close()
         self._socket.close()
+
+    def _on_frames(self, frames: list[bytes]) -> None:
+        self._on_message(self, frames[0])  # each frame is a message
 
     def _on_event(self, frames: list[bytes]) -> None:
         event = int.from_bytes(frames[0][:2], "little")

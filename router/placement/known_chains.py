@@ -3,7 +3,7 @@
 from array import array
 from collections.abc import Sequence
 
-from splitserve.protocol.block_hash import extend_hashes
+from splitserve.protocol.block_hash import DIGEST_BYTES, extend_hashes
 from splitserve.protocol.token_ids import TOKEN_ID_BYTES
 
 SPAN_TOKENS = 512
@@ -12,11 +12,14 @@ MAX_SPANS = 4096
 
 
 class KnownChains:
-    """Hashes of whole spans of prompts, by the tokens of the span and the hash of the block before it."""
+    """Hashes of whole spans of prompts, by the block size, the hash of the block before the span, and its tokens.
+
+    All of it is bytes: the garbage collector has nothing to look at.
+    """
 
     def __init__(self) -> None:
-        self._new: dict[tuple[int, bytes], list[bytes]] = {}
-        self._old: dict[tuple[int, bytes], list[bytes]] = {}
+        self._new: dict[bytes, bytes] = {}
+        self._old: dict[bytes, bytes] = {}
 
     def extend(self, chain: list[bytes], root: bytes, token_ids: Sequence[int], block_size: int) -> None:
         """Append to ``chain`` the hashes that it lacks, as :func:`extend_hashes` does."""
@@ -24,20 +27,21 @@ class KnownChains:
         if len(chain) % num_blocks or not isinstance(token_ids, array):
             extend_hashes(chain, root, token_ids, block_size)
             return
+        size = block_size.to_bytes(8, "little")
         data, stride = token_ids.tobytes(), num_blocks * block_size * TOKEN_ID_BYTES
         starts = range(len(chain) // num_blocks * stride, len(data) - stride + 1, stride)
         for start in starts:
-            key = block_size, (chain[-1] if chain else root) + data[start : start + stride]
+            key = size + (chain[-1] if chain else root) + data[start : start + stride]
             known = self._new.get(key) or self._old.get(key)
             if known is None:
                 break
             self._new[key] = known
-            chain += known
+            chain += [known[at : at + DIGEST_BYTES] for at in range(0, len(known), DIGEST_BYTES)]
         num_known = len(chain)
         extend_hashes(chain, root, token_ids, block_size)
         for begin in range(num_known, len(chain) - num_blocks + 1, num_blocks):
             start = begin // num_blocks * stride
-            key = block_size, (chain[begin - 1] if begin else root) + data[start : start + stride]
-            self._new[key] = chain[begin : begin + num_blocks]
+            key = size + (chain[begin - 1] if begin else root) + data[start : start + stride]
+            self._new[key] = b"".join(chain[begin : begin + num_blocks])
         if len(self._new) > MAX_SPANS:
             self._old, self._new = self._new, {}

@@ -33,6 +33,7 @@ class RequestTable:
         self._deadline_seconds = deadline_seconds
         self._requests: dict[str, ActiveRequest] = {}
         self.num_of_tenant: Counter[str] = Counter()
+        self.num_begun = 0  # so far
         self.frozen_since: float | None = None  # the time from which no request's time passes
 
     def __len__(self) -> int:
@@ -50,6 +51,7 @@ class RequestTable:
         self._outbox.put(Count("prompt_tokens", amount=len(request.token_ids)))
         for each in (request, *request.siblings):
             self._requests[each.request_id] = each
+            self.num_begun += 1
             self.num_of_tenant[each.context.tenant] += 1
             each.timeline.gap_seconds = self._settlement.gap_seconds
             self._outbox.put(Begun(each.request_id))

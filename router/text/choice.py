@@ -1,6 +1,6 @@
 """The visible output of one prompt: text, token ids, and why it ended. No I/O."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -33,6 +33,18 @@ class Piece(msgspec.Struct, frozen=True, gc=False):
         return (Part(PartKind.CONTENT, self.text),) if self.text else ()
 
 
+class Texts(msgspec.Struct, frozen=True, gc=False):
+    """Tokens that add nothing but text to a choice, as most of a stream does."""
+
+    texts: Sequence[str]  # one per token, in order; "" while a character is incomplete
+    token_ids: Sequence[int]
+
+    def pieces(self) -> Iterator[Piece]:
+        """Yield the addition of each token."""
+        for text, token_id in zip(self.texts, self.token_ids, strict=True):
+            yield Piece(text, (token_id,), None)
+
+
 class Choice:
     """Output tokens turned into pieces of text, up to the end token, the limit, or the first stop string.
 
@@ -59,7 +71,8 @@ class Choice:
         self._min_tokens = min_tokens
         self._splitter = splitter
         self._special_texts = special_texts or {}
-        self._is_plain = not stop_strings and splitter is None
+        self.is_plain = not stop_strings and splitter is None
+        """Whether all tokens but the last one add nothing but text, so that they may be pushed as texts."""
         self.num_tokens = 0  # all output tokens, including an end token and those of a stop string
         self.finish_reason: FinishReason | None = None
 
@@ -68,7 +81,7 @@ class Choice:
 
         Tokens are processed one by one, so the result doesn't depend on how they were packed into updates.
         """
-        if self._is_plain and finish_reason is None:  # nothing but text, as most of a stream is
+        if self.is_plain and finish_reason is None:
             self.num_tokens += len(token_ids)
             return Piece(self._detokenizer.push(token_ids), token_ids, None)
         # A stop token ends the text without being part of it, unless that was requested.
@@ -87,6 +100,11 @@ class Choice:
                 finish_reason = FinishReason.STOP
             text += self._stops.flush()
         return self._piece(text, token_ids, finish_reason)
+
+    def push_texts(self, token_ids: Sequence[int]) -> Texts:
+        """Take in the next tokens of a plain choice, which don't end the sequence."""
+        self.num_tokens += len(token_ids)
+        return Texts(self._detokenizer.push_each(token_ids), token_ids)
 
     def _piece(self, text: str, token_ids: Sequence[int], finish_reason: FinishReason | None) -> Piece:
         self.num_tokens += len(token_ids)

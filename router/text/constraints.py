@@ -6,8 +6,8 @@ from splitserve.protocol.sampling_features import Constraint
 from splitserve.router.http.api_error import ApiError
 from splitserve.router.http.schema import ChatCompletionRequest, GenerationRequest
 from splitserve.router.text.chat import ChatForm
-from splitserve.router.text.grammar_checker import CheckerBusyError, GrammarChecker
 from splitserve.router.text.grammars import GrammarError, schema_text
+from splitserve.router.text.processes.grammar_checker import CheckerBusyError, GrammarChecker
 from splitserve.router.text.structured_output import refused, requested_grammar
 
 

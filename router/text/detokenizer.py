@@ -23,6 +23,9 @@ class Detokenizer(Protocol):
     def push(self, token_ids: Sequence[int]) -> str:
         """Return the text that these tokens make final."""
 
+    def push_each(self, token_ids: Sequence[int]) -> list[str]:
+        """Return the texts that these tokens make final, one per token."""
+
     def flush(self) -> str:
         """Return the text left at the end of the output; an incomplete character becomes a replacement character."""
 
@@ -45,7 +48,11 @@ class WindowDetokenizer:
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Return the text that these tokens make final."""
-        return "".join([self._push_one(token_id) for token_id in token_ids])
+        return "".join(self.push_each(token_ids))
+
+    def push_each(self, token_ids: Sequence[int]) -> list[str]:
+        """Return the texts that these tokens make final, one per token."""
+        return [self._push_one(token_id) for token_id in token_ids]
 
     def flush(self) -> str:
         """Return the text left at the end of the output; an incomplete character becomes a replacement character."""

@@ -25,7 +25,7 @@ from splitserve.router.text.chat_template import ChatTemplateError
 from splitserve.router.text.choice import Choice
 from splitserve.router.text.constraints import Constraints
 from splitserve.router.text.feature_values import feature_values
-from splitserve.router.text.renderer import Renderer, RendererBusyError
+from splitserve.router.text.processes.renderer import Renderer, RendererBusyError
 from splitserve.router.text.sampling_defaults import NO_DEFAULTS, SamplingDefaults
 from splitserve.router.text.tokenizer import ModelTokenizer
 
@@ -67,7 +67,12 @@ class Preparation:
         self._pool = ThreadPoolExecutor(_TOKENIZER_THREADS, thread_name_prefix="tokenizer")
         self._encoder = tokenizer.encoder(self._pool)
 
+    def start(self) -> None:
+        """Start the process that tokenises long texts; prompts needn't wait for it."""
+        self._encoder.start()
+
     def close(self) -> None:
+        self._encoder.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     async def completion(self, request: CompletionRequest, limits: Limits, *, param: str = "prompt") -> list[Prompt]:

@@ -11,26 +11,24 @@ from concurrent.futures import Executor
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Encoding, Tokenizer
+from tokenizers import Encoding
 
 from splitserve.common.errors import CheckpointError, ConfigError
 from splitserve.common.model_files import (
     GENERATION_CONFIG,
     MAX_CONFIG_BYTES,
     MAX_TEMPLATE_BYTES,
-    MAX_TOKENIZER_BYTES,
     MAX_TOKENIZER_CONFIG_BYTES,
-    check_file,
     end_token_ids,
     read_json_object,
     read_text,
 )
-from splitserve.router.http.api_error import clipped
 from splitserve.router.scores.token_texts import TokenTexts
 from splitserve.router.text.detokenizer import Detokenizer, WindowDetokenizer
-from splitserve.router.text.renderer import TemplateSource
+from splitserve.router.text.processes.renderer import TemplateSource
 from splitserve.router.text.tokens.byte_level import ByteLevelDetokenizer, TokenTable
 from splitserve.router.text.tokens.encoder import TextEncoder
+from splitserve.router.text.tokens.file import load_tokenizer
 
 _SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -42,7 +40,7 @@ class ModelTokenizer:
     """
 
     def __init__(self, model_dir: Path, chat_template: str = "") -> None:
-        self._tokenizer = _load_tokenizer(model_dir / "tokenizer.json")
+        self._tokenizer, self._file = load_tokenizer(model_dir / "tokenizer.json")
         config = _read_json(model_dir / "tokenizer_config.json", MAX_TOKENIZER_CONFIG_BYTES)
         self.texts = TokenTexts(self._tokenizer)
         self._special_tokens = _special_tokens(config)
@@ -76,8 +74,8 @@ class ModelTokenizer:
         return self._tokenizer.id_to_token(token_id) or ""
 
     def encoder(self, pool: Executor) -> TextEncoder:
-        """Return what finds the tokens of prompts; long texts are encoded by ``pool``."""
-        return TextEncoder(self._tokenizer, pool)
+        """Return what finds the tokens of prompts; ``pool`` encodes long texts where its child process can't."""
+        return TextEncoder(self._tokenizer, self._file, pool)
 
     def detokenizer(self, *, skip_special_tokens: bool = True) -> Detokenizer:
         if self._is_byte_level:
@@ -98,21 +96,6 @@ class ModelTokenizer:
                 return ids
         token_id = self._tokenizer.token_to_id(self._special_tokens.get("eos_token", ""))
         return () if token_id is None else (token_id,)
-
-
-def _load_tokenizer(path: Path) -> Tokenizer:
-    if not path.is_file():
-        raise CheckpointError(f"{path} is missing: the model directory must hold the tokenizer's tokenizer.json")
-    try:
-        check_file(path, MAX_TOKENIZER_BYTES)
-        tokenizer = Tokenizer.from_file(str(path))
-    except CheckpointError:
-        raise
-    except Exception as error:  # the binding raises bare Exception
-        raise CheckpointError(f"{path} is not a usable tokenizer: {clipped(str(error), 500)}") from error
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    return tokenizer
 
 
 def _read_json(path: Path, max_bytes: int) -> dict[str, Any]:

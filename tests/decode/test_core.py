@@ -78,8 +78,11 @@ class TestDecode:
 
     def test_an_ordinary_handover(self, decode: Worker) -> None:
         self.connect(decode)
+        assert not decode.core.is_landing
         command = self.begin_read(decode)
+        assert decode.core.is_landing, "a step that is planned a moment later has it"
         effects = decode.event(self.verified(command))
+        assert not decode.core.is_landing
         assert sent(effects, Release) == [Release(KEY, True)]
         (tokens,) = sent(effects, StepTokens)
         assert isinstance(tokens, StepTokens)
@@ -94,6 +97,7 @@ class TestDecode:
     def test_a_read_error_breaks_the_connection_and_is_reported(self, decode: Worker) -> None:
         self.connect(decode)
         command = self.begin_read(decode, last=False)
+        assert not decode.core.is_landing, "its last block isn't even offered"
         effects = decode.event(ReadResult(command.read_id, "reset by peer"))
         assert of(effects, Disconnect) == [Disconnect(PREFILL)]
         assert sent(effects, Release) == [Release(KEY, False)]

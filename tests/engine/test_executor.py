@@ -3,10 +3,12 @@
 import threading
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import msgspec
 import pytest
 
+from splitserve.engine.steps import executor as executor_module
 from splitserve.engine.steps.executor import (
     Executor,
     Failures,
@@ -17,7 +19,7 @@ from splitserve.engine.steps.executor import (
 )
 from splitserve.engine.steps.launch_pace import LaunchPace
 from splitserve.protocol.step import MAX_STEPS_IN_FLIGHT, SampleSpec, ScheduledChunk, StepOutput, StepPlan
-from waiting import PATIENCE_SECONDS
+from waiting import PATIENCE_SECONDS, wait_until
 
 GREEDY = SampleSpec(temperature=0.0, top_k=0, top_p=1.0, seed=0, choice=0, position=1)
 ILLEGAL = "CUDA error: an illegal memory access was encountered"
@@ -309,16 +311,66 @@ class TestLateLaunch:
         driver.launch(5)
         assert driver.woken.acquire(timeout=PATIENCE_SECONDS)
         assert driver.executor.result() is None  # it runs on
+        wait_until(lambda: driver.executor.has_room)
         driver.launch(6)
         driver.release(1)
         pace.wait = 0.03  # counted from the end of the first one
         assert driver.result().outcome == StepOutput.of([5])
         assert driver.woken.acquire(timeout=PATIENCE_SECONDS)
+        wait_until(lambda: driver.executor.has_room)
         driver.launch(7)
         driver.release(2)
         driver.release(3)
         assert [driver.result().outcome for _ in range(2)] == [StepOutput.of([6]), StepOutput.of([7])]
         assert len(pace.launches) == 2 and min(pace.launches) > 0.0
+
+    @pytest.mark.parametrize(("wait", "awake"), [(0.007, 0.0004), (0.001, 0.0001)])
+    def test_the_loop_stays_awake_right_before(
+        self, driver: Driver, pace: SetPace, wait: float, awake: float, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """But for no more than a tenth of the time."""
+        clock = SimpleNamespace(now=1000.0)
+        monkeypatch.setattr(executor_module.time, "monotonic", lambda: clock.now)
+        pace.wait = wait
+        executor = driver.executor
+        assert executor.has_room and not executor.is_about_to_have_room
+        driver.launch(5)
+        for clock.now in (1000.0, 1000.0 + wait - 1.1 * awake):
+            assert not executor.is_about_to_have_room and not executor.has_room
+        alarms: list[float] = []
+        monkeypatch.setattr(executor._alarm, "set", alarms.append)  # type: ignore[union-attr]
+        for clock.now in (1000.0 + wait - 0.9 * awake, 1000.0 + wait - 0.1 * awake):
+            assert executor.is_about_to_have_room and not executor.has_room
+        assert alarms == [1000.0 + wait], "the loop may go to sleep right before, and is then woken"
+        clock.now = 1000.0 + wait + 1e-6
+        assert executor.has_room and not executor.is_about_to_have_room
+        driver.launch(6)
+        clock.now = 1000.0 + wait - 0.5 * awake
+        assert not executor.is_about_to_have_room, "two steps are in flight"
+
+    @pytest.mark.parametrize(("wait", "longest"), [(0.007, 0.0005), (0.001, 0.0001)])
+    def test_a_launch_is_put_off_for_a_moment(
+        self, driver: Driver, pace: SetPace, wait: float, longest: float, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        clock = SimpleNamespace(now=1000.0)
+        monkeypatch.setattr(executor_module.time, "monotonic", lambda: clock.now)
+        assert not driver.executor.put_off(), "the device is idle"
+        pace.wait = wait
+        driver.launch(5)
+        clock.now = 1000.0 + wait + 0.9 * longest
+        assert driver.executor.has_room and driver.executor.put_off() and driver.executor.has_room
+        clock.now = 1000.0 + wait + 1.1 * longest
+        assert not driver.executor.put_off()
+        driver.launch(6)
+        driver.release(1)
+        wait_until(lambda: driver.executor.result() is not None)
+        driver.release(2)
+        wait_until(lambda: driver.executor.result() is not None)
+        assert pace.launches == [], "how long it took tells nothing"
+
+    def test_a_launch_that_is_not_late_is_not_put_off(self, driver: Driver, pace: SetPace) -> None:
+        driver.launch(5)
+        assert driver.executor.has_room and not driver.executor.put_off()
 
     def test_launches_that_wait_for_copies_tell_nothing(self, driver: Driver, pace: SetPace) -> None:
         """Nor do those behind them."""

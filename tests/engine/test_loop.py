@@ -3,6 +3,7 @@
 import logging
 import threading
 from array import array
+from types import SimpleNamespace
 
 import pytest
 import zmq
@@ -11,6 +12,7 @@ from running_loop import ILLEGAL, FaultyRunner, running
 from splitserve.benchmarks.engine.direct_router import DirectRouter
 from splitserve.benchmarks.engine.paced_worker import build_loop
 from splitserve.common.errors import DeviceLostError
+from splitserve.engine.loop import WorkerLoop
 from splitserve.protocol.messages.envelope import Body, Envelope
 from splitserve.protocol.messages.membership import Heartbeat, Leave
 from splitserve.protocol.messages.requests import FailureCode, LocalRequest, StepTokens
@@ -30,6 +32,27 @@ def test_every_token_comes_once_and_the_device_gets_its_next_step_in_time() -> N
     follow_ups = [plan for plan in runner.plans if UNKNOWN_TOKEN in [c.token_ids[0] for c in plan.chunks]]
     assert len(follow_ups) > 100, "steps were launched before the results of those before them were here"
     assert run.error is None
+
+
+def test_a_launch_is_put_off_for_a_sequence_whose_kv_is_landing() -> None:
+    plans, launched, may_wait = iter("abc"), [], [True, False]
+    core = SimpleNamespace(is_landing=True, plan_step=lambda _now: next(plans))
+    executor = SimpleNamespace(has_room=True, put_off=lambda: may_wait.pop(0))
+
+    def launch(plan: str) -> None:
+        launched.append(plan)
+        executor.has_room = False
+
+    executor.launch = launch
+    loop = object.__new__(WorkerLoop)
+    loop._error, loop._core, loop._io = None, core, SimpleNamespace(executor=executor)  # type: ignore[assignment]
+    loop._launch(0.0)
+    assert launched == [], "a moment later the sequence may be there"
+    loop._launch(0.0)
+    assert launched == ["a"], "it can't be put off any longer"
+    core.is_landing, executor.has_room = False, True
+    loop._launch(0.0)
+    assert launched == ["a", "b"] and may_wait == []
 
 
 def test_heartbeats_count_what_could_not_be_delivered_and_what_was_no_message() -> None:

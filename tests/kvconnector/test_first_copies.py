@@ -1,5 +1,6 @@
 """The first copies of a read through a mapping, which the thread that commands it queues, and the wait for its end."""
 
+import random
 from collections.abc import Sequence
 from pathlib import Path
 from threading import Lock
@@ -21,7 +22,7 @@ from splitserve.protocol.handover.reads import ReadCommand, ReadPath
 from splitserve.protocol.memory_records import LayoutRecord, MemoryKind
 from splitserve.protocol.request import Party
 
-NUM_BLOCKS = 12
+NUM_BLOCKS = 32
 MIB = 1 << 20
 PEER = Party("prefill-0", 1)
 POSTED, COPY = LinkCost(2e-5, 5e-6, 270e9), CopyCost(2e-5, 1e12)
@@ -47,20 +48,23 @@ def test_the_thread_that_commands_a_read_queues_its_first_copies(prefill: int, m
     reader.expect(ReadCost(POSTED, COPY, None, LinkCost(0.0, 0.0, memory.block_bytes)))
     clock = SimpleNamespace(now=100.0)
     monkeypatch.setattr(mapped_reads.time, "monotonic", lambda: clock.now)
-    local, remote = [4, 5, 8, 0, 10, 11], [7, 3, 0, 1, 9, 11]
+    chosen = random.Random(prefill)
+    local, remote = (chosen.sample(range(NUM_BLOCKS), 24) for _ in range(2))
     whole = torch.cat([source.blocks[remote] for source in sources], dim=2)
     memory.blocks.fill_(-1.0)
     first = reader.start(local, remote)
-    assert first is not None and first.num_blocks == 4 and driver.context == CONTEXT
-    assert torch.equal(memory.blocks[local[:4]], whole[:4]) and (memory.blocks[local[4:]] == -1.0).all()
-    assert len(driver.calls) == prefill
+    assert first is not None and first.num_blocks == 20 and driver.context == CONTEXT
+    assert torch.equal(memory.blocks[local[:20]], whole[:20]) and (memory.blocks[local[20:]] == -1.0).all()
+    assert len(driver.calls) == 2 * prefill
     clock.now += 1.0
     pending = reader.read(local, remote, ReadPath.MAPPED, first)
-    assert torch.equal(memory.blocks[local], whole) and len(driver.calls) == 2 * prefill
-    assert pending.due_at == pytest.approx(105.4), "all of them, since the first ones were queued"
-    assert reader.start(local, [*remote[:5], NUM_BLOCKS]) is None, "a slot of the host tier"
+    assert torch.equal(memory.blocks[local], whole) and len(driver.calls) == 3 * prefill
+    assert pending.due_at == pytest.approx(121.6), "all of them, since the first ones were queued"
+    few = reader.start([1, 2, 3, 4, 5], [5, 4, 3, 2, 1])
+    assert few is not None and few.num_blocks == 5, "all of them"
+    assert reader.start([1, 2], [3, NUM_BLOCKS]) is None, "a slot of the host tier"
     reader.close()
-    assert reader.start(local, remote) is None and len(driver.calls) == 2 * prefill
+    assert reader.start(local, remote) is None and len(driver.calls) == 5 * prefill
 
 
 @INTERPRETED

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
+import msgspec
 import psutil
 import pytest
 
@@ -20,10 +21,11 @@ from router_harness import CHAT_TEMPLATE, RouterProcess, write_model_dir
 from splitserve.common.errors import CheckpointError
 from splitserve.models.config import load_model_config
 from splitserve.models.weights.checkpoint import read_records, weight_files
-from splitserve.router.text import template_process
 from splitserve.router.text.chat_template import ChatTemplateError
-from splitserve.router.text.renderer import NUM_PROCESSES, Renderer, TemplateSource
-from splitserve.router.text.template_process import Rendering, Setup, framed
+from splitserve.router.text.processes import template_process
+from splitserve.router.text.processes.child import framed
+from splitserve.router.text.processes.renderer import NUM_PROCESSES, Renderer, TemplateSource
+from splitserve.router.text.processes.template_process import Rendering, Setup
 from splitserve.router.text.tokenizer import ModelTokenizer
 from waiting import PATIENCE_SECONDS, wait_until
 
@@ -277,7 +279,7 @@ def test_streams_go_on_beside_an_endless_template(tmp_path: Path):
                 break
         assert TOKEN_SECONDS / 2 < min(gaps) < 0.1, gaps
         pids = [child.pid for child in psutil.Process(router.process.pid).children()]
-        assert len(pids) == NUM_PROCESSES
+        assert len(pids) == NUM_PROCESSES + 1, "and one that tokenises"
         router.process.kill()
         wait_until(lambda: not any(psutil.pid_exists(pid) for pid in pids), "processes outlive their router")
 
@@ -288,5 +290,6 @@ def test_a_process_in_an_endless_template_ends_itself():
     with ours:
         with theirs:
             process = subprocess.Popen([sys.executable, "-m", template_process.__name__], stdin=theirs.fileno())
-        ours.sendall(framed(Setup(ENDLESS, {}, 100, 0.5)) + framed(Rendering([{"role": "user", "content": "a"}])))
+        for message in (Setup(ENDLESS, {}, 100, 0.5), Rendering([{"role": "user", "content": "a"}])):
+            ours.sendall(framed(msgspec.msgpack.encode(message)))
         assert process.wait(PATIENCE_SECONDS) == -signal.SIGALRM

@@ -80,7 +80,7 @@ from splitserve.protocol.messages.routers import (
     WorkerUse,
 )
 from splitserve.protocol.request import FinishReason, Party, RequestKey, Role, SamplingParams
-from splitserve.protocol.wire import MAX_MESSAGE_BYTES, decode, encode, plain
+from splitserve.protocol.wire import MAX_MESSAGE_BYTES, OneWay, decode, encode, plain
 
 KEY = RequestKey("cmpl-1", 2)
 PROMPT = array("i", [1, 0, 2**31 - 1])
@@ -199,6 +199,18 @@ EXAMPLES: list[Body] = [
 def test_round_trip(body: Body, to: Party | None) -> None:
     envelope = Envelope(PREFILL, to, body)
     assert decode(encode(envelope)) == envelope
+
+
+@pytest.mark.parametrize("body", EXAMPLES, ids=lambda body: type(body).__name__)
+def test_bodies_of_one_way_are_those_of_whole_messages(body: Body) -> None:
+    one_way = OneWay(PREFILL, DECODE)
+    data = encode(Envelope(PREFILL, DECODE, body))
+    assert one_way.body(data) == body
+    for other in (Envelope(DECODE, PREFILL, body), Envelope(PREFILL, None, body), Envelope(PREFILL, PREFILL, body)):
+        assert one_way.body(encode(other)) is None
+    for broken in (data[:-1], data + b"\x00", b"SP\x00\x00" + data[4:], b""):
+        assert one_way.body(broken) is None
+    assert one_way.body(data + bytes(MAX_MESSAGE_BYTES)) is None
 
 
 def test_every_message_has_an_example() -> None:
@@ -348,10 +360,13 @@ def test_mutated_bytes_give_a_message_or_a_wire_error(seed: int, body: Body) -> 
                 data[position:position] = randomness.randbytes(randomness.randint(1, 8))
         if len(data) <= 4:
             break
+    body_alone = OneWay(PREFILL, DECODE).body(bytes(data))
     try:
         envelope = decode(bytes(data))
     except WireError:
+        assert body_alone is None
         return
+    assert body_alone is None or repr(body_alone) == repr(envelope.body)
     assert isinstance(envelope, Envelope)
     assert decode(encode(envelope)) == envelope or "nan" in repr(envelope)
 

@@ -7,6 +7,7 @@ import pytest
 from router_harness import ready, served_router, write_model_dir
 from splitserve.benchmarks.router.worker_script import default_script
 from splitserve.protocol.request import Role
+from waiting import wait_until
 
 
 @pytest.fixture(scope="module")
@@ -120,6 +121,7 @@ def test_a_clients_id_goes_through_all_processes(served):
     body = {"prompt": "a", "max_tokens": 3, "cache_salt": "tenant", "priority": -4}
     status, headers, answer = router.request("POST", "/v1/completions", body, **{"X-Request-Id": "trace-7.a"})
     assert status == 200 and headers["x-request-id"] == "trace-7.a" and answer["id"] == "cmpl-trace-7.a"
+    wait_until(lambda: all(worker.requests for worker in pair))  # the answer doesn't wait for prefill's
     for worker in pair:
         [request] = worker.requests
         assert request.key.request_id.startswith("trace-7.a-")

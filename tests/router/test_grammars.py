@@ -10,7 +10,6 @@ from llguidance import LLMatcher
 
 from splitserve.common.grammars import load_grammar_tokenizer
 from splitserve.router.http.api_error import ApiError
-from splitserve.router.text.grammar_checker import GrammarChecker
 from splitserve.router.text.grammars import (
     GrammarError,
     choice_grammar,
@@ -19,6 +18,7 @@ from splitserve.router.text.grammars import (
     regex_grammar,
     schema_text,
 )
+from splitserve.router.text.processes.grammar_checker import GrammarChecker
 from splitserve.router.text.structured_output import ResponseFormat, StructuredOutputs, refused, requested_grammar
 from splitserve.router.text.tokenizer import ModelTokenizer
 

@@ -91,7 +91,7 @@ def test_a_link_takes_messages_once_it_is_up_however_soon_after_others() -> None
             WorkerInfo(DECODE, Role.DECODE, endpoint, 1, LAYOUT, 32, 4, 64, 50),
             ROUTER,
             SocketSecurity(context, ""),
-            on_frames=lambda *_: None,
+            on_message=lambda *_: None,
             on_drained=lambda: None,
             on_up=lambda link: taken.set_result(link.send(ReadClock(1.0))),
             on_down=lambda _: None,

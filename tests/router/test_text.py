@@ -10,15 +10,16 @@ from hypothesis import strategies as st
 from router_harness import EOS, write_model_dir
 from splitserve.common.errors import CheckpointError
 from splitserve.protocol.request import FinishReason
+from splitserve.router.http.formats import ChatFormat
 from splitserve.router.http.schema import CompletionRequest
 from splitserve.router.placement.placer import Limits
 from splitserve.router.text.chat_template import ChatTemplate, ChatTemplateError
 from splitserve.router.text.choice import Choice
 from splitserve.router.text.constraints import Constraints
 from splitserve.router.text.detokenizer import StopStrings, WindowDetokenizer
-from splitserve.router.text.grammar_checker import GrammarChecker
 from splitserve.router.text.preparation import Preparation
-from splitserve.router.text.renderer import Renderer
+from splitserve.router.text.processes.grammar_checker import GrammarChecker
+from splitserve.router.text.processes.renderer import Renderer
 from splitserve.router.text.tokenizer import ModelTokenizer
 from splitserve.router.text.tokens.byte_level import ByteLevelDetokenizer, TokenTable
 
@@ -267,3 +268,29 @@ def test_long_texts_of_few_tokens_are_not_refused(tmp_path):
     prompts = asyncio.run(preparation.completion(request, Limits(1024, 1024, 1000)))
     preparation.close()
     assert list(prompts[0].token_ids) == [tokenizer.token_to_id(word)] * 500
+
+
+@pytest.mark.parametrize("kind", ["byte-level", "window"])
+def test_texts_are_the_pieces_of_tokens_one_by_one(tokenizer, kind):
+    """Whole characters and parts of them, however many tokens come at once; so are the events made of them."""
+
+    def choice():
+        if kind == "window":
+            return Choice(WindowDetokenizer(tokenizer), [])
+        return Choice(ByteLevelDetokenizer(TokenTable(lambda token_id: tokenizer.id_to_token(token_id) or "")), [])
+
+    ids = tokenizer.encode("The quick 東京は 😀 brown fox").ids
+    for size in (1, 2, 5, len(ids)):
+        for return_token_ids in (False, True):
+            one, other = choice(), choice()
+            form = ChatFormat("m", return_token_ids=return_token_ids)
+            assert one.is_plain
+            for begin in range(0, len(ids), size):
+                part = ids[begin : begin + size]
+                texts = one.push_texts(part)
+                pieces = [other.push((token_id,), None) for token_id in part]
+                assert list(texts.pieces()) == pieces
+                assert form.texts(0, texts) == b"".join(form.chunk(0, piece, {}) for piece in pieces)
+            assert one.num_tokens == other.num_tokens == len(ids)
+            assert one.push((), FinishReason.LENGTH) == other.push((), FinishReason.LENGTH)
+    assert not Choice(WindowDetokenizer(tokenizer), ["stop"]).is_plain

@@ -6,6 +6,7 @@ The joined pieces equal what the tokenizer's own decoder makes of all tokens at 
 import codecs
 import contextlib
 from collections.abc import Callable, Collection, Sequence
+from typing import cast
 
 _new_decoder = codecs.getincrementaldecoder("utf-8")
 
@@ -67,9 +68,15 @@ class ByteLevelDetokenizer:
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Return the text that these tokens make final."""
-        if len(token_ids) == 1:
-            return self._push_one(token_ids[0])
-        return "".join([self._push_one(token_id) for token_id in token_ids])
+        return "".join(self.push_each(token_ids))
+
+    def push_each(self, token_ids: Sequence[int]) -> list[str]:
+        """Return the texts that these tokens make final, one per token."""
+        if not self._is_pending:
+            texts = [*map(self._whole_texts.get, token_ids)]
+            if None not in texts:
+                return cast("list[str]", texts)
+        return [self._push_one(token_id) for token_id in token_ids]
 
     def flush(self) -> str:
         """Return the text left at the end of the output: an incomplete character becomes a replacement character."""

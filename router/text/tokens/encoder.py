@@ -2,8 +2,8 @@
 loop.
 
 A text is cut at the vocabulary's added tokens, which a tokenizer finds before anything else, so that the messages of a
-chat are segments of their own: those of earlier turns are remembered. New segments are looked up word by word
-(:mod:`.words`), in slices between which the event loop serves others, or encoded as a whole where words can't be.
+chat are segments of their own: those of earlier turns are remembered. New long segments go to a child process, which
+looks them up word by word (:mod:`.words`); where texts can't be cut before words, a thread encodes them as a whole.
 """
 
 import asyncio
@@ -11,16 +11,18 @@ import json
 import re
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
 
 from tokenizers import Tokenizer
 
 from splitserve.protocol.token_ids import TOKEN_ID_BYTES, TokenIds
-from splitserve.router.text.tokens.words import WordMemory, cuts_before_words, slices
+from splitserve.router.text.processes.word_encoder import WordEncoder
+from splitserve.router.text.tokens.file import TokenizerFile
+from splitserve.router.text.tokens.words import cuts_before_words
 
-MAX_INLINE_CHARS = 1024
-"""Characters that are encoded on the event loop: about a millisecond."""
+MAX_INLINE_CHARS = 256
+"""Characters that are encoded on the event loop: that takes it as long as a text's way to another process and back."""
 MAX_REMEMBERED_BYTES = 64 << 20
 _ENTRY_BYTES = 256  # of a remembered segment, beside its characters and tokens
 MAX_ADDED_TOKENS = 512
@@ -28,16 +30,29 @@ MAX_ADDED_TOKENS = 512
 
 
 class TextEncoder:
-    """The tokens of texts, as :meth:`Tokenizer.encode` finds them. Long ones are encoded by ``pool``."""
+    """The tokens of texts, as :meth:`Tokenizer.encode` finds them.
 
-    def __init__(self, tokenizer: Tokenizer, pool: Executor) -> None:
+    A child process, which reads ``file`` for itself, encodes long ones, and ``pool`` those that it can't.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, file: TokenizerFile, pool: Executor) -> None:
         self._tokenizer = tokenizer
         self._pool = pool
         self._added = _cutting_tokens(tokenizer)
         self._cut = re.compile("|".join(map(re.escape, self._added))) if self._added else None
-        self._words = WordMemory() if cuts_before_words(tokenizer) else None
+        self.words = WordEncoder(file, self._whole) if cuts_before_words(tokenizer) else None
         self._segments = SegmentMemory(MAX_REMEMBERED_BYTES)
         self._around = _special_tokens_around(tokenizer)
+
+    def start(self) -> None:
+        """Start the child process; until it is ready ``pool`` does its work."""
+        if self.words is not None:
+            self.words.start()
+
+    def close(self) -> None:
+        """End the child process."""
+        if self.words is not None:
+            self.words.close()
 
     async def encode(self, text: str, *, add_special_tokens: bool, check: Callable[[int], None]) -> TokenIds:
         """Return the tokens of ``text``, with those that the post-processor adds if ``add_special_tokens``.
@@ -46,7 +61,7 @@ class TextEncoder:
         """
         around = self._around if add_special_tokens else ((), ())
         if around is None:  # the post-processor does more than to put tokens around the text's
-            return await self._whole(text, add_special_tokens=True, check=check)
+            return await self._whole(text, check, add_special_tokens=True)
         token_ids = array("i", around[0])
         for segment in self._split(text):
             if isinstance(segment, int):
@@ -73,40 +88,21 @@ class TextEncoder:
         found = self._segments.get(text)
         if found is not None:
             return found
-        if self._words is None:
-            token_ids = await self._whole(text, add_special_tokens=False, check=check)
+        if self.words is None or len(text) <= MAX_INLINE_CHARS:
+            token_ids = await self._whole(text, check)
         else:
-            token_ids = await self._by_words(text, self._words, num_before, check)
+            token_ids = await self.words.encode(text, num_before, check)
         self._segments.put(text, token_ids)
         return token_ids
 
-    async def _by_words(self, text: str, words: WordMemory, num_before: int, check: Callable[[int], None]) -> TokenIds:
-        token_ids = array("i")
-        for number, part in enumerate(slices(text)):
-            if number:
-                await asyncio.sleep(0)
-            lookup = words.look_up(part)
-            missing = list(lookup.unknown)
-            token_ids.extend(words.complete(lookup, await self._encode_all(missing) if missing else ()))
-            check(num_before + len(token_ids))
-        return token_ids
-
-    async def _whole(self, text: str, *, add_special_tokens: bool, check: Callable[[int], None]) -> TokenIds:
+    async def _whole(self, text: str, check: Callable[[int], None], *, add_special_tokens: bool = False) -> TokenIds:
         def encode() -> TokenIds:
+            # Only the batch call releases the GIL; "fast" leaves out offsets.
             encoding = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
             check(len(encoding))  # a list of millions would hold the interpreter
             return array("i", encoding.ids)
 
         if len(text) <= MAX_INLINE_CHARS:
-            return encode()
-        return await asyncio.get_running_loop().run_in_executor(self._pool, encode)
-
-    async def _encode_all(self, texts: Sequence[str]) -> list[list[int]]:
-        def encode() -> list[list[int]]:
-            # Only the batch call releases the GIL; "fast" leaves out offsets.
-            return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
-
-        if sum(map(len, texts)) <= MAX_INLINE_CHARS:
             return encode()
         return await asyncio.get_running_loop().run_in_executor(self._pool, encode)
 

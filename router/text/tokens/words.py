@@ -15,11 +15,8 @@ from typing import Any, cast
 
 from tokenizers import Tokenizer
 
-from splitserve.protocol.token_ids import TokenIds, from_bytes
-
-SLICE_CHARS = 1 << 12
-"""Characters that are looked up at a time: less than a millisecond. A token of another request passes through two or
-three turns of the event loop, each of which may have such a part."""
+SLICE_CHARS = 1 << 14
+"""Characters that are looked up at a time: some milliseconds. Other texts wait meanwhile."""
 MAX_WORDS = 1 << 17
 """Words of one generation; the last two generations are remembered."""
 MAX_WORD_CHARS = 64  # a longer one is unlikely to come again
@@ -141,8 +138,8 @@ class WordMemory:
         found.pop()
         return Lookup(cast("list[bytes]", found), unknown)
 
-    def complete(self, lookup: Lookup, encoded: Sequence[Sequence[int]]) -> TokenIds:
-        """Return the tokens of a part; ``encoded`` has those of its unknown texts."""
+    def complete(self, lookup: Lookup, encoded: Sequence[Sequence[int]]) -> bytes:
+        """Return the tokens of a part as packed int32; ``encoded`` has those of its unknown texts."""
         found = lookup.found
         if lookup.unknown:
             new = {text: array("i", ids).tobytes() for text, ids in zip(lookup.unknown, encoded, strict=True)}
@@ -150,7 +147,7 @@ class WordMemory:
                 for position in positions:
                     found[position] = new[text]
             self._remember(new)
-        return from_bytes(b"".join(found))
+        return b"".join(found)
 
     def _recall(self, text: str) -> bytes | None:
         """Return the tokens of a text between cuts; those of the old generation are taken over, since they are used."""

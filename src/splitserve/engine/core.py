@@ -272,6 +272,11 @@ class EngineCore:
         """Return whether no request, hand-over or step is in flight. Abandoned reads don't count."""
         return not (self.state.sequences or self._steps or any(part.num_live for part in self.parts))
 
+    @property
+    def is_landing(self) -> bool:
+        """Return whether a sequence can draw in the next step if that is planned a moment later."""
+        return any(part.is_landing for part in self.parts)
+
     def take_news(self) -> bool:
         """Return whether the next heartbeat is to be sent at once. The answer is given once."""
         has_news, self.state.has_news = self.state.has_news, False

@@ -139,7 +139,7 @@ class WorkerLoop:
 
     def run_once(self) -> None:
         """One round: wait for something to do, then do all of it."""
-        self._sockets.wait(self._seconds_until_due())
+        self._sockets.wait(0.0 if self._io.executor.is_about_to_have_room else self._seconds_until_due())
         self._io.waker.drain()
         now = time.monotonic()
         if self._drain_requested and not self._drain.has_begun:
@@ -249,6 +249,8 @@ class WorkerLoop:
 
     def _launch(self, now: float) -> None:
         while self._io.executor.has_room and self._error is None:
+            if self._core.is_landing and self._io.executor.put_off():
+                return
             plan = self._core.plan_step(now)
             if plan is None:
                 return

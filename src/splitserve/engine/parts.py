@@ -81,6 +81,11 @@ class Part:
         return 0
 
     @property
+    def is_landing(self) -> bool:
+        """Return whether nothing but the end of a read keeps a sequence from drawing its next token here."""
+        return False
+
+    @property
     def waiting(self) -> list[Sequence]:
         """Sequences that wait outside the scheduler."""
         return []

@@ -12,6 +12,16 @@ from splitserve.engine.steps.launch_pace import LaunchPace
 from splitserve.kvconnector.transfer.owner_thread import wait_precisely
 from splitserve.protocol.step import MAX_STEPS_IN_FLIGHT, LaunchedStep, LaunchingRunner, StepOutput, StepPlan
 
+AWAKE_SECONDS = 0.0004
+"""Time before a launch for which the loop stays awake: on virtual machines its core may take that long to wake up."""
+AWAKE_SHARE = 0.1
+"""Largest share of the time without room that the loop stays awake."""
+PUT_OFF_SECONDS = 0.0005
+"""Longest time by which a launch is put off for a sequence whose KV is about to be there, which would wait for another
+step. Launches are mostly faster than planned for, so the device waits for little of it."""
+PUT_OFF_SHARE = 0.1
+"""Largest share of the time without room by which a launch is put off."""
+
 
 class Runner(Protocol):
     """The part of a model runner that the executor uses."""
@@ -60,6 +70,14 @@ class Executor(Protocol):
 
     @property
     def has_room(self) -> bool: ...
+
+    @property
+    def is_about_to_have_room(self) -> bool:
+        """Return whether a step can be launched so soon that the loop isn't to sleep until then."""
+
+    def put_off(self) -> bool:
+        """Put off the launch for which there is room; return False if it can't be, any longer. The loop is woken when
+        it can't."""
 
     def launch(self, plan: StepPlan) -> None: ...
 
@@ -127,6 +145,15 @@ class StepExecutor:
         """Return whether :meth:`launch` may be called."""
         return not self.is_busy
 
+    @property
+    def is_about_to_have_room(self) -> bool:
+        """See :class:`Executor`: the end of a step isn't known before."""
+        return False
+
+    def put_off(self) -> bool:
+        """See :class:`Executor`: the device is idle."""
+        return False
+
     def launch(self, plan: StepPlan) -> None:
         assert not self.is_busy
         self.is_busy = True
@@ -176,8 +203,8 @@ class _Launched:
 
 @dataclass(frozen=True, slots=True)
 class _StepInFlight:
-    """``room_at``: since when it could have been launched beside the step before it; None without one, and where a
-    launch waits for copies."""
+    """``room_at``: since when it could have been launched beside the step before it; None without one, where a launch
+    waits for copies, and where it was put off."""
 
     plan: StepPlan
     room_at: float | None
@@ -234,6 +261,10 @@ class OverlappedExecutor:
         self._pace = pace
         self._alarm = _Alarm(wake)
         self._room_at = 0.0  # when a second step may be launched beside the one in flight
+        self._awake_at = 0.0  # since when the loop stays awake for that
+        self._latest_at = 0.0  # until when that launch can be put off
+        self._wakes_at = 0.0  # the time that the alarm was set to last
+        self._was_put_off = False
         self._threads = [
             threading.Thread(target=run, name=f"model-{run.__name__.strip('_')}", daemon=True)
             for run in (self._launch, self._wait)
@@ -248,10 +279,30 @@ class OverlappedExecutor:
             return num_in_flight == 0
         return time.monotonic() >= self._room_at
 
+    @property
+    def is_about_to_have_room(self) -> bool:
+        """See :class:`Executor`."""
+        if not 0 < len(self._in_flight) < MAX_STEPS_IN_FLIGHT:
+            return False
+        is_near = self._awake_at <= time.monotonic() < self._room_at
+        if is_near:
+            self._wake_at(self._room_at)  # which may be past when the loop has gone round once more
+        return is_near
+
+    def put_off(self) -> bool:
+        """See :class:`Executor`."""
+        if not self._in_flight or time.monotonic() >= self._latest_at:
+            return False
+        self._was_put_off = True
+        self._wake_at(self._latest_at)
+        return True
+
     def launch(self, plan: StepPlan) -> None:
         assert len(self._in_flight) < MAX_STEPS_IN_FLIGHT
         is_beside = len(self._in_flight) > 0 and not (plan.gates or self._in_flight[0].plan.gates)
-        self._in_flight.append(_StepInFlight(plan, self._room_at if is_beside else None))
+        tells = is_beside and not self._was_put_off
+        self._in_flight.append(_StepInFlight(plan, self._room_at if tells else None))
+        self._was_put_off = False
         self._plans.put(plan)
         if len(self._in_flight) == 1:
             self._find_room(time.monotonic())
@@ -272,9 +323,17 @@ class OverlappedExecutor:
 
     def _find_room(self, began: float) -> None:
         """Set the time at which a second step may be launched beside the one that began on the device at ``began``."""
-        self._room_at = began if self._pace is None else began + self._pace.seconds_to_wait(self._in_flight[0].plan)
+        wait = 0.0 if self._pace is None else self._pace.seconds_to_wait(self._in_flight[0].plan)
+        self._room_at = began + wait
+        self._awake_at = self._room_at - min(AWAKE_SECONDS, AWAKE_SHARE * wait)
+        self._latest_at = self._room_at + min(PUT_OFF_SECONDS, PUT_OFF_SHARE * wait)
         if self._room_at > time.monotonic():
-            self._alarm.set(self._room_at)
+            self._wake_at(self._awake_at)
+
+    def _wake_at(self, at: float) -> None:
+        if at != self._wakes_at:
+            self._wakes_at = at
+            self._alarm.set(at)
 
     def call(self, function: Callable[[], None]) -> None:
         """See :class:`Executor`."""

@@ -118,7 +118,7 @@ class HandoverReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     read_seconds: Seconds = 0.0
 
 
-class TokenDelta(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
+class TokenDelta(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, gc=False):
     """New tokens of one request. ``position`` is the index among the output tokens of ``token_ids[0]``.
 
     ``num_cached_tokens`` counts the prompt's tokens whose KV was found in this worker's prefix cache. ``logprobs`` are

@@ -16,9 +16,10 @@ from pathlib import Path
 import msgspec
 
 from splitserve.common.errors import SplitserveError
-from splitserve.router.text import grammar_process
-from splitserve.router.text.grammar_process import LENGTH, Setup, Verdict, framed
 from splitserve.router.text.grammars import GrammarError
+from splitserve.router.text.processes import grammar_process
+from splitserve.router.text.processes.child import LENGTH, framed
+from splitserve.router.text.processes.grammar_process import Setup, Verdict
 
 CPU_SECONDS = 1.0  # a hundred times the usual duration
 CHECK_SECONDS = 10.0  # by the clock, on a busy machine
@@ -89,7 +90,7 @@ class GrammarChecker:
             raise
         try:
             async with asyncio.timeout(CHECK_SECONDS):
-                return await child.exchange(framed(grammar))
+                return await child.exchange(grammar)
         except (TimeoutError, OSError, EOFError):
             log.warning("a grammar of %d characters ended the process that compiled it", len(grammar))
             self.close()
@@ -108,25 +109,25 @@ class GrammarChecker:
         with theirs:
             command = [sys.executable, "-m", grammar_process.__name__]
             process = subprocess.Popen(
-                command, stdin=theirs.fileno(), stdout=theirs.fileno(), env={**os.environ, **_ONE_THREAD}
+                command, stdin=theirs.fileno(), stdout=subprocess.DEVNULL, env={**os.environ, **_ONE_THREAD}
             )
         child = self._child = _Child(process, *await asyncio.open_connection(sock=ours))
-        if error := await child.exchange(framed(self._setup)):
+        if error := await child.exchange(self._setup):
             raise GrammarError(error)
         return child
 
 
 @dataclass(frozen=True, slots=True)
 class _Child:
-    """The process, and the socket that is its standard input and output."""
+    """The process, and the socket that is its standard input."""
 
     process: "subprocess.Popen[bytes]"
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
 
-    async def exchange(self, message: bytes) -> str:
+    async def exchange(self, message: Setup | str) -> str:
         """Send a message and return the error of its verdict. Raises OSError, EOFError if the process ends."""
-        self.writer.write(message)
+        self.writer.write(framed(msgspec.msgpack.encode(message)))
         await self.writer.drain()
         (length,) = LENGTH.unpack(await self.reader.readexactly(LENGTH.size))
         if length > MAX_REPLY_BYTES:
