@@ -5,6 +5,7 @@ import logging
 import os
 import signal
 import sys
+import tempfile
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,13 +13,19 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
+from abrupt_end import end_abruptly, is_of_xdist
 from command_line import splitserve
 from compiled_tests import compiled_once
 from quick_interpreter import make_quick
+from splitserve.orchestration.hosts import forking
 from two_heads import two_heads  # noqa: F401  (a fixture)
 
 if not Path("/dev/nvidiactl").exists():  # no GPU: Triton's kernels run under its interpreter; read at triton's import
     os.environ["TRITON_INTERPRET"] = "1"
+
+# Else PyTorch sets it when it first needs it, and processes with another environment get a fork server of their own.
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(tempfile.gettempdir()) / f"torchinductor_{os.getuid()}"))
+forking.IDLE_SECONDS = 1000.0  # a run of tests has pauses, and a new server imports PyTorch anew
 
 # A shell's background jobs ignore it, and so would everything that is started here.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -43,12 +50,17 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.enable()
     if os.environ.get("TRITON_INTERPRET") and "triton" in sys.modules:
         make_quick()
-    if hasattr(session.config, "workerinput") and "torch" in sys.modules:
+    if is_of_xdist(session.config) and "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(1)  # the other cores have other processes of pytest-xdist
 
 
-def pytest_sessionfinish() -> None:
-    gc.unfreeze()  # extensions look for what is left over at the end
+def pytest_configure(config: pytest.Config) -> None:
+    end_abruptly(config)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if not is_of_xdist(session.config):
+        gc.unfreeze()  # extensions look for what is left over at the end
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -61,7 +73,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Let the two long lanes of pytest-xdist go first; in one process there are none."""
-    if hasattr(item.config, "workerinput"):
+    if is_of_xdist(item.config):
         from lanes import give_way
 
         give_way(item)

@@ -23,7 +23,6 @@ import msgspec
 
 from splitserve.orchestration.hosts import child
 
-IDLE_SECONDS = 30.0
 MAX_PACKET_BYTES = 1 << 20
 
 
@@ -61,17 +60,18 @@ MAX_DESCRIPTORS = 5
 class ForkServer:
     """Server of one control socket."""
 
-    def __init__(self, control: socket.socket) -> None:
+    def __init__(self, control: socket.socket, idle_seconds: float) -> None:
         self._control = control
+        self._idle_seconds = idle_seconds
         self._selector = selectors.DefaultSelector()
         self._selector.register(control, selectors.EVENT_READ)
         self._pids: dict[int, int] = {}  # of living children, by the descriptor of their process
 
     def serve(self) -> None:
-        """Serve until the other side closes its socket, or no child has lived for :data:`IDLE_SECONDS`."""
+        """Serve until the other side closes its socket, or no child has lived for ``idle_seconds``."""
         idle_since = time.monotonic()
-        while self._pids or time.monotonic() - idle_since < IDLE_SECONDS:
-            for key, _ in self._selector.select(None if self._pids else IDLE_SECONDS):
+        while self._pids or time.monotonic() - idle_since < self._idle_seconds:
+            for key, _ in self._selector.select(None if self._pids else self._idle_seconds):
                 if key.fileobj is not self._control:
                     self._reap(key.fd)
                 elif not self._answer():
@@ -145,7 +145,8 @@ class ForkServer:
 
 
 def serve(preloaded: str, kind: type[ForkServer] = ForkServer) -> None:
-    """Import a module, then serve the control socket whose descriptor is the program's first argument."""
+    """Import a module, then serve the control socket whose descriptor is the program's first argument. The third is the
+    time in seconds after which the server ends without a child."""
     control = socket.socket(fileno=int(sys.argv[1]))
     control.set_inheritable(False)
     gc.disable()
@@ -155,7 +156,8 @@ def serve(preloaded: str, kind: type[ForkServer] = ForkServer) -> None:
     threads = os.listdir("/proc/self/task")
     if len(threads) > 1:
         sys.exit(f"{preloaded} started {len(threads) - 1} threads while it was imported: a fork would lose them")
-    kind(control).serve()
+    kind(control, float(sys.argv[3])).serve()
+    os._exit(0)  # nothing is left to do, and PyTorch takes a third of a second to be torn down
 
 
 if __name__ == "__main__":

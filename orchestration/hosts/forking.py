@@ -31,6 +31,8 @@ _READ_AT_LOAD = (
     "PYTHON", "PYTORCH", "TORCH", "TRITON", "VIRTUAL_ENV",
 )  # fmt: skip
 _THREADS = ("MKL_NUM_THREADS", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+IDLE_SECONDS = 30.0
+"""Time after which a server without children ends."""
 LOST_STATUS = 255
 """The exit status of a child whose server ended before it."""
 
@@ -91,7 +93,7 @@ class ForkServerLink:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._popen = subprocess.Popen(
-                [sys.executable, "-m", module, str(theirs.fileno()), preloaded],
+                [sys.executable, "-m", module, str(theirs.fileno()), preloaded, str(IDLE_SECONDS)],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(),),

@@ -39,7 +39,6 @@ for call in range(40):
     if chosen.random() < 0.5:
         time.sleep(0.002 * rank)  # others may be in the next call meanwhile, but may not write yet
     assert torch.equal(gathered, torch.cat(list(parts), 1)), (call, rank)
-print("right")
 """
 
 

@@ -68,7 +68,6 @@ for call in range(70):
     assert (normed is not None) == (with_norm and columns <= 48 and add is not two), (call, rank)
     if normed is not None:
         assert torch.equal(normed, triton_ops.rms_norm(residual, norm, 1e-5)), (call, rank, rows)
-print("right")
 """
 
 

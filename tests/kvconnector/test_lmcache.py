@@ -213,7 +213,7 @@ def test_a_server_that_comes_and_goes() -> None:
 def test_a_server_that_hangs_holds_up_one_copy(server: ProbedServer) -> None:
     with Side(server.endpoint) as side:
         assert side.put(tokens(1, seed=7)) == BLOCKS_PER_CHUNK
-        stop_process(server.process.pid)
+        stop_process(server.pid)
         try:
             seconds = []
             for _ in range(6):
@@ -223,7 +223,7 @@ def test_a_server_that_hangs_holds_up_one_copy(server: ProbedServer) -> None:
                 seconds.append(time.monotonic() - started)
             assert min(seconds[1:]) < 0.1, "nobody waits for it any more"
         finally:
-            os.kill(server.process.pid, signal.SIGCONT)
+            os.kill(server.pid, signal.SIGCONT)
         side.wait(is_available=False)
         side.wait(is_available=True)
         assert side.get(tokens(1, seed=7)) == BLOCKS_PER_CHUNK

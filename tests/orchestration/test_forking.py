@@ -4,7 +4,6 @@ import json
 import os
 import queue
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -14,7 +13,7 @@ import psutil
 import pytest
 
 from splitserve.orchestration.cluster.host import ChildExited, ChildProgress, Event
-from splitserve.orchestration.hosts import fork_server, forking, process
+from splitserve.orchestration.hosts import forking, process
 from splitserve.orchestration.hosts.forking import LOST_STATUS, ForkError
 from splitserve.orchestration.hosts.process import ChildProcess, child_environment
 from splitserve.protocol.config import EngineConfig, WorkerConfig
@@ -172,10 +171,10 @@ def test_variables_that_libraries_read_while_they_are_loaded() -> None:
 
 
 def test_a_server_without_children_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fork_server, "IDLE_SECONDS", 0.05)
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with ours, theirs:
-        fork_server.ForkServer(theirs).serve()
+    monkeypatch.setattr(forking, "IDLE_SECONDS", 0.05)
+    server = forking.ForkServerLink(os.environ, "json")
+    wait_until(lambda: not server.is_running(), "it still runs")
+    server.close()
 
 
 def test_without_a_server_a_worker_starts_by_itself(

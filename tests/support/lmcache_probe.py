@@ -1,15 +1,60 @@
 """LMCache's server, run by its own environment's Python, that tells on request what it holds for its clients.
 
-Arguments are the server's own. A line on standard input is answered by a line of JSON; its end ends the server.
+This program forks servers from what it takes seconds to import. It answers each packet on its control socket, the
+arguments of a server and the descriptors of its standard input and output, with the server's process id. A line on a
+server's standard input is answered by a line of JSON; its end ends the server.
 """
 
+import gc
 import json
+import os
+import signal
+import socket
 import sys
+import traceback
 
-from lmcache.v1.multiprocess import server
+gc.disable()  # during imports, of which it would take a third
+from lmcache.v1.multiprocess import server  # noqa: E402
+
+gc.freeze()
+gc.enable()
+
+MAX_PACKET_BYTES = 1 << 16
 
 
 def main() -> None:
+    control = socket.socket(fileno=int(sys.argv[1]))
+    assert len(os.listdir("/proc/self/task")) == 1, "a fork would lose threads"
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for servers
+    while True:
+        packet, descriptors, _, _ = socket.recv_fds(control, MAX_PACKET_BYTES, 2)
+        if not packet:
+            os._exit(0)
+        pid = os.fork()
+        if not pid:
+            be_server(json.loads(packet), descriptors, control)
+        for descriptor in descriptors:
+            os.close(descriptor)
+        control.send(str(pid).encode())
+
+
+def be_server(arguments: list[str], descriptors: list[int], control: socket.socket) -> None:
+    """Never returns."""
+    try:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        control.close()
+        for number, descriptor in enumerate(descriptors):
+            os.dup2(descriptor, number)
+            os.close(descriptor)
+        sys.argv[1:] = arguments
+        serve()
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(1)
+
+
+def serve() -> None:
     options = server.parse_args()
     made = server.run_cache_server(
         mp_config=server.parse_args_to_mp_server_config(options),

@@ -1,14 +1,18 @@
 """LMCache's real server for tests, and a worker's side of it; skipped where its environment isn't there."""
 
+import atexit
+import functools
 import json
 import os
 import random
 import secrets
 import select
+import signal
+import socket
 import subprocess
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -62,30 +66,22 @@ class ProbedServer:
             *("--l1-size-gb", str(memory_gb), "--eviction-policy", "LRU", "--disable-observability"),
             *(part for backend in backends for part in ("--l2-adapter", json.dumps(backend))),
         ]
-        environment = {**os.environ, "LMCACHE_TRACK_USAGE": "false", "LMCACHE_LOG_LEVEL": "ERROR"}
-        environment["PYTHONWARNINGS"] = "ignore::UserWarning:multiprocessing.resource_tracker"
-        environment.pop("PYTHONPATH", None)
-        self.process = subprocess.Popen(
-            [python_with_lmcache(), Path(__file__).with_name("lmcache_probe.py"), *arguments],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=environment,
-        )
+        (stdin, questions), (answers, stdout) = os.pipe(), os.pipe()
+        self.pid = _probes().fork(arguments, (stdin, stdout))
+        self._pidfd = os.pidfd_open(self.pid)
+        self._questions, self._answers = os.fdopen(questions, "wb", buffering=0), os.fdopen(answers, "rb")
         self._answer()
 
     def holds(self) -> dict[str, int]:
         """Return the numbers of objects that it holds for its clients."""
-        assert self.process.stdin is not None
-        self.process.stdin.write(b"\n")
-        self.process.stdin.flush()
+        self._questions.write(b"\n")
         return self._answer()
 
     def _answer(self) -> dict[str, int]:
-        assert self.process.stdout is not None
-        ready, _, _ = select.select([self.process.stdout], [], [], PATIENCE_SECONDS)
+        ready, _, _ = select.select([self._answers], [], [], PATIENCE_SECONDS)
         assert ready, "the server says nothing"
-        line = self.process.stdout.readline()
-        assert line, f"the server ended with status {self.process.wait()}"
+        line = self._answers.readline()
+        assert line, "the server has ended"
         answer: dict[str, int] = json.loads(line)
         return answer
 
@@ -101,17 +97,50 @@ class ProbedServer:
         return False
 
     def kill(self) -> None:
-        self.process.kill()
-        self.process.wait()
+        """Kill it, unless it has ended, and wait for its end."""
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+        select.select([self._pidfd], [], [])
 
     def close(self) -> None:
-        if self.process.poll() is None:
-            self.kill()
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdin.close()
-        self.process.stdout.close()
+        self.kill()
+        self._questions.close()
+        self._answers.close()
+        os.close(self._pidfd)
         (SEGMENTS / self.segment).unlink(missing_ok=True)
+
+
+class _Probes:
+    """The program that forks servers. It ends with this process."""
+
+    def __init__(self) -> None:
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        environment = {**os.environ, "LMCACHE_TRACK_USAGE": "false", "LMCACHE_LOG_LEVEL": "ERROR"}
+        environment["PYTHONWARNINGS"] = "ignore::UserWarning:multiprocessing.resource_tracker"
+        environment["OPENBLAS_NUM_THREADS"] = "1"  # threads of an import would not outlive a fork
+        environment.pop("PYTHONPATH", None)
+        program = [python_with_lmcache(), Path(__file__).with_name("lmcache_probe.py"), str(theirs.fileno())]
+        self._process = subprocess.Popen(program, pass_fds=(theirs.fileno(),), env=environment, process_group=0)
+        theirs.close()
+        atexit.register(self._end)
+
+    def fork(self, arguments: list[str], descriptors: tuple[int, int]) -> int:
+        """Start a server with this standard input and output, which are closed here; returns its process id."""
+        socket.send_fds(self._control, [json.dumps(arguments).encode()], descriptors)
+        for descriptor in descriptors:
+            os.close(descriptor)
+        pid = self._control.recv(16)
+        assert pid, "the program that forks servers has ended"
+        return int(pid)
+
+    def _end(self) -> None:
+        self._control.close()
+        self._process.wait()
+
+
+@functools.cache
+def _probes() -> _Probes:
+    return _Probes()
 
 
 @contextmanager
