@@ -12,11 +12,12 @@ Variant = Literal["plain", "add", "norm", "gated"]
 
 _FEW_ROWS = 16
 _ROW_BLOCK = 4096
+_TILE_ROW_BYTES = 512  # of each weight row of a tile: its stages share the memory of a program
 
 
 @dataclass(frozen=True, slots=True)
 class LinearLaunch:
-    """Launch parameters of a product. The defaults suit few rows of any shape."""
+    """Launch parameters of a product. The defaults suit few rows of any shape in 16 bits."""
 
     block_m: int = 16  # 0: cuBLAS; 1: the kernel for one row
     block_n: int = 32  # outputs
@@ -46,5 +47,6 @@ def launch_params(
         block_k = min(_ROW_BLOCK, triton.next_power_of_2(in_features))
         default = LinearLaunch(block_m=1, block_n=2 if variant == "gated" else 4, block_k=block_k)
     else:
-        default = LinearLaunch() if num_rows <= _FEW_ROWS else CUBLAS
+        few = LinearLaunch(block_k=_TILE_ROW_BYTES // dtype.itemsize)
+        default = few if num_rows <= _FEW_ROWS else CUBLAS
     return tuned(default, f"linear_{variant}", shape_key(dtype, n=out_features, k=in_features), num_rows)

@@ -111,7 +111,7 @@ class Placer:
                 else:
                     num_tokens = self._prefixes.num_computed(party, prompt, num_tokens)
             if num_tokens:
-                found.append(PrefixSource(party, num_tokens))
+                found.append(PrefixSource(party, num_tokens, worker.link_rates))
         return max(found, key=lambda source: (source.num_tokens, source.party.engine_id), default=None)
 
     def note_computed(self, request: ActiveRequest) -> None:

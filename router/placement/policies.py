@@ -8,6 +8,7 @@ import hashlib
 import importlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import NamedTuple, TypeAlias
 
 import msgspec
@@ -23,6 +24,7 @@ READ_SECONDS = 0.003
 """Time of a read of a prefix from another worker, or of a hand-over, beside its bytes."""
 USUAL_LINK_RATE = 1e9
 """Bytes per second of a link whose rate isn't known."""
+_NO_RATES: Mapping[str, float] = MappingProxyType({})
 NO_LOAD = WorkerLoad()
 NO_STEP_MODEL = StepModel()
 DEFAULT_CHUNK_TOKENS = 512
@@ -78,10 +80,14 @@ class WorkerView:
 
 
 class PrefixSource(NamedTuple):
-    """The worker from which others can read the longest part of a request's prompt, as far as the router knows."""
+    """The worker from which others can read the longest part of a request's prompt, as far as the router knows.
+
+    ``link_rates``: the bytes per second at which it reads from others, by their engine ids.
+    """
 
     party: Party
     num_tokens: int
+    link_rates: Mapping[str, float] = _NO_RATES
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,15 +196,19 @@ class PrefixRead(NamedTuple):
 
 def prefix_read(snapshot: Snapshot, prefill: WorkerView, shape: RequestShape) -> PrefixRead | None:
     """Return the read of a prefix from the snapshot's source if it is predicted to take less time than ``prefill``
-    takes to compute the same; else None."""
+    takes to compute the same; else None.
+
+    A worker that has not yet read from another knows no rate of that link: what the other reads from it at counts, as a
+    decode worker's does from hand-overs.
+    """
     source, num_tokens = snapshot.prefix_source, shape.num_prompt_tokens + shape.num_output_tokens
     matched = min(prefill.prefix_match_tokens, num_tokens - 1)
     if source is None or not prefill.reads_prefixes:
         return None
     if source.num_tokens <= matched or source.party == prefill.party:
         return None
-    rate = prefill.link_rates.get(source.party.engine_id) or USUAL_LINK_RATE
-    read_seconds = READ_SECONDS + (source.num_tokens - matched) * prefill.token_bytes / rate
+    rate = prefill.link_rates.get(source.party.engine_id) or source.link_rates.get(prefill.party.engine_id)
+    read_seconds = READ_SECONDS + (source.num_tokens - matched) * prefill.token_bytes / (rate or USUAL_LINK_RATE)
     own_seconds = prefill_seconds(prefill, source.num_tokens, num_tokens)
     if read_seconds + own_seconds >= prefill_seconds(prefill, matched, num_tokens):
         return None

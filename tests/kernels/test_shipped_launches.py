@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("triton")
 
@@ -17,7 +18,7 @@ from splitserve.kernels.experts.launch import ExpertLaunch
 from splitserve.kernels.triton.linear import MAX_ROWS
 from splitserve.kernels.tuning import parameters as tuning
 from splitserve.kernels.tuning.decode_launch import MAX_PARTS, DecodeLaunch
-from splitserve.kernels.tuning.linear_launch import CUBLAS, LinearLaunch
+from splitserve.kernels.tuning.linear_launch import CUBLAS, LinearLaunch, launch_params
 from splitserve.kernels.tuning.tunables import OPERATIONS
 
 SHARED_BYTES = {
@@ -242,6 +243,17 @@ ONE_ROW = {"block_m": 1, "block_n": 4, "block_k": 1024, "num_warps": 4}
 def test_what_cannot_be_is_found(case: tuple[str, str], rows: int, params: dict[str, Any], says: str) -> None:
     found = entry_problems("NVIDIA H200", *case, tuning.TunedEntry(rows, params))
     assert len(found) == 1 and says in found[0], found
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("rows", [2, 16])
+def test_products_without_a_tuned_entry_fit_any_described_device(dtype: torch.dtype, rows: int) -> None:
+    for operation in ("linear_plain", "linear_add", "linear_norm", "linear_gated"):
+        variant = operation.removeprefix("linear_")
+        launch = launch_params(variant, dtype, 1000, 1000, rows)  # type: ignore[arg-type]
+        sizes, shared = {"n": 1000, "k": 1000}, min(SHARED_BYTES.values())
+        problems = linear_problems(launch, sizes, dtype.itemsize, shared, operation=operation, rows=rows)
+        assert launch != CUBLAS and not list(problems)
 
 
 def test_another_device_must_be_described_first() -> None:

@@ -74,6 +74,15 @@ def test_what_is_sooner_computed_is_computed(policy, prefill, num_tokens):
     assert place(policy, worker("p", Role.PREFILL, **prefill), BUSY, num_tokens).prefix is None
 
 
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(("rate", "is_read"), [(1e11, True), (1e9, False)])
+def test_the_rate_of_hand_overs_counts_until_prefill_has_read_from_decode(policy, rate, is_read):
+    prefill = worker("p", Role.PREFILL, prefix_match_tokens=1000, link_rates={})
+    source = PrefixSource(BUSY.party, 6000, {"p": rate, "p1": 1e12})
+    placement = policy(Snapshot((prefill, BUSY), Objectives(0.5, 0.02), prefix_source=source), LONG)
+    assert (placement.prefix == BUSY.party) is is_read
+
+
 def test_the_prediction_has_the_read_in_it():
     prefill = worker("p", Role.PREFILL)
     read, computed = place(cost, prefill, BUSY, 7000), place(cost, prefill, BUSY, 0)
