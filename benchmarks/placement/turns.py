@@ -63,7 +63,7 @@ class Measured:
 
     turns: list[TurnRecord] = field(default_factory=list)
     summaries: list[RequestSummary] = field(default_factory=list)
-    read_blocks: int = 0  # of prefixes, by prefill from decode, the warm-up included
+    read_blocks: int = 0  # of prefixes, from the other worker, the warm-up included
 
     def ttft(self, *, first: bool) -> list[float]:
         """Return the times to first token of first turns, or of all others, in milliseconds."""

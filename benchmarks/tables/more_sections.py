@@ -1,6 +1,7 @@
 """More tables of ``benchmarks/results/README.md``: tiers, ranks, cores, faults. Pure."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from splitserve.benchmarks.tables.cells import Section, awake, commit, number, of_bench, percent, run_link
 from splitserve.benchmarks.tables.runs import Run
@@ -113,7 +114,7 @@ WAYS = ("nccl", "flagless", "one-shot")
 
 TURNS_HEADERS = (
     "model", "arm", "requests", "TTFT p50 ms, later turns", "below the first arm's", "p99 ms", "first turns p50 ms",
-    "ITL p50 ms", "prompt tokens not computed, later turns", "blocks read from decode", "on one worker",
+    "ITL p50 ms", "prompt tokens not computed, later turns", "blocks read from the other worker", "on one worker",
     "same answers",
 )  # fmt: skip
 TURNS_CONDITIONS = (
@@ -123,7 +124,8 @@ TURNS_CONDITIONS = (
     "Llama-3.1-8B's shape in bfloat16, random weights. On GPUs the clusters of all arms share two. Always: each "
     "request goes to the pair; with output hashes prefill reads the turn before from the decode worker that wrote it. "
     "Default: policy `cost`. The arms' clusters take turns. Same answers: as the first arm's, in all turns; in "
-    "bfloat16 rounding may decide a token. Blocks read include the warm-up's."
+    "bfloat16 rounding may decide a token. Blocks read include the warm-up's. The 8B run of 1126T125544 reads none: the "
+    "router took a link that prefill hadn't read over for one of 1 GB/s; it now takes the rate of hand-overs there."
 )
 
 
@@ -185,13 +187,17 @@ def chaos(runs: Sequence[Run]) -> Section:
         for fault, hit in found["recovery"].items():
             times = [number(hit[name]) if name in hit else "-" for name in ("p50_ms", "p99_ms")]
             rows.append(
-                [run_link(run), str(found["requests"]), "none" if wrong == "ok" else str(len(wrong)), str(ties), fault,
+                [run_link(run), _chaos_steps(found["options"]), str(found["requests"]), "none" if wrong == "ok" else str(len(wrong)), str(ties), fault,
                  str(hit["faults"]), str(hit["requests"]), *times, commit(run)]
             )  # fmt: skip
-    headers = ["run", "requests", "wrong answers", "near-ties", "fault", "times", "requests hit", "next token p50 ms"]
+    headers = ["run", "steps", "requests", "wrong answers", "near-ties", "fault", "times", "requests hit"]
     text = (
-        "`bench chaos`, short form: 2P2D with a small float32 checkpoint on two GPUs, eager steps, 12 streams all"
-        " the time, one of four sampled with a seed. The next token of a frozen worker's stream comes after the "
-        "freeze is detected; a drain is no fault for its requests."
+        "`bench chaos`, short form: 2P2D with a tiny checkpoint on two GPUs, 12 streams all the time, one of four "
+        "sampled with a seed. The next token of a frozen worker's stream comes after the freeze is detected; a drain is "
+        "no fault for its requests. Near-ties: answers that differ only where rounding in this dtype may decide."
     )
-    return Section("Workers that die", text, [*headers, "p99", "commit"], rows)
+    return Section("Workers that die", text, [*headers, "next token p50 ms", "p99", "commit"], rows)
+
+
+def _chaos_steps(options: Mapping[str, Any]) -> str:
+    return f"{options.get('dtype', 'float32')}, {'CUDA graphs' if options.get('cuda_graphs') else 'eager'}"

@@ -64,6 +64,9 @@ NOTES = {
     "1126T120228": SLEPT_THROUGH,
     "1126T121658": "with the next on one machine, which held up both more than other machines did",
     "1126T121855": BEFORE_LATER_STEPS,
+    "1126T125544": "with the next five on one machine; prefill took a link it hadn't read over for one of 1 GB/s",
+    "1126T125725": BEFORE_LATER_STEPS,
+    "1126T130130": BEFORE_LATER_STEPS,
 }
 SECTIONS: Sequence[Callable[[Sequence[Run]], Section]] = (
     results_sections.isolation,
