@@ -124,8 +124,8 @@ TURNS_CONDITIONS = (
     "Llama-3.1-8B's shape in bfloat16, random weights. On GPUs the clusters of all arms share two. Always: each "
     "request goes to the pair; with output hashes prefill reads the turn before from the decode worker that wrote it. "
     "Default: policy `cost`. The arms' clusters take turns. Same answers: as the first arm's, in all turns; in "
-    "bfloat16 rounding may decide a token. Blocks read include the warm-up's. The 8B run of 1126T125544 reads none: the "
-    "router took a link that prefill hadn't read over for one of 1 GB/s; it now takes the rate of hand-overs there."
+    "bfloat16 rounding may decide a token. Blocks read include the warm-up's. The 8B run of 1126T125544 reads none: "
+    "the router took a link that prefill hadn't read over for one of 1 GB/s; it now takes the rate of hand-overs there."
 )
 
 
@@ -187,14 +187,15 @@ def chaos(runs: Sequence[Run]) -> Section:
         for fault, hit in found["recovery"].items():
             times = [number(hit[name]) if name in hit else "-" for name in ("p50_ms", "p99_ms")]
             rows.append(
-                [run_link(run), _chaos_steps(found["options"]), str(found["requests"]), "none" if wrong == "ok" else str(len(wrong)), str(ties), fault,
+                [run_link(run), _chaos_steps(found["options"]), str(found["requests"]),
+                 "none" if wrong == "ok" else str(len(wrong)), str(ties), fault,
                  str(hit["faults"]), str(hit["requests"]), *times, commit(run)]
             )  # fmt: skip
     headers = ["run", "steps", "requests", "wrong answers", "near-ties", "fault", "times", "requests hit"]
     text = (
         "`bench chaos`, short form: 2P2D with a tiny checkpoint on two GPUs, 12 streams all the time, one of four "
-        "sampled with a seed. The next token of a frozen worker's stream comes after the freeze is detected; a drain is "
-        "no fault for its requests. Near-ties: answers that differ only where rounding in this dtype may decide."
+        "sampled with a seed. The next token of a frozen worker's stream comes after the freeze is detected; a drain "
+        "is no fault for its requests. Near-ties: answers that differ only where rounding in this dtype may decide."
     )
     return Section("Workers that die", text, [*headers, "next token p50 ms", "p99", "commit"], rows)
 
