@@ -6,8 +6,8 @@ import logging
 import os
 import resource
 import signal
-import sys
 import socket
+import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
