@@ -7,6 +7,7 @@ import os
 import resource
 import signal
 import socket
+import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
@@ -42,6 +43,7 @@ log = logging.getLogger(__name__)
 Progress = Callable[[str, dict[str, str]], None]
 
 _BACKLOG = 2048
+_SWITCH_SECONDS = 5e-4  # that the event loop waits for a thread that parses a large body; Python's 5 ms are felt
 _LOOK_SECONDS = 10.0  # between looks whether a full pass of the garbage collector is due
 _SHUTDOWN_SECONDS = 2
 
@@ -61,6 +63,7 @@ def run_router(config: RouterConfig, progress: Progress) -> None:
             config.host,
         )
     _allow_many_files()
+    sys.setswitchinterval(_SWITCH_SECONDS)
     # Threads for each text of a batch cost more than they save, and their cores belong to the workers.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     with listening_socket(config.host, config.port, config.listener_fd) as listener:

@@ -149,7 +149,6 @@ async def until_ready(cluster: Running) -> None:
     pool = HttpPool(host, int(port))
     await wait_ready(pool)
     pool.close()
-    cluster.spread()
 
 
 async def _warm_up(cluster: Running, bodies: Bodies) -> None:
