@@ -7,7 +7,9 @@ import pytest
 
 from router_core import DECODE, PREFILL, Core
 from splitserve.protocol.block_hash import root_hash
+from splitserve.protocol.counters import WorkerLoad
 from splitserve.protocol.kv_event_batch import KVEvent, KVEventBatch
+from splitserve.protocol.messages.membership import PeerLink
 from splitserve.protocol.placement.step_model import StepModel
 from splitserve.protocol.request import Party, Role, SamplingParams
 from splitserve.router.links.membership import Membership
@@ -155,6 +157,14 @@ def test_what_prefill_was_sent_may_wait_there_until_it_is_announced():
     assert known.source == ("d0", 4 * size)
     known.send("m0")
     assert known.source == ("m0", (500 - 1) // size * size)
+
+
+def test_a_source_comes_with_the_rates_of_its_own_reads():
+    known = Known()
+    known.send("d0")
+    links = [PeerLink("p0", "cuda_ipc", 2e11), PeerLink("p1", "cuda_ipc", 0.0)]
+    known.members.heartbeat(Party("d0", 1), WorkerLoad(), 0.0, links)
+    assert known.placer.snapshot(PROMPT, 1.0).prefix_source.link_rates == {"p0": 2e11}
 
 
 def test_what_prefill_has_computed_can_be_read_without_events():
