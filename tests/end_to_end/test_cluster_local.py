@@ -86,7 +86,7 @@ def test_the_router_comes_back_to_its_address_and_down_ends_what_a_killed_launch
     assert right_tokens(url, "tiny", tiny_qwen3) == expected
 
     processes = processes_of(state / "default")
-    assert len(processes) == 7, "two of them render templates, one forks workers, one routers"
+    assert len(processes) == 8, "two of them render templates, one tokenises, one forks workers, one routers"
     launcher = psutil.Process(json.loads((state / "default" / "cluster.json").read_text())["launcher_pid"])
     processes[0].send_signal(signal.SIGSTOP)  # the kernel lets it go on when its parent is gone
     environment = {**os.environ, FOLDER_VARIABLE: str(state / "default")}
