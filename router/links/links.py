@@ -41,8 +41,8 @@ _READABLE = int(zmq.POLLIN)
 class LoopSocket:
     """A ZMQ socket whose messages are passed to ``on_frames`` on the event loop.
 
-    ``on_drained`` is called after the messages that came together. ``joins_frames``: messages may have several frames;
-    else each frame is a message, which saves looking for more.
+    ``joins_frames``: ``on_frames`` gets the frames of a message, for each message. Else each frame is a message, and
+    ``on_frames`` gets those that came together: that costs less. An error that it raises delays no other message.
     """
 
     def __init__(
@@ -50,13 +50,11 @@ class LoopSocket:
         socket: "zmq.Socket[bytes]",
         on_frames: Callable[[list[bytes]], None],
         *,
-        on_drained: Callable[[], None] = lambda: None,
         joins_frames: bool = True,
     ) -> None:
         self.socket = socket
         self._on_frames = on_frames
-        self._on_drained = on_drained
-        self._receive = self._receive_joined if joins_frames else self._receive_one
+        self._pass_on = self._pass_on_each if joins_frames else self._pass_on_together
         self._loop = asyncio.get_running_loop()
         self._descriptor = int(socket.getsockopt(zmq.FD))
         self._drain_scheduled = False
@@ -96,21 +94,21 @@ class LoopSocket:
             self._loop.call_soon(self._drain)
 
     def _drain(self) -> None:
+        """Pass on the messages that are there, those beyond ``_MAX_FRAMES_PER_TURN`` in a later turn of the loop."""
         self._drain_scheduled = False
-        if self.socket.closed or not int(self.socket.getsockopt(_EVENTS)) & _READABLE:
-            return  # asking takes less time than failing to receive
-        try:
+        if not self.socket.closed and self._is_readable():
             self._pass_on()
-        finally:
-            self._on_drained()
 
-    def _pass_on(self) -> None:
-        """Pass on the messages that are there."""
+    def _is_readable(self) -> bool:
+        """Return whether there is a message. To ask takes less time than to fail to receive."""
+        return bool(int(self.socket.getsockopt(_EVENTS)) & _READABLE)
+
+    def _pass_on_each(self) -> None:
         for _ in range(_MAX_FRAMES_PER_TURN):
             if self.socket.closed:
                 return
             try:
-                frames = self._receive()
+                frames = self._receive_joined()
             except zmq.Again:
                 return
             try:
@@ -120,8 +118,17 @@ class LoopSocket:
                 raise
         self._drain_soon()
 
-    def _receive_one(self) -> list[bytes]:
-        return [self.socket.recv(_AT_ONCE)]
+    def _pass_on_together(self) -> None:
+        receive = self.socket.recv
+        messages = [receive(_AT_ONCE)]
+        if self._is_readable():
+            try:
+                while len(messages) < _MAX_FRAMES_PER_TURN:
+                    messages.append(receive(_AT_ONCE))
+                self._drain_soon()
+            except zmq.Again:
+                pass
+        self._on_frames(messages)
 
     def _receive_joined(self) -> list[bytes]:
         # A frame knows whether more follow; to ask the socket takes longer than to receive a message.
@@ -209,8 +216,7 @@ class WorkerLink:
         router: Party,
         security: SocketSecurity,
         *,
-        on_message: Callable[["WorkerLink", bytes], None],
-        on_drained: Callable[[], None],
+        on_messages: Callable[["WorkerLink", list[bytes]], None],
         on_up: Callable[["WorkerLink"], None],
         on_down: Callable[["WorkerLink"], None],
         patience_seconds: float,
@@ -221,7 +227,6 @@ class WorkerLink:
         self.patience_seconds = patience_seconds
         self._router = router
         self._from_worker = OneWay(self.party, router)
-        self._on_message = on_message
         self._on_up = on_up
         self._on_down = on_down
         if not info.endpoint.startswith("tcp://"):
@@ -231,7 +236,7 @@ class WorkerLink:
         except zmq.ZMQError as error:
             raise ConfigError(f"endpoint {info.endpoint!r} can't be dialled: {error.strerror}") from error
         self._monitor = LoopSocket(monitor, self._on_event)
-        self._socket = LoopSocket(socket, self._on_frames, on_drained=on_drained, joins_frames=False)
+        self._socket = LoopSocket(socket, lambda messages: on_messages(self, messages), joins_frames=False)
 
     def _connect(
         self, context: "zmq.Context[zmq.Socket[bytes]]", security: SocketSecurity
@@ -257,9 +262,9 @@ class WorkerLink:
         """Send a message; return False if the worker takes no more messages, or not fast enough."""
         return self._socket.send([encode(Envelope(self._router, self.party, body))])
 
-    def body(self, message: bytes) -> Body | None:
-        """Return the body of the worker's message to this router; None for anything else."""
-        return self._from_worker.body(message)
+    def bodies(self, messages: list[bytes]) -> list[Body] | None:
+        """Return the bodies of the worker's messages to this router; None if one of them is anything else."""
+        return self._from_worker.bodies(messages)
 
     def close(self) -> None:
         if self._socket.socket.closed:
@@ -268,9 +273,6 @@ class WorkerLink:
         self._socket.socket.disable_monitor()
         self._monitor.close()
         self._socket.close()
-
-    def _on_frames(self, frames: list[bytes]) -> None:
-        self._on_message(self, frames[0])  # each frame is a message
 
     def _on_event(self, frames: list[bytes]) -> None:
         event = int.from_bytes(frames[0][:2], "little")

@@ -1,4 +1,4 @@
-"""Index of the blocks that workers hold, by tier, with a bit per worker: a prompt is looked up once for all. Pure."""
+"""Index of the blocks that workers announce, by tier, with a bit per worker: one look-up for all of them. Pure."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -12,17 +12,13 @@ OTHER_WORTH = 0.5
 
 @dataclass(slots=True)
 class BlockIndex:
-    """Workers of each block, as bits of a number per tier. The tiers are in the order of their worth.
-
-    Blocks that a worker was sent are kept apart; they are taken to be on its device.
-    """
+    """Workers of each block, as bits of a number per tier. The tiers are in the order of their worth."""
 
     tiers: list[str] = field(default_factory=lambda: [*TIER_WORTH])  # others follow in order of appearance
-    _blocks: dict[bytes, list[int]] = field(default_factory=dict)  # that workers have announced
-    _sent: dict[bytes, int] = field(default_factory=dict)
+    _blocks: dict[bytes, list[int]] = field(default_factory=dict)
 
     def __len__(self) -> int:
-        return len(self._blocks.keys() | self._sent.keys())
+        return len(self._blocks)
 
     def put(self, bit: int, block_hashes: Iterable[bytes], tier: str) -> list[bytes]:
         """Add blocks of the worker ``bit``; return those that were not in this tier already."""
@@ -59,21 +55,6 @@ class BlockIndex:
                 gone.append(block_hash)
         return num_taken, gone
 
-    def put_sent(self, bit: int, block_hashes: Iterable[bytes]) -> None:
-        """Add blocks that the worker ``bit`` was sent."""
-        get = self._sent.get
-        self._sent.update([(block_hash, get(block_hash, 0) | bit) for block_hash in block_hashes])
-
-    def take_sent(self, bit: int, block_hashes: Iterable[bytes]) -> None:
-        """Remove blocks that :meth:`put_sent` added for this worker."""
-        sent = self._sent
-        for block_hash in block_hashes:
-            left = sent[block_hash] ^ bit
-            if left:
-                sent[block_hash] = left
-            else:
-                del sent[block_hash]
-
     def forget(self, bit: int, block_hashes: Iterable[bytes]) -> None:
         """Remove blocks from all tiers of a worker."""
         for block_hash in block_hashes:
@@ -83,29 +64,30 @@ class BlockIndex:
             else:
                 del self._blocks[block_hash]
 
-    def leading(self, chain: Iterable[bytes], *, certain: bool) -> dict[int, tuple[int, float]]:
+    def leading(self, chain: Sequence[bytes], sent: Iterable[tuple[int, int]]) -> dict[int, tuple[int, float]]:
         """Return the number of leading blocks of ``chain`` that each worker holds, and their worth, by the workers'
-        bits. ``certain``: without those that were only sent. What a block costs doesn't depend on the number of workers
-        that hold it on their device."""
+        bits. ``sent``: the end of each stretch of the chain, and the workers that were sent all of it: their devices
+        are taken to hold it. What a block costs doesn't depend on the number of workers that hold it there."""
         counts: dict[int, int] = {}
         lost: dict[int, float] = {}  # worth that blocks in lower tiers lack
-        left, number = -1, 0  # workers that hold all blocks so far; at first any
-        blocks, sent = self._blocks, _NO_BLOCKS if certain else self._sent
-        for number, block_hash in enumerate(chain, start=1):
-            masks = blocks.get(block_hash, _NOWHERE)
-            holders = full = masks[0] | sent.get(block_hash, 0)
-            for mask in masks[1:]:
-                holders |= mask
-            if left & ~holders and number > 1:
-                counts |= dict.fromkeys(_bits(left & ~holders), number - 1)
-            left &= holders
+        left, number, blocks = _ANY, 0, self._blocks  # workers that hold the first ``number`` blocks
+        for end, holders_sent in sent:
+            while left & ~holders_sent and number < end:
+                masks = blocks.get(chain[number], _NOWHERE)
+                holders = full = masks[0] | holders_sent
+                for mask in masks[1:]:
+                    holders |= mask
+                if left is not _ANY and left & ~holders:
+                    counts |= dict.fromkeys(_bits(left & ~holders), number)
+                left &= holders
+                if lesser := left & ~full:
+                    self._note_lost(lesser, masks, lost)
+                number += 1
+            number = end
             if not left:
                 break
-            if lesser := left & ~full:
-                self._note_lost(lesser, masks, lost)
-        else:
-            if number:
-                counts |= dict.fromkeys(_bits(left), number)
+        if left is not _ANY:
+            counts |= dict.fromkeys(_bits(left), number)
         return {bit: (count, count - lost.get(bit, 0.0)) for bit, count in counts.items()}
 
     def _note_lost(self, lesser: int, masks: Sequence[int], lost: dict[int, float]) -> None:
@@ -121,7 +103,7 @@ class BlockIndex:
 
 
 _NOWHERE = (0,)
-_NO_BLOCKS: dict[bytes, int] = {}
+_ANY = -1
 
 
 def _bits(mask: int) -> Iterator[int]:

@@ -9,8 +9,8 @@ The index is a hint: a block may be evicted before a request needs it; its KV is
 
 import itertools
 from array import array
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -19,12 +19,11 @@ from splitserve.protocol.kv_event_batch import DEVICE, KVEvent, KVEventBatch
 from splitserve.protocol.request import Party
 from splitserve.router.placement.block_index import BlockIndex
 from splitserve.router.placement.known_chains import KnownChains
+from splitserve.router.placement.sent_blocks import SentBlocks
 
 MAX_HASHES_PER_WORKER = 1 << 20
 MIN_GAIN_BLOCKS = 2
 """Least gain for which a worker reads from another one, since the request takes a round trip."""
-
-_ABSENT = object()
 
 
 class PrefixMatch(NamedTuple):
@@ -38,14 +37,12 @@ class PrefixMatch(NamedTuple):
 class _Holding:
     """Blocks of one worker: the root and size of its chains, and the tiers of each block."""
 
-    bit: int  # in the index
+    bit: int  # in the indexes
     root_hash: bytes
     block_size: int
     number: int | None = None  # of the last batch of events; None: there was none
     sizes: dict[str, int] = field(default_factory=dict)  # number of blocks by tier, as announced
-    sent: OrderedDict[bytes, None] = field(default_factory=OrderedDict)  # the longest unused ones first
     blocks: set[bytes] = field(default_factory=set)  # in any tier, as announced
-    awaited: set[bytes] = field(default_factory=set)  # those of ``sent`` that it hasn't computed, as far as known
 
 
 class PromptHashes:
@@ -89,7 +86,9 @@ class PrefixView:
         self.on_sent: Callable[[Party, list[bytes]], None] | None = None  # takes new blocks that a worker was sent
         self._holdings: dict[Party, _Holding] = {}
         self._parties: dict[int, Party] = {}  # by their bits
-        self._blocks = BlockIndex()
+        self._roots: Counter[tuple[bytes, int]] = Counter()  # root and block size of the workers' chains
+        self._announced = BlockIndex()
+        self._sent = SentBlocks()
         self._chains = KnownChains()
 
     # ---- events ----
@@ -110,7 +109,7 @@ class PrefixView:
         known.number = batch.number
         for event in batch.events:
             self._apply_event(known, event)
-        if sum(known.sizes.values()) + len(known.sent) > MAX_HASHES_PER_WORKER:
+        if sum(known.sizes.values()) + self._sent.num_blocks(known.bit) > MAX_HASHES_PER_WORKER:
             self.forget(party)
             return False
         return True
@@ -121,91 +120,66 @@ class PrefixView:
             return
         self._take(known, event.hashes, event.tier)
         if event.tier == DEVICE:
-            self._take_sent(known, [each for each in event.hashes if known.sent.pop(each, _ABSENT) is None])
+            self._sent.take(known.bit, event.hashes)
 
     def note_sent(self, party: Party, root_hash: bytes, prompt: PromptHashes, block_size: int, num_blocks: int) -> None:
         """Take a prompt into account that ``party``, which has ``num_blocks`` blocks, was sent or has computed."""
-        known = self._holdings.get(party)
-        if known is None:
-            known = self._hold(party, root_hash, block_size)
+        known = self._holdings.get(party) or self._hold(party, root_hash, block_size)
         chain = prompt.chain(known.root_hash, known.block_size, self._chains)
-        new = self._note(known, reversed(chain), num_blocks)  # the end of a prompt is forgotten before its beginning
-        known.awaited.update(new)
+        new = self._sent.note(known.bit, chain, min(num_blocks, MAX_HASHES_PER_WORKER))
         if new and self.on_sent is not None:
-            self.on_sent(party, new)
+            self.on_sent(party, new[::-1])
 
     def note_computed(self, party: Party, prompt: PromptHashes) -> None:
         """Note that ``party`` has computed a prompt that it was sent."""
         known = self._holdings.get(party)
-        if known is not None and known.awaited:
-            known.awaited.difference_update(prompt.chain(known.root_hash, known.block_size))
+        if known is not None:
+            self._sent.note_computed(known.bit, prompt.chain(known.root_hash, known.block_size))
 
     def note_hashes(
         self, party: Party, root_hash: bytes, block_size: int, hashes: Sequence[bytes], num_blocks: int
     ) -> None:
         """Take blocks into account that another router has sent to ``party``, ends of prompts first."""
         known = self._holdings.get(party) or self._hold(party, root_hash, block_size)
-        known.awaited.update(self._note(known, hashes, num_blocks))
+        beginnings_first = list(dict.fromkeys(reversed(hashes)))
+        self._sent.note(known.bit, beginnings_first, min(num_blocks, MAX_HASHES_PER_WORKER))
 
     def sent_to(self, party: Party, most: int) -> list[bytes]:
-        """Return the blocks that a worker was sent, at most the ``most`` last ones."""
+        """Return the blocks that a worker was sent, at most the ``most`` last ones, ends of prompts first."""
         known = self._holdings.get(party)
-        return [] if known is None else list(itertools.islice(reversed(known.sent), most))[::-1]
-
-    def _note(self, known: _Holding, hashes: Iterable[bytes], num_blocks: int) -> list[bytes]:
-        """Note blocks that a worker has from now on, which has room for ``num_blocks``; return those that are new."""
-        sent, new = known.sent, []
-        for block_hash in hashes:
-            if block_hash in sent:
-                sent.move_to_end(block_hash)
-            else:
-                sent[block_hash] = None
-                new.append(block_hash)
-        self._blocks.put_sent(known.bit, new)
-        num_over = len(sent) - min(num_blocks, MAX_HASHES_PER_WORKER)
-        if num_over > 0:
-            self._take_sent(known, [sent.popitem(last=False)[0] for _ in range(num_over)])
-        return new
+        return [] if known is None else self._sent.last(known.bit, most)
 
     def forget_sent(self) -> None:
         """Forget all that workers were sent and have not announced."""
         for known in self._holdings.values():
-            self._take_all_sent(known)
+            self._sent.forget(known.bit)
 
     def forget(self, party: Party) -> None:
         """Forget all blocks of a worker."""
         known = self._holdings.pop(party, None)
         if known is not None:
             del self._parties[known.bit]
-            self._blocks.forget(known.bit, known.blocks)
-            self._take_all_sent(known)
+            self._roots -= Counter([(known.root_hash, known.block_size)])
+            self._announced.forget(known.bit, known.blocks)
+            self._sent.forget(known.bit)
 
     def _hold(self, party: Party, root_hash: bytes, block_size: int) -> _Holding:
         bit = next(1 << number for number in itertools.count() if 1 << number not in self._parties)
         self._parties[bit] = party
+        self._roots[root_hash, block_size] += 1
         known = self._holdings[party] = _Holding(bit, root_hash, block_size)
         return known
 
     def _put(self, known: _Holding, block_hashes: Sequence[bytes], tier: str) -> None:
-        added = self._blocks.put(known.bit, block_hashes, tier)
+        added = self._announced.put(known.bit, block_hashes, tier)
         known.blocks.update(added)
         known.sizes[tier] = known.sizes.get(tier, 0) + len(added)
 
     def _take(self, known: _Holding, block_hashes: Sequence[bytes], tier: str) -> None:
-        num_taken, gone = self._blocks.take(known.bit, block_hashes, tier)
+        num_taken, gone = self._announced.take(known.bit, block_hashes, tier)
         if num_taken:
             known.sizes[tier] -= num_taken
             known.blocks.difference_update(gone)
-
-    def _take_sent(self, known: _Holding, block_hashes: Sequence[bytes]) -> None:
-        """Take out blocks that are no longer among those that a worker was sent."""
-        self._blocks.take_sent(known.bit, block_hashes)
-        known.awaited.difference_update(block_hashes)
-
-    def _take_all_sent(self, known: _Holding) -> None:
-        self._blocks.take_sent(known.bit, known.sent)
-        known.sent.clear()
-        known.awaited.clear()
 
     # ---- queries ----
 
@@ -223,15 +197,8 @@ class PrefixView:
         """Return how many of the first ``num_tokens`` tokens of a prompt, which a worker was sent, it has computed as
         far as is known. What it announces tells more."""
         known = self._holdings[party]
-        chain = prompt.chain(known.root_hash, known.block_size)
-        start, end = 0, num_tokens // known.block_size
-        while start < end:  # a block is awaited if the one before it is
-            middle = (start + end) // 2
-            if chain[middle] in known.awaited:
-                end = middle
-            else:
-                start = middle + 1
-        return start * known.block_size
+        chain = prompt.chain(known.root_hash, known.block_size)[: num_tokens // known.block_size]
+        return self._sent.num_computed(known.bit, chain) * known.block_size
 
     def announces(self, party: Party) -> bool:
         """Return whether a worker tells by KV events what it holds."""
@@ -242,9 +209,10 @@ class PrefixView:
         """Return the match of a prompt for each worker that holds some of it. ``certain``: count only blocks that the
         worker has announced."""
         found: dict[Party, PrefixMatch] = {}
-        for root_hash, block_size in {(known.root_hash, known.block_size) for known in self._holdings.values()}:
+        for root_hash, block_size in self._roots:
             chain = prompt.chain(root_hash, block_size, self._chains)
-            for bit, (count, worth) in self._blocks.leading(chain, certain=certain).items():
+            sent = [(len(chain), 0)] if certain else self._sent.stretches(chain)
+            for bit, (count, worth) in self._announced.leading(chain, sent).items():
                 found[self._parties[bit]] = PrefixMatch(count * block_size, round(worth * block_size))
         return found
 

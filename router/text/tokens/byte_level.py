@@ -4,9 +4,8 @@ The joined pieces equal what the tokenizer's own decoder makes of all tokens at 
 """
 
 import codecs
-import contextlib
 from collections.abc import Callable, Collection, Sequence
-from typing import cast
+from typing import Any
 
 _new_decoder = codecs.getincrementaldecoder("utf-8")
 
@@ -36,15 +35,13 @@ class TokenTable:
         self._hidden = frozenset(hidden)
         self._bytes: dict[int, bytes] = {}
         self.whole_texts: dict[int, str] = {}
-        """Texts of those tokens, of the ones used so far, whose bytes are whole characters."""
+        """Texts of those tokens, of the ones used so far, after which no bytes are pending if none were before."""
 
     def bytes_of(self, token_id: int) -> bytes:
         """Return a token's bytes."""
         found = self._bytes.get(token_id)
         if found is None:
             found = self._bytes[token_id] = self._find(token_id)
-            with contextlib.suppress(UnicodeDecodeError):  # it may be a part of a character
-                self.whole_texts[token_id] = found.decode()
         return found
 
     def _find(self, token_id: int) -> bytes:
@@ -62,7 +59,7 @@ class ByteLevelDetokenizer:
 
     def __init__(self, table: TokenTable) -> None:
         self._table = table
-        self._whole_texts = table.whole_texts
+        self._whole_text: Callable[[int], Any] = table.whole_texts.get
         self._decoder = _new_decoder("replace")
         self._is_pending = False  # the decoder holds bytes
 
@@ -72,11 +69,12 @@ class ByteLevelDetokenizer:
 
     def push_each(self, token_ids: Sequence[int]) -> list[str]:
         """Return the texts that these tokens make final, one per token."""
-        if not self._is_pending:
-            texts = [*map(self._whole_texts.get, token_ids)]
-            if None not in texts:
-                return cast("list[str]", texts)
-        return [self._push_one(token_id) for token_id in token_ids]
+        texts = [*map(self._whole_text, token_ids)]
+        if self._is_pending or None in texts:
+            for number, text in enumerate(texts):
+                if text is None or self._is_pending:
+                    texts[number] = self._decode(token_ids[number])
+        return texts
 
     def flush(self) -> str:
         """Return the text left at the end of the output: an incomplete character becomes a replacement character."""
@@ -85,11 +83,10 @@ class ByteLevelDetokenizer:
         self._decoder.reset()
         return text
 
-    def _push_one(self, token_id: int) -> str:
-        if not self._is_pending:
-            text = self._whole_texts.get(token_id)
-            if text is not None:
-                return text
+    def _decode(self, token_id: int) -> str:
+        was_pending = self._is_pending
         text = self._decoder.decode(self._table.bytes_of(token_id))
         self._is_pending = bool(self._decoder.getstate()[0])
+        if not (was_pending or self._is_pending):
+            self._table.whole_texts[token_id] = text
         return text
