@@ -81,9 +81,9 @@ class Preparation:
         prompts = []
         num_chars = 0
         for prompt in request.prompts():
-            num_chars += len(prompt)
             if num_chars > MAX_INLINE_CHARS:  # many short prompts take as long as a long one
                 await asyncio.sleep(0)
+            num_chars += len(prompt)
             token_ids = await self._prompt_ids(prompt, limits, param)
             room = _room(len(token_ids), limits.max_model_len, param)
             max_tokens = _max_tokens(request.max_tokens, "max_tokens", len(token_ids), limits.max_model_len)
