@@ -58,7 +58,8 @@ class LoopSocket:
         self._loop = asyncio.get_running_loop()
         self._descriptor = int(socket.getsockopt(zmq.FD))
         self._drain_scheduled = False
-        self._loop.add_reader(self._descriptor, self._drain)
+        # With something to read there is nearly always a message; to ask would only take time.
+        self._loop.add_reader(self._descriptor, self._drain if joins_frames else self._pass_on)
         self._drain_soon()
 
     def send(self, frames: list[bytes]) -> bool:
@@ -68,25 +69,28 @@ class LoopSocket:
                 self.socket.send(frame, _AT_ONCE_MORE)
             self.socket.send(frames[-1], _AT_ONCE)
         except zmq.ZMQError as error:
+            self._drain_soon()  # an attempt to send may have consumed the descriptor's edge, be it successful or not
             if self.socket.closed or error.errno in (zmq.EAGAIN, zmq.EHOSTUNREACH, zmq.ETERM, zmq.ENOTSOCK):
                 return False
             raise
-        finally:
-            # The descriptor is edge-triggered, and an attempt to send may have consumed the edge of a message that has
-            # arrived, be it successful or not: ZMQ signals no further message before that one has been received.
-            self._drain_soon()
+        self._look()
         return True
 
     def catch_up(self) -> None:
         """Let the socket take note of connections that are up. Within a millisecond of an attempt to send, the next one
         would not look for them, and would fail."""
-        self.socket.getsockopt(zmq.EVENTS)
-        self._drain_soon()  # that has consumed the descriptor's edge
+        self._look()
 
     def close(self) -> None:
         if not self.socket.closed:
             self._loop.remove_reader(self._descriptor)
             self.socket.close(linger=0)
+
+    def _look(self) -> None:
+        """Look for messages that have arrived. The descriptor is edge-triggered: when its edge has been consumed, ZMQ
+        signals no further message before that one has been received."""
+        if not self.socket.closed and self._is_readable():
+            self._drain_soon()
 
     def _drain_soon(self) -> None:
         if not self._drain_scheduled:
@@ -120,15 +124,17 @@ class LoopSocket:
 
     def _pass_on_together(self) -> None:
         receive = self.socket.recv
-        messages = [receive(_AT_ONCE)]
-        if self._is_readable():
-            try:
+        messages: list[bytes] = []
+        try:
+            messages.append(receive(_AT_ONCE))
+            if self._is_readable():  # mostly there is one message, or there are many
                 while len(messages) < _MAX_FRAMES_PER_TURN:
                     messages.append(receive(_AT_ONCE))
                 self._drain_soon()
-            except zmq.Again:
-                pass
-        self._on_frames(messages)
+        except zmq.Again:
+            pass
+        if messages:
+            self._on_frames(messages)
 
     def _receive_joined(self) -> list[bytes]:
         # A frame knows whether more follow; to ask the socket takes longer than to receive a message.

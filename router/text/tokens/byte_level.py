@@ -7,6 +7,7 @@ import codecs
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
+_REPLACEMENT = "\ufffd"
 _new_decoder = codecs.getincrementaldecoder("utf-8")
 
 
@@ -33,16 +34,26 @@ class TokenTable:
     def __init__(self, string_of: Callable[[int], str], hidden: Collection[str] = ()) -> None:
         self._string_of = string_of
         self._hidden = frozenset(hidden)
-        self._bytes: dict[int, bytes] = {}
+        self._parts: dict[int, bytes] = {}  # bytes of the tokens used so far that have parts of characters
         self.whole_texts: dict[int, str] = {}
-        """Texts of those tokens, of the ones used so far, after which no bytes are pending if none were before."""
+        """Texts of the other tokens used so far: their bytes are whole characters."""
+
+    def whole_text(self, token_id: int) -> str | None:
+        """Return the text of a token whose bytes are whole characters; None for another one."""
+        text = self.whole_texts.get(token_id)
+        if text is None and token_id not in self._parts:
+            found = self._find(token_id)
+            text = found.decode(errors="replace")
+            if _REPLACEMENT in text:
+                self._parts[token_id] = found
+                return None
+            self.whole_texts[token_id] = text
+        return text
 
     def bytes_of(self, token_id: int) -> bytes:
         """Return a token's bytes."""
-        found = self._bytes.get(token_id)
-        if found is None:
-            found = self._bytes[token_id] = self._find(token_id)
-        return found
+        text = self.whole_text(token_id)
+        return self._parts[token_id] if text is None else text.encode()
 
     def _find(self, token_id: int) -> bytes:
         string = self._string_of(token_id)
@@ -73,7 +84,7 @@ class ByteLevelDetokenizer:
         if self._is_pending or None in texts:
             for number, text in enumerate(texts):
                 if text is None or self._is_pending:
-                    texts[number] = self._decode(token_ids[number])
+                    texts[number] = self._push_one(token_ids[number])
         return texts
 
     def flush(self) -> str:
@@ -83,10 +94,11 @@ class ByteLevelDetokenizer:
         self._decoder.reset()
         return text
 
-    def _decode(self, token_id: int) -> str:
-        was_pending = self._is_pending
+    def _push_one(self, token_id: int) -> str:
+        if not self._is_pending:
+            text = self._table.whole_text(token_id)
+            if text is not None:
+                return text
         text = self._decoder.decode(self._table.bytes_of(token_id))
         self._is_pending = bool(self._decoder.getstate()[0])
-        if not (was_pending or self._is_pending):
-            self._table.whole_texts[token_id] = text
         return text
