@@ -1,6 +1,6 @@
 """Placement of requests on the registered workers, by policy and by the cached prefixes of their prompts. Pure."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import msgspec
 
@@ -160,6 +160,10 @@ class Placer:
             placement = self.place(RequestShape(num_prompt_tokens=1, max_tokens=1), now)
             return placement if isinstance(placement, NoWorker) else NoWorker("no worker is ready")
         return Limits(*lengths, vocab_size)
+
+    def hash_in_parts(self, prompt: PromptHashes) -> Iterator[None]:
+        """Hash a prompt before it is placed, in parts of less than a millisecond: yields between them."""
+        return self._prefixes.hash_in_parts(prompt) if len(self._membership) > 1 else iter(())
 
     def prefix_helper(self, prompt: PromptHashes, worker: Party, now: float) -> PeerRef | None:
         """Return a worker that holds enough more of the prompt, on its device or in its host tier, that reading it from

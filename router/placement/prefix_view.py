@@ -10,7 +10,7 @@ The index is a hint: a block may be evicted before a request needs it; its KV is
 import itertools
 from array import array
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -22,6 +22,8 @@ from splitserve.router.placement.known_chains import KnownChains
 from splitserve.router.placement.sent_blocks import SentBlocks
 
 MAX_HASHES_PER_WORKER = 1 << 20
+HASHES_AT_ONCE = 1024
+"""Blocks of a long prompt that are hashed in one go, in half a millisecond: a multiple of what chains are known by."""
 MIN_GAIN_BLOCKS = 2
 """Least gain for which a worker reads from another one, since the request takes a round trip."""
 
@@ -72,11 +74,18 @@ class PromptHashes:
 
     def chain(self, root_hash: bytes, block_size: int, known: KnownChains | None = None) -> Sequence[bytes]:
         """Return the hashes of the full blocks; ``known``: those of earlier prompts, which may begin likewise."""
+        self.extend(root_hash, block_size, known, len(self._token_ids))
+        return self._chains[root_hash, block_size]
+
+    def extend(self, root_hash: bytes, block_size: int, known: KnownChains | None, most: int) -> bool:
+        """Compute at most ``most`` hashes that a chain lacks. Return whether it lacks none then."""
         chain = self._chains.setdefault((root_hash, block_size), [])
-        if len(chain) < (len(self._token_ids) - 1) // block_size:
+        num_blocks = (len(self._token_ids) - 1) // block_size
+        end = min(num_blocks, len(chain) + most)
+        if len(chain) < end:
             extend = extend_hashes if known is None else known.extend
-            extend(chain, salted_root(root_hash, self._cache_salt), self._token_ids[:-1], block_size)
-        return chain
+            extend(chain, salted_root(root_hash, self._cache_salt), self._token_ids[: end * block_size], block_size)
+        return end == num_blocks
 
 
 class PrefixView:
@@ -204,6 +213,12 @@ class PrefixView:
         """Return whether a worker tells by KV events what it holds."""
         known = self._holdings.get(party)
         return known is not None and known.number is not None
+
+    def hash_in_parts(self, prompt: PromptHashes) -> Iterator[None]:
+        """Hash a prompt's blocks as :meth:`matches` needs them. Yields where something else may be done in between."""
+        for root_hash, block_size in tuple(self._roots):
+            while not prompt.extend(root_hash, block_size, self._chains, HASHES_AT_ONCE):
+                yield
 
     def matches(self, prompt: PromptHashes, *, certain: bool = False) -> dict[Party, PrefixMatch]:
         """Return the match of a prompt for each worker that holds some of it. ``certain``: count only blocks that the

@@ -228,6 +228,8 @@ class Dispatcher:
             sibling = request.add_sibling(f"{request_id}-{choice}", choice)
             self._inboxes[sibling.request_id] = (inbox, index + choice)
         try:
+            for _ in self.core.placer.hash_in_parts(request.hashes):
+                await self.turns.take(arrived_at)
             await self._ask(request_id, Submit(request), watch_client)
         except BaseException:
             for each in (request, *request.siblings):

@@ -1,10 +1,18 @@
 """The router's view of where prefixes are: batches add up, gaps are noticed, the cheaper place is worth more."""
 
+from array import array
+
 from splitserve.protocol.block_hash import extend_hashes
 from splitserve.protocol.kv_event_batch import KVEvent, KVEventBatch
 from splitserve.protocol.request import Party, Role
 from splitserve.router.placement.policies import RequestShape, Snapshot, least_loaded
-from splitserve.router.placement.prefix_view import PrefixMatch, PrefixView, PromptHashes, helper_of
+from splitserve.router.placement.prefix_view import (
+    HASHES_AT_ONCE,
+    PrefixMatch,
+    PrefixView,
+    PromptHashes,
+    helper_of,
+)
 from worker_views import view
 
 ROOT = b"r" * 16
@@ -83,3 +91,22 @@ def test_a_prefix_weighs_as_much_as_the_load_that_it_saves() -> None:
     busier = view("m0", Role.MIXED, context_tokens=200, prefix_match_tokens=96)
     placed = least_loaded(Snapshot((busier, idle)), shape)
     assert [party.engine_id for party in placed.parties] == ["m1"]
+
+
+def test_a_long_prompt_is_hashed_in_parts_to_the_same_chain() -> None:
+    """Workers of two block sizes; parts of an earlier prompt are known."""
+    sizes = {Party("decode-0", 1): 16, Party("decode-1", 1): 64}
+    view = PrefixView()
+    for party, block_size in sizes.items():
+        view.note_sent(party, b"root", PromptHashes(array("i", range(40_000))), block_size, 1 << 16)
+    token_ids = array("i", [*range(30_000), *range(70_000)])
+    prompt = PromptHashes(token_ids)
+    parts = sum(1 for _ in view.hash_in_parts(prompt))
+    assert parts == sum((len(token_ids) - 1) // block_size // HASHES_AT_ONCE for block_size in sizes.values())
+    for block_size in sizes.values():
+        expected: list[bytes] = []
+        extend_hashes(expected, b"root", token_ids[:-1], block_size)
+        assert prompt.chain(b"root", block_size) == expected
+    matches = {party: 30_000 // block_size * block_size for party, block_size in sizes.items()}
+    assert view.matches(prompt) == {party: PrefixMatch(count, count) for party, count in matches.items()}
+    assert not list(view.hash_in_parts(prompt))
