@@ -222,6 +222,7 @@ def _http_config(app: ASGIApp, connections: Connections) -> HttpConfig:
     return HttpConfig(
         app,
         connections,
+        interface="asgi3",
         ws="none",
         lifespan="off",
         log_config=None,

@@ -9,6 +9,7 @@ from pydantic import BaseModel, Field, create_model
 
 from splitserve.protocol.sampling_features import FeatureParams
 
+_NAMES = frozenset(FeatureParams.__struct_fields__)
 _FRACTIONS = {"ge", "le", "gt", "lt"}
 
 
@@ -48,6 +49,5 @@ def http_type(kind: inspect.Type) -> Any:
 
 def sampling_values(request: BaseModel) -> dict[str, Any]:
     """Return the parameters that a body sets, for :class:`FeatureParams`; those in another form are as they came."""
-    given = request.model_fields_set
-    values = ((name, getattr(request, name)) for name in FeatureParams.__struct_fields__ if name in given)
+    values = ((name, getattr(request, name)) for name in _NAMES & request.model_fields_set)
     return {name: tuple(value) if isinstance(value, list) else value for name, value in values if value is not None}

@@ -1,8 +1,8 @@
 """The workers, with I/O: the membership socket, a link per ready worker, and the timer that detects missing heartbeats.
 
-Carries out the decisions of :mod:`splitserve.router.links.membership`. Messages about requests go to ``on_message``;
-after those of a link that came together ``on_drained`` is called. A worker that died or left is reported once to
-``on_lost``, with the reason in words.
+Carries out the decisions of :mod:`splitserve.router.links.membership`. Messages about requests go to ``on_messages``,
+those of a link that came together at once. A worker that died or left is reported once to ``on_lost``, with the reason
+in words.
 """
 
 import asyncio
@@ -60,8 +60,7 @@ class Fleet:
         config: RouterConfig,
         metrics: RouterMetrics,
         *,
-        on_message: Callable[[Party, Body], None],
-        on_drained: Callable[[], None],
+        on_messages: Callable[[Party, list[Body]], None],
         on_lost: Callable[[Party, str], None],
         on_ready: Callable[[Party], None],
     ) -> None:
@@ -71,8 +70,7 @@ class Fleet:
         self.membership = Membership(protocol.dead_after_seconds, protocol.tombstone_seconds)
         self._dead_after_seconds = protocol.dead_after_seconds
         self._metrics = metrics
-        self._on_message = on_message
-        self._on_drained = on_drained
+        self._on_messages = on_messages
         self._on_lost = on_lost
         self._on_ready = on_ready
         self.rejected_attempts = RejectedAttempts()
@@ -226,8 +224,7 @@ class Fleet:
                 record.info,
                 self.party,
                 self.security,
-                on_message=self._on_link_message,
-                on_drained=self._on_drained,
+                on_messages=self._on_link_messages,
                 on_up=self._on_link_up,
                 on_down=self._on_link_down,
                 patience_seconds=min(patience_seconds or self._dead_after_seconds, _MAX_PATIENCE_SECONDS),
@@ -301,18 +298,23 @@ class Fleet:
         if self._links.get(link.party) is link and self.membership.lose(link.party):
             self._end_link(link.party, "closed its connection")
 
-    def _on_link_message(self, link: WorkerLink, message: bytes) -> None:
-        body = link.body(message)
-        if body is not None:
-            self._on_message(link.party, body)
-            return
-        envelope = self._decode(link.party, message)
+    def _on_link_messages(self, link: WorkerLink, messages: list[bytes]) -> None:
+        self._on_messages(link.party, self._bodies(link, messages))
+
+    def _bodies(self, link: WorkerLink, messages: list[bytes]) -> list[Body]:
+        """Return the bodies of a link's messages, without those that are dropped."""
+        bodies = link.bodies(messages)
+        if bodies is not None:
+            return bodies
+        if len(messages) > 1:
+            return [body for message in messages for body in self._bodies(link, [message])]
+        envelope = self._decode(link.party, messages[0])
         if envelope is None:
-            return
+            return []
         if envelope.sender == link.party:
-            self._on_message(link.party, envelope.body)
-        else:
-            self.drop_stale(type(envelope.body).__name__, f"on the link to {link.party}", envelope.sender)
+            return [envelope.body]
+        self.drop_stale(type(envelope.body).__name__, f"on the link to {link.party}", envelope.sender)
+        return []
 
     def _end_link(self, worker: Party, why: str, *, in_order: bool = False) -> None:
         """Close the link of a worker that is gone and report its loss to its requests. ``in_order``: it sent Leave."""

@@ -41,8 +41,8 @@ _READABLE = int(zmq.POLLIN)
 class LoopSocket:
     """A ZMQ socket whose messages are passed to ``on_frames`` on the event loop.
 
-    ``on_drained`` is called after the messages that came together. ``joins_frames``: messages may have several frames;
-    else each frame is a message, which saves looking for more.
+    ``joins_frames``: ``on_frames`` gets the frames of a message, for each message. Else each frame is a message, and
+    ``on_frames`` gets those that came together: that costs less. An error that it raises delays no other message.
     """
 
     def __init__(
@@ -50,17 +50,16 @@ class LoopSocket:
         socket: "zmq.Socket[bytes]",
         on_frames: Callable[[list[bytes]], None],
         *,
-        on_drained: Callable[[], None] = lambda: None,
         joins_frames: bool = True,
     ) -> None:
         self.socket = socket
         self._on_frames = on_frames
-        self._on_drained = on_drained
-        self._receive = self._receive_joined if joins_frames else self._receive_one
+        self._pass_on = self._pass_on_each if joins_frames else self._pass_on_together
         self._loop = asyncio.get_running_loop()
         self._descriptor = int(socket.getsockopt(zmq.FD))
         self._drain_scheduled = False
-        self._loop.add_reader(self._descriptor, self._drain)
+        # With something to read there is nearly always a message; to ask would only take time.
+        self._loop.add_reader(self._descriptor, self._drain if joins_frames else self._pass_on)
         self._drain_soon()
 
     def send(self, frames: list[bytes]) -> bool:
@@ -70,25 +69,28 @@ class LoopSocket:
                 self.socket.send(frame, _AT_ONCE_MORE)
             self.socket.send(frames[-1], _AT_ONCE)
         except zmq.ZMQError as error:
+            self._drain_soon()  # an attempt to send may have consumed the descriptor's edge, be it successful or not
             if self.socket.closed or error.errno in (zmq.EAGAIN, zmq.EHOSTUNREACH, zmq.ETERM, zmq.ENOTSOCK):
                 return False
             raise
-        finally:
-            # The descriptor is edge-triggered, and an attempt to send may have consumed the edge of a message that has
-            # arrived, be it successful or not: ZMQ signals no further message before that one has been received.
-            self._drain_soon()
+        self._look()
         return True
 
     def catch_up(self) -> None:
         """Let the socket take note of connections that are up. Within a millisecond of an attempt to send, the next one
         would not look for them, and would fail."""
-        self.socket.getsockopt(zmq.EVENTS)
-        self._drain_soon()  # that has consumed the descriptor's edge
+        self._look()
 
     def close(self) -> None:
         if not self.socket.closed:
             self._loop.remove_reader(self._descriptor)
             self.socket.close(linger=0)
+
+    def _look(self) -> None:
+        """Look for messages that have arrived. The descriptor is edge-triggered: when its edge has been consumed, ZMQ
+        signals no further message before that one has been received."""
+        if not self.socket.closed and self._is_readable():
+            self._drain_soon()
 
     def _drain_soon(self) -> None:
         if not self._drain_scheduled:
@@ -96,21 +98,21 @@ class LoopSocket:
             self._loop.call_soon(self._drain)
 
     def _drain(self) -> None:
+        """Pass on the messages that are there, those beyond ``_MAX_FRAMES_PER_TURN`` in a later turn of the loop."""
         self._drain_scheduled = False
-        if self.socket.closed or not int(self.socket.getsockopt(_EVENTS)) & _READABLE:
-            return  # asking takes less time than failing to receive
-        try:
+        if not self.socket.closed and self._is_readable():
             self._pass_on()
-        finally:
-            self._on_drained()
 
-    def _pass_on(self) -> None:
-        """Pass on the messages that are there."""
+    def _is_readable(self) -> bool:
+        """Return whether there is a message. To ask takes less time than to fail to receive."""
+        return bool(int(self.socket.getsockopt(_EVENTS)) & _READABLE)
+
+    def _pass_on_each(self) -> None:
         for _ in range(_MAX_FRAMES_PER_TURN):
             if self.socket.closed:
                 return
             try:
-                frames = self._receive()
+                frames = self._receive_joined()
             except zmq.Again:
                 return
             try:
@@ -120,8 +122,19 @@ class LoopSocket:
                 raise
         self._drain_soon()
 
-    def _receive_one(self) -> list[bytes]:
-        return [self.socket.recv(_AT_ONCE)]
+    def _pass_on_together(self) -> None:
+        receive = self.socket.recv
+        messages: list[bytes] = []
+        try:
+            messages.append(receive(_AT_ONCE))
+            if self._is_readable():  # mostly there is one message, or there are many
+                while len(messages) < _MAX_FRAMES_PER_TURN:
+                    messages.append(receive(_AT_ONCE))
+                self._drain_soon()
+        except zmq.Again:
+            pass
+        if messages:
+            self._on_frames(messages)
 
     def _receive_joined(self) -> list[bytes]:
         # A frame knows whether more follow; to ask the socket takes longer than to receive a message.
@@ -209,8 +222,7 @@ class WorkerLink:
         router: Party,
         security: SocketSecurity,
         *,
-        on_message: Callable[["WorkerLink", bytes], None],
-        on_drained: Callable[[], None],
+        on_messages: Callable[["WorkerLink", list[bytes]], None],
         on_up: Callable[["WorkerLink"], None],
         on_down: Callable[["WorkerLink"], None],
         patience_seconds: float,
@@ -221,7 +233,6 @@ class WorkerLink:
         self.patience_seconds = patience_seconds
         self._router = router
         self._from_worker = OneWay(self.party, router)
-        self._on_message = on_message
         self._on_up = on_up
         self._on_down = on_down
         if not info.endpoint.startswith("tcp://"):
@@ -231,7 +242,7 @@ class WorkerLink:
         except zmq.ZMQError as error:
             raise ConfigError(f"endpoint {info.endpoint!r} can't be dialled: {error.strerror}") from error
         self._monitor = LoopSocket(monitor, self._on_event)
-        self._socket = LoopSocket(socket, self._on_frames, on_drained=on_drained, joins_frames=False)
+        self._socket = LoopSocket(socket, lambda messages: on_messages(self, messages), joins_frames=False)
 
     def _connect(
         self, context: "zmq.Context[zmq.Socket[bytes]]", security: SocketSecurity
@@ -257,9 +268,9 @@ class WorkerLink:
         """Send a message; return False if the worker takes no more messages, or not fast enough."""
         return self._socket.send([encode(Envelope(self._router, self.party, body))])
 
-    def body(self, message: bytes) -> Body | None:
-        """Return the body of the worker's message to this router; None for anything else."""
-        return self._from_worker.body(message)
+    def bodies(self, messages: list[bytes]) -> list[Body] | None:
+        """Return the bodies of the worker's messages to this router; None if one of them is anything else."""
+        return self._from_worker.bodies(messages)
 
     def close(self) -> None:
         if self._socket.socket.closed:
@@ -268,9 +279,6 @@ class WorkerLink:
         self._socket.socket.disable_monitor()
         self._monitor.close()
         self._socket.close()
-
-    def _on_frames(self, frames: list[bytes]) -> None:
-        self._on_message(self, frames[0])  # each frame is a message
 
     def _on_event(self, frames: list[bytes]) -> None:
         event = int.from_bytes(frames[0][:2], "little")

@@ -22,7 +22,7 @@ from splitserve.common.turns import Turns
 from splitserve.protocol.cluster_report import RequestRates, RequestTraces
 from splitserve.protocol.config import RouterConfig
 from splitserve.protocol.messages.envelope import Body
-from splitserve.protocol.messages.requests import ClockReading, Profiled, StepTokens
+from splitserve.protocol.messages.requests import ClockReading, Profiled
 from splitserve.protocol.messages.routers import MAX_QUESTION_CHARS
 from splitserve.protocol.request import Party, SamplingParams
 from splitserve.protocol.token_ids import TokenIds
@@ -33,7 +33,7 @@ from splitserve.router.admin.profiles import Profiles
 from splitserve.router.admin.request_reports import RequestReports
 from splitserve.router.http.api_error import ApiError
 from splitserve.router.http.inbox import Inbox
-from splitserve.router.links.arrivals import Arrivals
+from splitserve.router.links.arrivals import joined
 from splitserve.router.links.fleet import Fleet
 from splitserve.router.peers.exchange import Exchange
 from splitserve.router.peers.sums import joined_traces, summed_rates
@@ -106,12 +106,10 @@ class Dispatcher:
         self._timers: dict[Timer, asyncio.TimerHandle] = {}
         self._inboxes: dict[str, tuple[Inbox, int]] = {}  # by id of a begun request: its inbox, and its index there
         self._answers: dict[str, asyncio.Future[Limits | Refuse | None]] = {}  # None: the request has begun
-        self._arrivals = Arrivals(lambda sender, message: self._perform(FromWorker(sender, message)))
         self.fleet = Fleet(
             config,
             metrics,
-            on_message=self._on_message,
-            on_drained=self._arrivals.handle_all,
+            on_messages=self._on_messages,
             on_lost=self._on_worker_lost,
             on_ready=self._on_worker_ready,
         )
@@ -259,7 +257,9 @@ class Dispatcher:
         return found
 
     def finish_at_stop_string(self, request: ActiveRequest) -> None:
-        self._handle(StopStringReached(request.request_id))
+        """End a request whose text has reached a stop string; harmless if the request has ended."""
+        if not request.state.ended:
+            self._handle(StopStringReached(request.request_id))
 
     def cancel(self, request: ActiveRequest) -> None:
         """Cancel a request whose client is gone or has its whole answer; harmless if the request has ended."""
@@ -281,10 +281,17 @@ class Dispatcher:
 
     # ---- events of the workers ----
 
+    def _on_messages(self, sender: Party, bodies: list[Body]) -> None:
+        """Handle a worker's messages that came together. An error in one doesn't keep the others from being handled."""
+        for body in joined(bodies):
+            try:
+                self._on_message(sender, body)
+            except Exception as error:
+                what = f"{type(body).__name__} of worker {sender}"
+                self._loop.call_exception_handler({"message": what, "exception": error})
+
     def _on_message(self, sender: Party, body: Body) -> None:
-        if isinstance(body, StepTokens):  # nearly all
-            self._arrivals.add(sender, body)
-        elif isinstance(body, ClockReading):
+        if isinstance(body, ClockReading):
             self.core.clocks.note(sender, body.asked_at, body.at, time.monotonic())
         elif not isinstance(body, Profiled):
             self._handle(FromWorker(sender, body))
@@ -300,12 +307,6 @@ class Dispatcher:
     # ---- effects ----
 
     def _handle(self, event: Event) -> None:
-        """Handle an event, after the tokens that came before it."""
-        if not self._arrivals.is_empty:
-            self._arrivals.handle_all()
-        self._perform(event)
-
-    def _perform(self, event: Event) -> None:
         """Let the core handle an event and perform its effects, in order; those of a failed send come last.
 
         The time is read from CLOCK_MONOTONIC, as the event loop's is, but now: the loop's may be a millisecond late.

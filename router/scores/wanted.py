@@ -21,9 +21,9 @@ class WantedScores(msgspec.Struct, frozen=True, gc=False):
     @property
     def of_prompt(self) -> int | None:
         """The number of alternatives that workers compute of the prompt's tokens; None: nothing of them is wanted."""
-        echoed = self.logprobs if self.echo else None
-        wanted = [number for number in (echoed, self.prompt_logprobs) if number is not None]
-        return max(wanted, default=None)
+        if not self.echo or self.logprobs is None:
+            return self.prompt_logprobs
+        return max(self.logprobs, self.prompt_logprobs or 0)
 
     def params(self, num_prompt_tokens: int) -> dict[str, Any]:
         """Return the parameters for workers, as fields of :class:`~splitserve.protocol.request.SamplingParams`."""

@@ -100,7 +100,7 @@ class StopStrings:
         """``stops`` must not hold an empty string; ``include_stop``: the text ends with the stop string."""
         self._stops = tuple(stops)
         self._include_stop = include_stop
-        self._longest = max((len(stop) for stop in self._stops), default=0)
+        self._longest = max(map(len, self._stops), default=0)
         self._held = ""
         self.found = ""  # the stop string that ended the text
 

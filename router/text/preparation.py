@@ -43,6 +43,8 @@ COUNTED_BEYOND_TOKENS = 1 << 15  # the tokens of a text that is too long are cou
 CUT_WORD_TOKENS = 512  # upper bound of the extra tokens of a word that is cut in two
 DEFAULT_COMPLETION_TOKENS = 16
 _TOKENIZER_THREADS = 2
+_DRAWING = ("temperature", "top_k", "top_p")
+_ALL_TOKENS = -1  # as a body's top_k; SamplingParams has 0
 MAX_PROMPT_SCORES = 1 << 20  # in one answer: each takes the router up to a hundred bytes of JSON
 
 Result = TypeVar("Result")
@@ -81,9 +83,9 @@ class Preparation:
         prompts = []
         num_chars = 0
         for prompt in request.prompts():
-            num_chars += len(prompt)
             if num_chars > MAX_INLINE_CHARS:  # many short prompts take as long as a long one
                 await asyncio.sleep(0)
+            num_chars += len(prompt)
             token_ids = await self._prompt_ids(prompt, limits, param)
             room = _room(len(token_ids), limits.max_model_len, param)
             max_tokens = _max_tokens(request.max_tokens, "max_tokens", len(token_ids), limits.max_model_len)
@@ -210,14 +212,11 @@ class Preparation:
         sampling = SamplingParams(
             max_tokens=max_tokens,
             **wanted.params(len(token_ids)),
-            temperature=self._or_default("temperature", request.temperature),
-            top_k=max(0, self._or_default("top_k", request.top_k)),
-            top_p=self._or_default("top_p", request.top_p),
             # OpenAI's seeds are signed; two's complement keeps different ones different.
             seed=secrets.randbits(63) if request.seed is None else request.seed % 2**64,
             stop_token_ids=tuple(dict.fromkeys((*eos_token_ids, *stop_token_ids))),
             constraint=constraint,
-            **(self._defaults.features | features),
+            **(self._defaults.values | _drawing(request) | features),
         )
         return [
             Prompt(
@@ -261,8 +260,13 @@ class Preparation:
             text = echoed.push(token_ids) + echoed.flush()
         return ChoiceScores(wanted, token_ids, text or "", form, texts, echo=echo)
 
-    def _or_default(self, name: str, value: Any) -> Any:
-        return self._defaults.of(name) if value is None else value
+
+def _drawing(request: GenerationRequest) -> dict[str, Any]:
+    """Return the parameters of drawing tokens that a body sets, beside those of sampling features."""
+    given = {name: value for name in _DRAWING if (value := getattr(request, name)) is not None}
+    if given.get("top_k") == _ALL_TOKENS:
+        given["top_k"] = 0
+    return given
 
 
 def check_not_empty(request: CompletionRequest) -> None:

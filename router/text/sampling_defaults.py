@@ -18,19 +18,11 @@ _FALLBACK: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, **NEU
 
 
 class SamplingDefaults:
-    """Values by parameter, and ``source``, the file that they come from ("" for none).
-
-    ``features``: those of the values that are parameters of sampling features.
-    """
+    """Values by parameter of a request that sets none, and ``source``, the file that they come from ("" for none)."""
 
     def __init__(self, values: Mapping[str, float], source: str = "") -> None:
         self.values = dict(values)
         self.source = source
-        self.features = {name: value for name, value in values.items() if name in NEUTRAL_VALUES}
-
-    def of(self, name: str) -> Any:
-        """Return the value of the parameter ``name`` for a request that doesn't set it."""
-        return self.values.get(name, _FALLBACK[name])
 
     def describe(self) -> str:
         """Return the values in words; "" if the file sets none."""

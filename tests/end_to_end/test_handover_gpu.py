@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import random
+import re
 import signal
 import threading
 import time
@@ -32,6 +33,7 @@ from splitserve.protocol.request import Party
 pytestmark = pytest.mark.gpu2
 
 WAIT_SECONDS = 30.0
+HEARTBEATS_SECONDS = 3.0
 MIB = 1 << 20
 
 
@@ -63,17 +65,18 @@ PROMPTS = [
 
 
 @contextmanager
-def cluster(model: Path, **shape: int) -> Iterator[LocalCluster]:
+def cluster(model: Path, engine: dict[str, Any] | None = None, **shape: Any) -> Iterator[LocalCluster]:
+    settings: dict[str, Any] = {"max_num_batched_tokens": 256, "tail_chunk_tokens": 32, "enable_prefix_caching": False}
     config = EngineConfig(
         model=str(model), device="cuda", dtype="float32", kv_memory_bytes=256 * MIB, max_num_seqs=8,
-        max_num_batched_tokens=256, tail_chunk_tokens=32, enable_prefix_caching=False,
+        **{**settings, **(engine or {})},
     )  # fmt: skip
     with LocalCluster(simple_spec(config, port=0, **shape), log_level="info") as running:
         yield running
 
 
-def complete(url: str, model: Path, prompt: list[int]) -> dict[str, Any]:
-    body = {"model": model.name, "prompt": prompt, "max_tokens": 24, "temperature": 0, "ignore_eos": True,
+def complete(url: str, model: Path, prompt: list[int], max_tokens: int = 24) -> dict[str, Any]:
+    body = {"model": model.name, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True,
             "return_token_ids": True, "return_route": True}  # fmt: skip
     request = urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode())
     request.add_header("Content-Type", "application/json")
@@ -108,6 +111,40 @@ def test_tokens_are_those_of_a_mixed_worker(
             assert answer["splitserve"]["mode"] == "disaggregated"
             assert "cuda_ipc" in answer["splitserve"]["handover"]["transport"]
             assert answer["choices"][0]["token_ids"] == expected
+
+
+BLOCK_SIZE, TURN_TOKENS, ANSWER_TOKENS, NUM_TURNS = 16, 40, 160, 4
+WARM_PROMPTS, WARM_TOKENS = 9, 31 * BLOCK_SIZE  # for a model of prefill's own steps
+
+
+def prefix_blocks_read(url: str) -> float:
+    with urllib.request.urlopen(f"{url}/metrics", timeout=60) as response:
+        text = response.read().decode()
+    return sum(map(float, re.findall(r"^splitserve_link_prefix_blocks_total\{.*\} (\S+)$", text, re.MULTILINE)))
+
+
+def test_later_turns_are_read_from_decode_with_the_tokens_of_a_mixed_worker(tiny: Path) -> None:
+    """Steps of 16 tokens, so that computing takes much longer than reading."""
+    chosen = random.Random(1)
+    steps = {"block_size": BLOCK_SIZE, "max_num_batched_tokens": BLOCK_SIZE, "tail_chunk_tokens": 0}
+    caching = {"enable_prefix_caching": True}
+    asked: list[tuple[list[int], list[int]]] = []
+    with cluster(tiny, steps | caching, num_prefill=1, num_decode=1, policy="least-loaded") as running:
+        for _ in range(WARM_PROMPTS):
+            complete(running.url, tiny, chosen.choices(range(300, 1500), k=WARM_TOKENS))
+        time.sleep(HEARTBEATS_SECONDS)  # the router hears of the model
+        for _ in range(2):
+            conversation: list[int] = []
+            for _ in range(NUM_TURNS):
+                conversation += chosen.choices(range(300, 1500), k=TURN_TOKENS)
+                answer = complete(running.url, tiny, conversation, ANSWER_TOKENS)["choices"][0]["token_ids"]
+                asked.append((list(conversation), answer))
+                conversation += answer
+        time.sleep(HEARTBEATS_SECONDS)
+        assert prefix_blocks_read(running.url) >= NUM_TURNS * (ANSWER_TOKENS // BLOCK_SIZE - 1)
+    with cluster(tiny, steps, num_mixed=1) as running:
+        for prompt, answer in asked:
+            assert complete(running.url, tiny, prompt, ANSWER_TOKENS)["choices"][0]["token_ids"] == answer
 
 
 class Source:

@@ -205,12 +205,14 @@ def test_round_trip(body: Body, to: Party | None) -> None:
 def test_bodies_of_one_way_are_those_of_whole_messages(body: Body) -> None:
     one_way = OneWay(PREFILL, DECODE)
     data = encode(Envelope(PREFILL, DECODE, body))
-    assert one_way.body(data) == body
+    assert one_way.bodies([data]) == [body]
+    assert one_way.bodies([data] * 20) == [body] * 20
     for other in (Envelope(DECODE, PREFILL, body), Envelope(PREFILL, None, body), Envelope(PREFILL, PREFILL, body)):
-        assert one_way.body(encode(other)) is None
-    for broken in (data[:-1], data + b"\x00", b"SP\x00\x00" + data[4:], b""):
-        assert one_way.body(broken) is None
-    assert one_way.body(data + bytes(MAX_MESSAGE_BYTES)) is None
+        assert one_way.bodies([data, encode(other)]) is None
+    for broken in (data[:-1], data + b"\x00", b"SP\x00\x00" + data[4:], b"\x00" + data, b""):
+        assert one_way.bodies([broken]) is None
+        assert one_way.bodies([data, broken, data]) is None
+    assert one_way.bodies([data + bytes(MAX_MESSAGE_BYTES)]) is None
 
 
 def test_every_message_has_an_example() -> None:
@@ -360,13 +362,13 @@ def test_mutated_bytes_give_a_message_or_a_wire_error(seed: int, body: Body) -> 
                 data[position:position] = randomness.randbytes(randomness.randint(1, 8))
         if len(data) <= 4:
             break
-    body_alone = OneWay(PREFILL, DECODE).body(bytes(data))
+    bodies = OneWay(PREFILL, DECODE).bodies([bytes(data)])
     try:
         envelope = decode(bytes(data))
     except WireError:
-        assert body_alone is None
+        assert bodies is None
         return
-    assert body_alone is None or repr(body_alone) == repr(envelope.body)
+    assert bodies is None or repr(bodies) == repr([envelope.body])
     assert isinstance(envelope, Envelope)
     assert decode(encode(envelope)) == envelope or "nan" in repr(envelope)
 

@@ -1,6 +1,7 @@
 """Token messages that are handled together: what the requests get is the same as one by one."""
 
 import asyncio
+import contextlib
 import json
 import random
 from typing import Any
@@ -9,60 +10,74 @@ import pytest
 
 from router_harness import ready
 from splitserve.benchmarks.router.worker_script import default_script
+from splitserve.protocol.config import RouterConfig
 from splitserve.protocol.messages.logprobs import Logprobs
 from splitserve.protocol.messages.marks import Mark, MarkKind
-from splitserve.protocol.messages.requests import HandoverReport, StepTokens, TokenDelta
+from splitserve.protocol.messages.requests import (
+    FailureCode,
+    HandoverReport,
+    ReadClock,
+    RequestFailed,
+    StepTokens,
+    TokenDelta,
+)
 from splitserve.protocol.request import FinishReason, Party, RequestKey, Role
-from splitserve.router.links.arrivals import Arrivals, Arrived, joined
+from splitserve.router.admin.metrics import RouterMetrics
+from splitserve.router.links.arrivals import joined
+from splitserve.router.requests.dispatcher import Dispatcher
+from splitserve.router.requests.effects import Effect
+from splitserve.router.requests.events import Close, Event, FromWorker
 from splitserve.router.requests.state import Update, each_by_itself
 from splitserve.router.requests.token_sequence import TokenSequence
 
-_WORKER, _OTHER = Party("decode-0", 1), Party("prefill-0", 2)
+_WORKER = Party("decode-0", 1)
 _KEY, _KEY_2 = RequestKey("a"), RequestKey("b")
 
 
-def _arrived(key: RequestKey, position: int, *token_ids: int, sender: Party = _WORKER, **more: Any) -> Arrived:
-    return sender, StepTokens([TokenDelta(key, position, list(token_ids), **more)])
+def _tokens(key: RequestKey, position: int, *token_ids: int, **more: Any) -> StepTokens:
+    return StepTokens([TokenDelta(key, position, list(token_ids), **more)])
 
 
 def test_adjacent_tokens_become_one_delta() -> None:
-    messages = [_arrived(_KEY, 0, 5), _arrived(_KEY_2, 3, 9), _arrived(_KEY, 1, 6, 7, num_cached_tokens=64)]
-    messages.append(_arrived(_KEY, 3, 8, finish_reason=FinishReason.LENGTH))
-    ((sender, message),) = joined(messages)
-    assert sender == _WORKER
+    messages = [_tokens(_KEY, 0, 5), _tokens(_KEY_2, 3, 9), _tokens(_KEY, 1, 6, 7, num_cached_tokens=64)]
+    messages.append(_tokens(_KEY, 3, 8, finish_reason=FinishReason.LENGTH))
     first = TokenDelta(_KEY, 0, [5, 6, 7, 8], FinishReason.LENGTH, 64)
-    assert message.deltas == [first, TokenDelta(_KEY_2, 3, [9])]
+    assert joined([*messages]) == [StepTokens([first, TokenDelta(_KEY_2, 3, [9])])]
+
+
+def test_messages_stay_in_order() -> None:
+    failed = RequestFailed(_KEY_2, FailureCode.INTERNAL, "broken")
+    messages = [_tokens(_KEY, 0, 5), failed, _tokens(_KEY, 1, 6), _tokens(_KEY, 2, 7), failed]
+    assert joined([*messages]) == [messages[0], failed, _tokens(_KEY, 1, 6, 7), failed]
 
 
 @pytest.mark.parametrize(
     "second",
     [
-        pytest.param(_arrived(_KEY, 2, 6), id="a gap"),
-        pytest.param(_arrived(_KEY, 0, 5), id="the same position"),
-        pytest.param(_arrived(RequestKey("a", 1), 1, 6), id="another attempt"),
-        pytest.param(_arrived(_KEY, 1, 6, sender=_OTHER), id="another worker"),
-        pytest.param(_arrived(_KEY, 1, 6, logprobs=Logprobs(0, bytes(4), b"")), id="log-probabilities"),
-        pytest.param(_arrived(_KEY, 1, 6, marks=[Mark(MarkKind.ACCEPTED, 1.0)]), id="marks"),
-        pytest.param(_arrived(_KEY, 1, 6, handover=HandoverReport("p", "nixl", 1, 1, 0, 1)), id="a hand-over"),
+        pytest.param(_tokens(_KEY, 2, 6), id="a gap"),
+        pytest.param(_tokens(_KEY, 0, 5), id="the same position"),
+        pytest.param(_tokens(RequestKey("a", 1), 1, 6), id="another attempt"),
+        pytest.param(_tokens(_KEY, 1, 6, logprobs=Logprobs(0, bytes(4), b"")), id="log-probabilities"),
+        pytest.param(_tokens(_KEY, 1, 6, marks=[Mark(MarkKind.ACCEPTED, 1.0)]), id="marks"),
+        pytest.param(_tokens(_KEY, 1, 6, handover=HandoverReport("p", "nixl", 1, 1, 0, 1)), id="a hand-over"),
     ],
 )
-def test_other_deltas_stay_by_themselves(second: Arrived) -> None:
-    messages = [_arrived(_KEY, 0, 5), second, _arrived(_KEY, 7, 9)]
-    found = [(sender, delta) for sender, message in joined(messages) for delta in message.deltas]
-    assert found == [(sender, message.deltas[0]) for sender, message in messages]
+def test_other_deltas_stay_by_themselves(second: StepTokens) -> None:
+    messages = [_tokens(_KEY, 0, 5), second, _tokens(_KEY, 7, 9)]
+    assert joined([*messages]) == [StepTokens([message.deltas[0] for message in messages])]
 
 
 def test_no_token_is_joined_to_the_end() -> None:
-    messages = [_arrived(_KEY, 0, 5, finish_reason=FinishReason.STOP), _arrived(_KEY, 1, 6)]
-    assert len(joined(messages)[0][1].deltas) == 2
+    messages = [_tokens(_KEY, 0, 5, finish_reason=FinishReason.STOP), _tokens(_KEY, 1, 6)]
+    assert joined([*messages]) == [StepTokens([message.deltas[0] for message in messages])]
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_random_messages_bring_the_same_tokens(seed: int) -> None:
-    """Tokens of requests in random pieces, some twice, some from two workers: each request's sequence is the same."""
+    """Tokens of requests in random pieces, some twice: each request's sequence is the same."""
     draw = random.Random(seed)
     outputs = {RequestKey(f"r{number}"): [draw.randrange(1000) for _ in range(40)] for number in range(4)}
-    messages: list[Arrived] = []
+    messages: list[StepTokens] = []
     sent = dict.fromkeys(outputs, 0)
     while any(count < 40 for count in sent.values()):
         deltas = []
@@ -72,53 +87,42 @@ def test_random_messages_bring_the_same_tokens(seed: int) -> None:
             reason = FinishReason.LENGTH if stop == 40 else None
             deltas.append(TokenDelta(key, begin, outputs[key][begin:stop], reason))
             sent[key] = stop
-        messages.append((draw.choice((_WORKER, _OTHER)), StepTokens(deltas)))
-    together = joined(messages)
-    assert sum(len(message.deltas) for _, message in together) < sum(len(message.deltas) for _, message in messages)
+        messages.append(StepTokens(deltas))
+    (together,) = joined([*messages])
+    assert isinstance(together, StepTokens)
+    assert len(together.deltas) < sum(len(message.deltas) for message in messages)
     for key, output in outputs.items():
         sequence = TokenSequence(max_tokens=40)
-        for _, message in together:
-            for delta in message.deltas:
-                if delta.key == key:
-                    sequence.accept(delta.position, delta.token_ids, delta.finish_reason)
+        for delta in together.deltas:
+            if delta.key == key:
+                sequence.accept(delta.position, delta.token_ids, delta.finish_reason)
         assert sequence.output_ids == output
         assert sequence.complete
 
 
-def test_messages_wait_to_be_handled_together() -> None:
-    handled: list[Arrived] = []
-
-    async def arrive() -> None:
-        arrivals = Arrivals(lambda sender, message: handled.append((sender, message)))
-        for position in (0, 1):
-            arrivals.add(*_arrived(_KEY, position, 5 + position))
-        assert not handled and not arrivals.is_empty
-        arrivals.handle_all()
-        arrivals.handle_all()
-        assert arrivals.is_empty
-
-    asyncio.run(arrive())
-    assert handled == [(_WORKER, StepTokens([TokenDelta(_KEY, 0, [5, 6])]))]
-
-
-def test_an_error_leaves_the_other_messages() -> None:
-    handled: list[Party] = []
+def test_an_error_leaves_the_other_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    handled: list[object] = []
     errors: list[dict[str, Any]] = []
 
-    def handle(sender: Party, _message: StepTokens) -> None:
-        if sender == _WORKER:
-            raise ValueError("broken")
-        handled.append(sender)
+    def handle(event: Event, _now: float) -> list[Effect]:
+        assert isinstance(event, FromWorker | Close)
+        if isinstance(event, FromWorker):
+            handled.append(event.body)
+            if isinstance(event.body, RequestFailed):
+                raise ValueError("broken")
+        return []
 
     async def arrive() -> None:
         asyncio.get_running_loop().set_exception_handler(lambda _loop, context: errors.append(context))
-        arrivals = Arrivals(handle)
-        arrivals.add(*_arrived(_KEY, 0, 5))
-        arrivals.add(*_arrived(_KEY_2, 0, 6, sender=_OTHER))
-        arrivals.handle_all()
+        dispatcher = Dispatcher(RouterConfig(model="none", served_model_name="none"), RouterMetrics())
+        with contextlib.closing(dispatcher):
+            monkeypatch.setattr(dispatcher.core, "handle", handle)
+            dispatcher._on_messages(_WORKER, [*messages])
 
+    failed = RequestFailed(_KEY_2, FailureCode.INTERNAL, "broken")
+    messages = [_tokens(_KEY, 0, 5), _tokens(_KEY, 1, 6), failed, _tokens(_KEY, 2, 7), ReadClock(1.0)]
     asyncio.run(arrive())
-    assert handled == [_OTHER]
+    assert handled == [_tokens(_KEY, 0, 5, 6), *messages[2:]]
     assert [str(error["exception"]) for error in errors] == ["broken"]
 
 

@@ -1,5 +1,6 @@
 """Bounds of the router's HTTP connections: what is refused, with which answer, and what goes on beside it."""
 
+import asyncio
 import contextlib
 import http.client
 import json
@@ -7,6 +8,7 @@ import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import psutil
 import pytest
@@ -16,6 +18,7 @@ from splitserve.benchmarks.attacks.http import CHUNKED, HEALTH, send_all
 from splitserve.benchmarks.router.worker_script import default_script
 from splitserve.protocol.config import HttpLimits
 from splitserve.protocol.request import Role
+from splitserve.router.http.connections import JoinedHead
 from waiting import PATIENCE_SECONDS, wait_until
 
 LIMIT = 64 * 1024
@@ -235,6 +238,44 @@ def test_what_follows_a_stream_never_breaks_it(router: RouterProcess, junk: byte
     text = first + everything(connection)
     assert text.count(b"HTTP/1.1") == 1 and text.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n"), text[-500:]
     assert text.count(b"data: ") >= num_tokens
+
+
+# ---- heads ----
+
+
+def test_a_head_is_written_with_the_beginning_of_its_body() -> None:
+    transport = mock.Mock(spec=asyncio.Transport)
+    answer = JoinedHead(transport)
+    for data in (b"HTTP/1.1 100 Continue\r\n\r\n", b"head", b"body", b"more"):
+        answer.write(data)
+    answer.close()
+    calls = [mock.call.write(b"HTTP/1.1 100 Continue\r\n\r\n"), mock.call.write(b"headbody"), mock.call.write(b"more")]
+    assert transport.method_calls == [*calls, mock.call.close()]
+
+
+def test_a_head_without_a_body_is_written_before_the_end() -> None:
+    transport = mock.Mock(spec=asyncio.Transport)
+    answer = JoinedHead(transport)
+    answer.write(b"head")
+    answer.close()
+    assert transport.method_calls == [mock.call.write(b"head"), mock.call.close()]
+
+
+def test_answers_without_bodies_are_heads(router: RouterProcess) -> None:
+    with connect(router, b"HEAD" + HEALTH.removeprefix(b"GET") + b"\r\n") as connection:
+        answer = connection.recv(65536)
+        assert answer.startswith(b"HTTP/1.1 200") and answer.endswith(b"\r\n\r\n")
+        send_all(connection, [HEALTH + b"Connection: close\r\n\r\n"])
+        assert everything(connection).endswith(b'{"status":"ok"}')
+
+
+def test_a_client_may_wait_until_it_is_asked_for_its_body(router: RouterProcess) -> None:
+    body = json.dumps({"model": "tiny", "prompt": [5, 6], "max_tokens": 2}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n{JSON}Content-Length: {len(body)}\r\n"
+    with connect(router, head.encode() + b"Expect: 100-continue\r\nConnection: close\r\n\r\n") as connection:
+        assert connection.recv(65536) == b"HTTP/1.1 100 Continue\r\n\r\n"
+        send_all(connection, [body])
+        assert everything(connection).startswith(b"HTTP/1.1 200")
 
 
 # ---- number ----

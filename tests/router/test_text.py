@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import random
 
 import pytest
 from hypothesis import given
@@ -14,7 +15,7 @@ from splitserve.router.http.formats import ChatFormat
 from splitserve.router.http.schema import CompletionRequest
 from splitserve.router.placement.placer import Limits
 from splitserve.router.text.chat_template import ChatTemplate, ChatTemplateError
-from splitserve.router.text.choice import Choice
+from splitserve.router.text.choice import Choice, Texts
 from splitserve.router.text.constraints import Constraints
 from splitserve.router.text.detokenizer import StopStrings, WindowDetokenizer
 from splitserve.router.text.preparation import Preparation
@@ -268,6 +269,16 @@ def test_long_texts_of_few_tokens_are_not_refused(tmp_path):
     prompts = asyncio.run(preparation.completion(request, Limits(1024, 1024, 1000)))
     preparation.close()
     assert list(prompts[0].token_ids) == [tokenizer.token_to_id(word)] * 500
+
+
+def test_events_of_texts_are_those_of_their_pieces_whatever_is_in_them():
+    """Quotation marks, commas and backslashes at the ends of texts, too: JSON separates texts by these."""
+    chosen = random.Random(1)
+    form = ChatFormat("m")
+    for _ in range(300):
+        written = ["".join(chosen.choices('",\\[]{}:a\n é', k=chosen.randint(1, 4))) for _ in range(8)]
+        texts = Texts(written, list(range(8)))
+        assert form.texts(0, texts) == b"".join(form.chunk(0, piece, {}) for piece in texts.pieces())
 
 
 @pytest.mark.parametrize("kind", ["byte-level", "window"])

@@ -2,7 +2,6 @@
 
 import asyncio
 import random
-from array import array
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -66,13 +65,14 @@ def test_words_of_the_last_two_generations_are_remembered(monkeypatch: pytest.Mo
 
 
 def test_the_memory_of_segments_is_bounded() -> None:
-    memory, tokens = SegmentMemory(max_bytes=10_000), array("i", range(10))
+    memory, tokens = SegmentMemory(10_000, {"": b"", "<|end|>": b"e"}), b"t" * 40
     texts = [chr(97 + number) * 200 for number in range(20)]
     for text in texts:
         memory.put(text, tokens)
-        assert memory.get(texts[0]) == tokens, "used last"
-    assert memory.get(texts[1]) is None
-    assert memory.get(texts[-1]) == tokens
+        assert memory.recall([texts[0], "", "<|end|>"]) == [tokens, b"", b"e"], "used last, and those that are fixed"
+    assert memory.recall([texts[1], texts[-1], "unknown"]) == [None, tokens, None]
+    memory.put("a" * 5000, tokens)
+    assert memory.recall(["a" * 5000, texts[-1]]) == [None, tokens], "one text doesn't take the others' place"
 
 
 @pytest.mark.parametrize("skips_special", [True, False])

@@ -2,7 +2,7 @@
 
 import hashlib
 import hmac
-from collections.abc import Callable, MutableMapping
+from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 from starlette.requests import Request
@@ -34,14 +34,13 @@ class RequireKey:
         self._tenants = tenants
         self._local_only = local_only
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
         error = self._check(scope) if scope["type"] == "http" and scope["path"].startswith(KEYED_PATHS) else None
         if error is None:
-            await self._app(scope, receive, send)
-            return
+            return self._app(scope, receive, send)
         is_open_to_some = error.code != _DISABLED
         headers = {"www-authenticate": f'Bearer realm="{self._wanted(scope)}"'} if is_open_to_some else None
-        await Response(error.encode(), error.status, headers, "application/json")(scope, receive, send)
+        return Response(error.encode(), error.status, headers, "application/json")(scope, receive, send)
 
     def _wanted(self, scope: MutableMapping[str, Any]) -> str:
         """Return the name of the key that opens the path."""

@@ -6,7 +6,7 @@ the answers. Browsers send the host that a request is meant for (Host) and the p
 
 import functools
 import re
-from collections.abc import Collection
+from collections.abc import Awaitable, Collection
 
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -34,7 +34,7 @@ class RequireLocal:
         self._app = app
         self._allowed_origins = frozenset(origin.encode() for origin in allowed_origins)
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
         for name, value in scope.get("headers", ()):
             is_foreign_origin = name == b"origin" and value not in self._allowed_origins and not is_local_origin(value)
             if is_foreign_origin or (name == b"host" and not is_local(value)):
@@ -42,9 +42,8 @@ class RequireLocal:
                 error = ApiError(
                     403, f"{name.decode().title()} is {shown!r}: {_REMEDY}", code=f"foreign_{name.decode()}"
                 )
-                await Response(error.encode(), 403, media_type="application/json")(scope, receive, send)
-                return
-        await self._app(scope, receive, send)
+                return Response(error.encode(), 403, media_type="application/json")(scope, receive, send)
+        return self._app(scope, receive, send)
 
 
 @functools.lru_cache(maxsize=64)

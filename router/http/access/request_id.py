@@ -7,7 +7,7 @@ Ids of the requests inside the cluster begin with it, so that one name finds a r
 import re
 import secrets
 import time
-from collections.abc import Iterable
+from collections.abc import Awaitable, Iterable
 from typing import Any
 
 from starlette.requests import Request
@@ -33,21 +33,20 @@ class GiveRequestIds:
         self._app = app
         self._tracing = tracing
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
         if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
+            return self._app(scope, receive, send)
         request_id = _given(scope["headers"]) or secrets.token_hex(_NUM_RANDOM_BYTES).encode()
         scope[_KEY] = request_id.decode()
         trace = scope[_TRACE_KEY] = self._tracing.begin(scope["headers"])
         added = [(_HEADER, request_id), *(() if trace is None else trace.headers())]
 
-        async def send_with_id(message: Message) -> None:
+        def send_with_id(message: Message) -> Awaitable[None]:
             if message["type"] == "http.response.start":
                 message = {**message, "headers": [*message.get("headers", ()), *added]}
-            await send(message)
+            return send(message)
 
-        await self._app(scope, receive, send_with_id)
+        return self._app(scope, receive, send_with_id)
 
 
 def request_id_of(request: Request) -> str:

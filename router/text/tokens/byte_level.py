@@ -4,10 +4,10 @@ The joined pieces equal what the tokenizer's own decoder makes of all tokens at 
 """
 
 import codecs
-import contextlib
 from collections.abc import Callable, Collection, Sequence
-from typing import cast
+from typing import Any
 
+_REPLACEMENT = "\ufffd"
 _new_decoder = codecs.getincrementaldecoder("utf-8")
 
 
@@ -34,18 +34,26 @@ class TokenTable:
     def __init__(self, string_of: Callable[[int], str], hidden: Collection[str] = ()) -> None:
         self._string_of = string_of
         self._hidden = frozenset(hidden)
-        self._bytes: dict[int, bytes] = {}
+        self._parts: dict[int, bytes] = {}  # bytes of the tokens used so far that have parts of characters
         self.whole_texts: dict[int, str] = {}
-        """Texts of those tokens, of the ones used so far, whose bytes are whole characters."""
+        """Texts of the other tokens used so far: their bytes are whole characters."""
+
+    def whole_text(self, token_id: int) -> str | None:
+        """Return the text of a token whose bytes are whole characters; None for another one."""
+        text = self.whole_texts.get(token_id)
+        if text is None and token_id not in self._parts:
+            found = self._find(token_id)
+            text = found.decode(errors="replace")
+            if _REPLACEMENT in text:
+                self._parts[token_id] = found
+                return None
+            self.whole_texts[token_id] = text
+        return text
 
     def bytes_of(self, token_id: int) -> bytes:
         """Return a token's bytes."""
-        found = self._bytes.get(token_id)
-        if found is None:
-            found = self._bytes[token_id] = self._find(token_id)
-            with contextlib.suppress(UnicodeDecodeError):  # it may be a part of a character
-                self.whole_texts[token_id] = found.decode()
-        return found
+        text = self.whole_text(token_id)
+        return self._parts[token_id] if text is None else text.encode()
 
     def _find(self, token_id: int) -> bytes:
         string = self._string_of(token_id)
@@ -62,7 +70,7 @@ class ByteLevelDetokenizer:
 
     def __init__(self, table: TokenTable) -> None:
         self._table = table
-        self._whole_texts = table.whole_texts
+        self._whole_text: Callable[[int], Any] = table.whole_texts.get
         self._decoder = _new_decoder("replace")
         self._is_pending = False  # the decoder holds bytes
 
@@ -72,11 +80,12 @@ class ByteLevelDetokenizer:
 
     def push_each(self, token_ids: Sequence[int]) -> list[str]:
         """Return the texts that these tokens make final, one per token."""
-        if not self._is_pending:
-            texts = [*map(self._whole_texts.get, token_ids)]
-            if None not in texts:
-                return cast("list[str]", texts)
-        return [self._push_one(token_id) for token_id in token_ids]
+        texts = [*map(self._whole_text, token_ids)]
+        if self._is_pending or None in texts:
+            for number, text in enumerate(texts):
+                if text is None or self._is_pending:
+                    texts[number] = self._push_one(token_ids[number])
+        return texts
 
     def flush(self) -> str:
         """Return the text left at the end of the output: an incomplete character becomes a replacement character."""
@@ -87,7 +96,7 @@ class ByteLevelDetokenizer:
 
     def _push_one(self, token_id: int) -> str:
         if not self._is_pending:
-            text = self._whole_texts.get(token_id)
+            text = self._table.whole_text(token_id)
             if text is not None:
                 return text
         text = self._decoder.decode(self._table.bytes_of(token_id))

@@ -9,10 +9,11 @@ looks them up word by word (:mod:`.words`); where texts can't be cut before word
 import asyncio
 import json
 import re
+import sys
 from array import array
-from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
+from typing import cast
 
 from tokenizers import Tokenizer
 
@@ -24,7 +25,7 @@ from splitserve.router.text.tokens.words import cuts_before_words
 MAX_INLINE_CHARS = 256
 """Characters that are encoded on the event loop: that takes it as long as a text's way to another process and back."""
 MAX_REMEMBERED_BYTES = 64 << 20
-_ENTRY_BYTES = 256  # of a remembered segment, beside its characters and tokens
+_ENTRY_BYTES = 256  # of a remembered segment, beside its text and tokens
 MAX_ADDED_TOKENS = 512
 """Number of added tokens up to which a text is cut at them: the search takes time in proportion."""
 
@@ -38,10 +39,12 @@ class TextEncoder:
     def __init__(self, tokenizer: Tokenizer, file: TokenizerFile, pool: Executor) -> None:
         self._tokenizer = tokenizer
         self._pool = pool
-        self._added = _cutting_tokens(tokenizer)
-        self._cut = re.compile("|".join(map(re.escape, self._added))) if self._added else None
+        added = _cutting_tokens(tokenizer)
+        # The group makes a split include what it cuts at.
+        self._cut = re.compile(f"({'|'.join(map(re.escape, added))})") if added else None
         self.words = WordEncoder(file, self._whole) if cuts_before_words(tokenizer) else None
-        self._segments = SegmentMemory(MAX_REMEMBERED_BYTES)
+        packed = {text: array("i", (token_id,)).tobytes() for text, token_id in added.items()}
+        self._segments = SegmentMemory(MAX_REMEMBERED_BYTES, {"": b"", **packed})
         self._around = _special_tokens_around(tokenizer)
 
     def start(self) -> None:
@@ -62,38 +65,33 @@ class TextEncoder:
         around = self._around if add_special_tokens else ((), ())
         if around is None:  # the post-processor does more than to put tokens around the text's
             return await self._whole(text, check, add_special_tokens=True)
+        pieces = [text] if self._cut is None else self._cut.split(text)
+        found = self._segments.recall(pieces)
+        if None in found:
+            await self._complete(found, pieces, check)
         token_ids = array("i", around[0])
-        for segment in self._split(text):
-            if isinstance(segment, int):
-                token_ids.append(segment)
-            else:
-                token_ids.extend(await self._segment(segment, len(token_ids), check))
-                check(len(token_ids))
+        token_ids.frombytes(b"".join(cast("list[bytes]", found)))
         token_ids.extend(around[1])
         check(len(token_ids))
         return token_ids
 
-    def _split(self, text: str) -> Iterator[str | int]:
-        """Yield the segments of a text, and the added tokens between them."""
-        end = 0
-        for match in () if self._cut is None else self._cut.finditer(text):
-            if match.start() > end:
-                yield text[end : match.start()]
-            yield self._added[match[0]]
-            end = match.end()
-        if end < len(text):
-            yield text[end:]
+    async def _complete(self, found: list[bytes | None], pieces: Sequence[str], check: Callable[[int], None]) -> None:
+        """Encode the segments that aren't known, in their order."""
+        num_tokens = sum(len(packed) for packed in found if packed is not None) // TOKEN_ID_BYTES
+        for index, piece in enumerate(pieces):
+            if found[index] is None:
+                check(num_tokens)
+                packed = found[index] = await self._segment(piece, num_tokens, check)
+                num_tokens += len(packed) // TOKEN_ID_BYTES
 
-    async def _segment(self, text: str, num_before: int, check: Callable[[int], None]) -> TokenIds:
-        found = self._segments.get(text)
-        if found is not None:
-            return found
+    async def _segment(self, text: str, num_before: int, check: Callable[[int], None]) -> bytes:
         if self.words is None or len(text) <= MAX_INLINE_CHARS:
             token_ids = await self._whole(text, check)
         else:
             token_ids = await self.words.encode(text, num_before, check)
-        self._segments.put(text, token_ids)
-        return token_ids
+        packed = token_ids.tobytes()
+        self._segments.put(text, packed)
+        return packed
 
     async def _whole(self, text: str, check: Callable[[int], None], *, add_special_tokens: bool = False) -> TokenIds:
         def encode() -> TokenIds:
@@ -108,30 +106,37 @@ class TextEncoder:
 
 
 class SegmentMemory:
-    """Tokens of the texts that were used last; bounded by the memory that they take."""
+    """Packed tokens of the texts that were used last, bounded by the memory that they take; those of ``fixed`` are
+    always known.
 
-    def __init__(self, max_bytes: int) -> None:
-        self._max_bytes = max_bytes
-        self._num_bytes = 0
-        self._known: OrderedDict[str, TokenIds] = OrderedDict()
+    It has two generations of at most half of ``max_bytes``: a used text is in the new one.
+    """
 
-    def get(self, text: str) -> TokenIds | None:
-        found = self._known.get(text)
-        if found is not None:
-            self._known.move_to_end(text)
+    def __init__(self, max_bytes: int, fixed: Mapping[str, bytes]) -> None:
+        self._generation_bytes = max_bytes // 2
+        self._fixed = fixed
+        self._new: dict[str, bytes] = {**fixed}
+        self._old: dict[str, bytes] = {}
+        self._num_bytes = 0  # of the new generation
+
+    def recall(self, texts: Sequence[str]) -> list[bytes | None]:
+        """Return each text's tokens, or None."""
+        found = [*map(self._new.get, texts)]
+        if None in found:
+            for index, text in enumerate(texts):
+                if found[index] is None and (packed := self._old.get(text)) is not None:
+                    found[index] = packed
+                    self.put(text, packed)
         return found
 
-    def put(self, text: str, token_ids: TokenIds) -> None:
-        if text in self._known:
+    def put(self, text: str, packed: bytes) -> None:
+        num_bytes = _ENTRY_BYTES + sys.getsizeof(text) + len(packed)
+        if text in self._new or num_bytes > self._generation_bytes:
             return
-        self._known[text] = token_ids
-        self._num_bytes += _size(text, token_ids)
-        while self._num_bytes > self._max_bytes:
-            self._num_bytes -= _size(*self._known.popitem(last=False))
-
-
-def _size(text: str, token_ids: TokenIds) -> int:
-    return _ENTRY_BYTES + 4 * len(text) + TOKEN_ID_BYTES * len(token_ids)  # a character takes four bytes at most
+        if self._num_bytes + num_bytes > self._generation_bytes:
+            self._old, self._new, self._num_bytes = self._new, {**self._fixed}, 0
+        self._new[text] = packed
+        self._num_bytes += num_bytes
 
 
 def _cutting_tokens(tokenizer: Tokenizer) -> dict[str, int]:

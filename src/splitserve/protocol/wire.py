@@ -1,6 +1,7 @@
 """Messages as bytes: four bytes of magic and schema version, then msgpack. The version is checked before the rest."""
 
 from array import array
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -35,7 +36,8 @@ def _token_ids(_kind: type, value: Any) -> Any:
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=plain)
 _decoder = msgspec.msgpack.Decoder(Envelope, strict=True, dec_hook=_token_ids)
-_body_decoder: msgspec.msgpack.Decoder[Body] = msgspec.msgpack.Decoder(Body, strict=True, dec_hook=_token_ids)
+_bodies_decoder = msgspec.msgpack.Decoder(list[Body], strict=True, dec_hook=_token_ids)
+_ARRAY = b"\xdd"  # begins an array of msgpack; its length follows
 
 
 def encode(envelope: Envelope) -> bytes:
@@ -61,12 +63,16 @@ class OneWay:
         body = Registered()
         self._start = encode(Envelope(sender, to, body)).removesuffix(_encoder.encode(body))
 
-    def body(self, data: bytes) -> Body | None:
-        """Return the body of a message; None for anything that :func:`decode` must judge."""
-        if not data.startswith(self._start) or len(data) > MAX_MESSAGE_BYTES:
+    def bodies(self, messages: Sequence[bytes]) -> list[Body] | None:
+        """Return the bodies of messages, which are decoded as one array; None if one of them must be judged by
+        :func:`decode`, or if they have more than ``MAX_MESSAGE_BYTES`` together."""
+        start, size = self._start, len(self._start)
+        bodies = [message[size:] for message in messages if message.startswith(start)]
+        if len(bodies) != len(messages) or sum(map(len, messages)) > MAX_MESSAGE_BYTES:
             return None
+        array = _ARRAY + len(bodies).to_bytes(4, "big") + b"".join(bodies)
         try:
-            return _body_decoder.decode(memoryview(data)[len(self._start) :])
+            return _bodies_decoder.decode(array)
         except (msgspec.DecodeError, ConfigError, RecursionError, UnicodeDecodeError):
             return None
 
