@@ -140,9 +140,8 @@ class WorkerRecord:
             self._view_elsewhere = self.elsewhere
         view.prefix_match_tokens = prefix_match_tokens
         if self.prompts.was_used:
-            view.queue_seconds = self.prompts.seconds(now)
-            view.prefill_busy, view.prompt_share = self.prompts.shares(now)
-            view.prompt_seconds = self.prompts.prompt_seconds
+            outlook = self.prompts.outlook(now)
+            view.queue_seconds, view.prefill_busy, view.prompt_share, view.prompt_seconds = outlook
             if self.elsewhere is not None:
                 view.queue_seconds += self.elsewhere.queue_seconds
                 view.prefill_busy = min(1.0, view.prefill_busy + self.elsewhere.busy_share)

@@ -62,21 +62,6 @@ RESIDUAL = 0.5
 """Share of a prompt's computing that is left, on average, when another one arrives meanwhile."""
 
 
-class Prediction(NamedTuple):
-    """Prediction for one route: compared by harm, by strain, then by delay; among equals prefill workers are kept for
-    prompts, decode workers for outputs, and requests spread evenly."""
-
-    harm_seconds: float
-    strain: float  # infinite where an objective is lacking or used up
-    delay_seconds: float  # the request's TTFT, and that which its computing adds to those of later ones
-    decodes_on_prefill: bool
-    is_local: bool
-    is_away: bool  # the session decodes on another worker than its own
-    num_placed: int
-    names: tuple[str, ...]  # no two routes have the same
-    ttft_seconds: float
-
-
 @dataclass(slots=True)
 class _Request:
     """The request's sizes, the objectives, and the workers of its session."""
@@ -91,10 +76,13 @@ class _Request:
     strains: bool  # both objectives are there; else every strain is infinite
 
     def late(self, seconds: float) -> float:
-        return max(0.0, seconds - self.ttft)
+        return seconds - self.ttft if seconds > self.ttft else 0.0
 
     def slow(self, seconds: float) -> float:
         return seconds - self.gap if seconds > self.gap else 0.0
+
+    def is_away(self, worker: WorkerView) -> bool:
+        return bool(self.own_workers) and worker.party not in self.own_workers
 
 
 def _strain(seconds: float, objective: float) -> float:
@@ -128,23 +116,37 @@ class _Decode(NamedTuple):
     after: float  # and with it, half of its output being out
 
 
-_PromptFields: TypeAlias = tuple[float, int, str, WorkerView, int, float, PrefixRead | None]
-_DecodeFields: TypeAlias = tuple[float, float, int, str, WorkerView, float, float, float, float]
-
-
 class _Route(NamedTuple):
-    """A route that may be the best one; ``decode`` is None where the prompt's worker does both phases."""
+    """A route and its prediction: routes are compared by harm, by strain, then by delay; among equals prefill workers
+    are kept for prompts, decode workers for outputs, and requests spread evenly."""
 
-    prediction: Prediction
+    harm_seconds: float
+    strain: float  # infinite where an objective is lacking or used up
+    delay_seconds: float  # the request's TTFT, and that which its computing adds to those of later ones
+    decodes_on_prefill: bool
+    is_local: bool
+    is_away: bool  # the session decodes on another worker than its own
+    num_placed: int
+    names: tuple[str, ...]  # no two routes have the same: what follows is not compared
+    ttft_seconds: float
     why: str
     prefill: _Prompt
-    decode: _Decode | None
+    decode: _Decode | None  # None where the prompt's worker does both phases
 
     def placed(self) -> Placed:
-        ttft_seconds = self.prediction.ttft_seconds
         if self.decode is None:
-            return alone(self.prefill.worker, self.why, ttft_seconds)
-        return pair(self.prefill.worker, self.decode.worker, self.why, ttft_seconds, read=self.prefill.read)
+            return alone(self.prefill.worker, self.why, self.ttft_seconds)
+        read = self.prefill.read
+        return pair(self.prefill.worker, self.decode.worker, self.why, self.ttft_seconds, read=read)
+
+
+# Fields of these tuples: a named tuple takes longer to make than its predictions, and is made of the best ones alone.
+_PromptFields: TypeAlias = tuple[float, int, str, WorkerView, int, float, PrefixRead | None]
+_DecodeFields: TypeAlias = tuple[float, float, int, str, WorkerView, float, float, float, float]
+_Prediction: TypeAlias = tuple[float, float, float, bool, bool, bool, int, tuple[str, ...], float]
+_RouteFields: TypeAlias = tuple[
+    float, float, float, bool, bool, bool, int, tuple[str, ...], float, str, _Prompt, _Decode | None
+]
 
 
 def cost(snapshot: Snapshot, shape: RequestShape) -> Placement:
@@ -165,8 +167,8 @@ def cost(snapshot: Snapshot, shape: RequestShape) -> Placement:
         own_workers=_own_workers(fitting, shape),
         strains=min(snapshot.objectives.ttft_seconds, snapshot.objectives.tpot_seconds) > 0.0,
     )
-    best = min(_routes(snapshot, fitting, request, shape), default=None)  # by the prediction
-    return NoWorker(why_not(snapshot, fitting, shape)) if best is None else best.placed()
+    best = min(_routes(snapshot, fitting, request, shape), default=None)
+    return NoWorker(why_not(snapshot, fitting, shape)) if best is None else _Route._make(best).placed()
 
 
 def _own_workers(workers: Iterable[WorkerView], shape: RequestShape) -> frozenset[Party]:
@@ -180,27 +182,31 @@ def _own_workers(workers: Iterable[WorkerView], shape: RequestShape) -> frozense
 
 def _routes(
     snapshot: Snapshot, workers: Sequence[WorkerView], request: _Request, shape: RequestShape
-) -> Iterator[_Route]:
-    own = [_prompt(worker, request) for worker in of_role(workers, Role.PREFILL)]
-    with_reads = own if snapshot.prefix_source is None else _with_reads(snapshot, own, request, shape)
-    prefills = [_Prompt._make(each) for each in sorted(with_reads)[:NUM_CANDIDATES]]
-    ranked = sorted([_decode(worker, request) for worker in of_role(workers, Role.DECODE)])
-    decodes = [_Decode._make(each) for each in ranked[:NUM_CANDIDATES]]
-    for prefill in prefills:
-        for decode in decodes:
-            yield _Route(_predict_pair(prefill, decode, request), WHY, prefill, decode)
-    alone_on = [_Decode._make(_decode(worker, request)) for worker in of_role(workers, Role.MIXED)]
+) -> Iterator[_RouteFields]:
+    """Yield the routes that may be the best one."""
+    ranked = sorted(_prompts(of_role(workers, Role.PREFILL), request))
+    decodes = _best_decodes(of_role(workers, Role.DECODE), request)
+    prefills = own = [_Prompt._make(each) for each in ranked[:NUM_CANDIDATES]]
+    if snapshot.prefix_source is not None:
+        with_reads = sorted(_with_reads(snapshot, ranked, request, shape))
+        prefills = [_Prompt._make(each) for each in with_reads[:NUM_CANDIDATES]]
+    yield from _pairs(prefills, decodes, request)
+    alone_on = [_Decode._make(each) for each in _decodes(of_role(workers, Role.MIXED), request)]
     if any(worker.role is Role.PREFILL for worker in snapshot.workers):
         alone_on += decodes  # else the router itself lets decode do without prefill
-    for decode in alone_on:
-        prompt = _Prompt._make(_prompt(decode.worker, request))
-        yield _Route(_predict_local(prompt, decode, request), WHY, prompt, None)
+    prompts = _prompts([decode.worker for decode in alone_on], request)
+    for prompt, decode in zip(map(_Prompt._make, prompts), alone_on, strict=True):
+        yield *_predict_local(prompt, decode, request), WHY, prompt, None
     # A route on one worker reads no prefix: the best are those that have one themselves, and may have a queue for it.
-    spare = sorted(own)[:NUM_CANDIDATES] if decodes else []  # without decode, a cluster waits for one
-    for prompt in map(_Prompt._make, spare):
-        if prompt.worker.context_tokens_limit >= shape.max_context_tokens:
-            decode = _Decode._make(_decode(prompt.worker, request))
-            yield _Route(_predict_local(prompt, decode, request), WHY_SPARE, prompt, None)
+    spare = own if decodes else []  # without decode, a cluster waits for one
+    spare = [prompt for prompt in spare if prompt.worker.context_tokens_limit >= shape.max_context_tokens]
+    outputs = _decodes([prompt.worker for prompt in spare], request)
+    for prompt, decode in zip(spare, map(_Decode._make, outputs), strict=True):
+        yield *_predict_local(prompt, decode, request), WHY_SPARE, prompt, None
+
+
+def _best_decodes(workers: Sequence[WorkerView], request: _Request) -> list[_Decode]:
+    return [_Decode._make(each) for each in sorted(_decodes(workers, request))[:NUM_CANDIDATES]]
 
 
 def _with_reads(
@@ -210,27 +216,36 @@ def _with_reads(
     for fields in own:
         worker = fields[3]
         read = prefix_read(snapshot, worker, shape)
-        yield fields if read is None else _prompt(worker, request, read)
+        if read is None:
+            yield fields
+        else:
+            ttft = worker.queue_seconds + read.own_seconds + read.read_seconds
+            delay = _delay(worker, request, ttft, read.own_seconds)
+            yield delay, worker.num_placed, worker.party.engine_id, worker, read.num_tokens, ttft, read
 
 
-def _prompt(worker: WorkerView, request: _Request, read: PrefixRead | None = None) -> _PromptFields:
-    """Return the fields of a :class:`_Prompt`: named tuples are made of the best ones alone, since to make one takes
-    longer than to predict its seconds."""
-    if read is None:
-        num_tokens, matched = request.num_tokens, worker.prefix_match_tokens
+def _prompts(workers: Iterable[WorkerView], request: _Request) -> list[_PromptFields]:
+    """Return the prompt on each worker, which computes what it doesn't have."""
+    prompts: list[_PromptFields] = []
+    num_tokens = request.num_tokens
+    for worker in workers:
+        matched = worker.prefix_match_tokens
         if matched >= num_tokens:
             matched = num_tokens - 1
         chunk = worker.chunk_tokens or DEFAULT_CHUNK_TOKENS
         own = worker.step_model.prefill_seconds(matched, num_tokens - matched, chunk)
         ttft = worker.queue_seconds + own
-    else:
-        matched, own = read.num_tokens, read.own_seconds
-        ttft = worker.queue_seconds + own + read.read_seconds
+        delay = _delay(worker, request, ttft, own)
+        prompts.append((delay, worker.num_placed, worker.party.engine_id, worker, matched, ttft, None))
+    return prompts
+
+
+def _delay(worker: WorkerView, request: _Request, ttft: float, own: float) -> float:
+    """Return the delay by a prompt with a TTFT, of which it is computed for ``own`` seconds."""
     delay = ttft + _burden(worker) * own
-    party = worker.party
-    if request.own_workers and party in request.own_workers and worker.role is not Role.DECODE:
+    if request.own_workers and worker.party in request.own_workers and worker.role is not Role.DECODE:
         delay -= SESSION_TRUST * own  # a guess makes no route local
-    return delay, worker.num_placed, party.engine_id, worker, matched, ttft, read
+    return delay
 
 
 def _burden(worker: WorkerView) -> float:
@@ -239,52 +254,66 @@ def _burden(worker: WorkerView) -> float:
     return RESIDUAL * utilisation / (1.0 - utilisation)
 
 
-def _decode(worker: WorkerView, request: _Request) -> _DecodeFields:
-    """Return the fields of a :class:`_Decode`. Harm and strain are those of the request's own gaps, and what it adds to
-    those of the others."""
-    running, model = worker.num_decoding, worker.step_model
-    context = worker.context_tokens + int(running * request.usual_outputs / 2)  # half of their outputs is out
+def _decodes(workers: Iterable[WorkerView], request: _Request) -> list[_DecodeFields]:
+    """Return the output on each worker. Harm and strain are those of the request's own gaps, and what it adds to those
+    of the others."""
     num_tokens, num_outputs, half = request.num_tokens, request.output_tokens, request.output_tokens / 2
-    before = model.decode_seconds(running, context) if running else 0.0
-    after = model.decode_seconds(running + 1, context + num_tokens + int(half))
-    slow = request.slow(after)
-    harm = num_outputs * slow
-    if running and slow:
-        harm += running * half * (slow - request.slow(before))
-    room, wanted = 0.0, context + num_tokens + num_outputs
-    if worker.num_requests >= worker.max_num_seqs or wanted > worker.kv_capacity_tokens:
-        room = _room_seconds(worker, request, wanted, before)
-    strain = _gap_strain(worker, request, before, after) if request.strains else math.inf
-    return harm + room, strain, worker.num_placed, worker.party.engine_id, worker, room, harm, before, after
+    gap, usual_outputs, strains = request.gap, request.usual_outputs, request.strains
+    decodes, before, room, strain = [], 0.0, 0.0, math.inf
+    for worker in workers:
+        running, model = worker.num_decoding, worker.step_model
+        context = worker.context_tokens + int(running * usual_outputs / 2)  # half of their outputs is out
+        before = model.decode_seconds(running, context) if running else 0.0
+        after = model.decode_seconds(running + 1, context + num_tokens + int(half))
+        harm = room = 0.0
+        if after > gap:
+            harm = num_outputs * (after - gap)
+            if running:
+                harm += running * half * (after - gap - request.slow(before))
+        wanted = context + num_tokens + num_outputs
+        if worker.num_requests >= worker.max_num_seqs or wanted > worker.kv_capacity_tokens:
+            room = _room_seconds(worker, request, wanted, before)
+        if strains:
+            strain = _gap_strain(worker, gap, before, after)
+        name = worker.party.engine_id
+        decodes.append((harm + room, strain, worker.num_placed, name, worker, room, harm, before, after))
+    return decodes
 
 
-def _gap_strain(worker: WorkerView, request: _Request, before: float, after: float, added: float = 0.0) -> float:
+def _gap_strain(worker: WorkerView, gap: float, before: float, after: float, added: float = 0.0) -> float:
     """Return the strain of the request's mean gap on a worker, and that which it adds to the gaps of the others, whose
     steps take ``before`` seconds without it and ``after`` with it. ``added``: to the mean gap of each of the others, by
     the request's prompt."""
-    gap, spared = request.gap, 1.0 - min(MAX_UTILISATION, worker.prefill_busy)  # prompts take the rest of the time
-    own = _strain(after / spared, gap)
-    if not worker.num_decoding or own == math.inf:
-        return own
-    others = _strain((before + after) / 2 / spared + added, gap) - _strain(before / spared, gap)
-    return own + worker.num_decoding * others
+    busy = worker.prefill_busy
+    spared = 1.0 - (busy if busy < MAX_UTILISATION else MAX_UTILISATION)  # prompts take the rest of the time
+    own = after / spared
+    if own >= gap:
+        return math.inf
+    strain, running = own / (gap - own), worker.num_decoding
+    if running:
+        strain += running * (_strain((before + after) / 2 / spared + added, gap) - _strain(before / spared, gap))
+    return strain
 
 
-def _predict_pair(prefill: _Prompt, decode: _Decode, request: _Request) -> Prediction:
-    handover, rate = READ_SECONDS, decode.worker.link_rates.get(prefill.worker.party.engine_id)
-    if rate:  # else the first hand-over tells it: one that was taken to be slow would never be tried
+def _pairs(prefills: Iterable[_Prompt], decodes: Sequence[_Decode], request: _Request) -> Iterator[_RouteFields]:
+    """Yield the routes on two workers."""
+    waited, ttft = request.waited, request.ttft
+    aways = [request.is_away(decode.worker) for decode in decodes]
+    for prefill in prefills:
         last_tokens = min(request.num_tokens - prefill.matched, LAST_CHUNK_TOKENS)
-        handover += last_tokens * decode.worker.token_bytes / rate
-    delay = prefill.delay + decode.room
-    harm = request.late(request.waited + delay) + request.slow(handover) + decode.harm
-    strain = _strain(request.waited + delay, request.ttft) + decode.strain if request.strains else math.inf
-    num_placed = prefill.worker.num_placed + decode.worker.num_placed
-    names = (prefill.worker.party.engine_id, decode.worker.party.engine_id)
-    is_away = bool(request.own_workers) and decode.worker.party not in request.own_workers
-    return Prediction(harm, strain, delay, False, False, is_away, num_placed, names, prefill.ttft + decode.room)
+        for decode, is_away in zip(decodes, aways, strict=True):
+            handover, rate = READ_SECONDS, decode.worker.link_rates.get(prefill.name)
+            if rate:  # else the first hand-over tells it: one that was taken to be slow would never be tried
+                handover += last_tokens * decode.worker.token_bytes / rate
+            delay = prefill.delay + decode.room
+            harm = request.late(waited + delay) + request.slow(handover) + decode.harm
+            strain = _strain(waited + delay, ttft) + decode.strain if request.strains else math.inf
+            num_placed, names = prefill.num_placed + decode.num_placed, (prefill.name, decode.name)
+            seconds = prefill.ttft + decode.room
+            yield harm, strain, delay, False, False, is_away, num_placed, names, seconds, WHY, prefill, decode
 
 
-def _predict_local(prompt: _Prompt, decode: _Decode, request: _Request) -> Prediction:
+def _predict_local(prompt: _Prompt, decode: _Decode, request: _Request) -> _Prediction:
     """Predict both phases on one worker, whose running requests see a gap for each chunk of the prompt."""
     worker, matched = prompt.worker, prompt.matched
     model, num_missed = worker.step_model, request.num_tokens - matched
@@ -294,25 +323,26 @@ def _predict_local(prompt: _Prompt, decode: _Decode, request: _Request) -> Predi
     num_chunks = -(-num_missed // chunk)
     before, running = decode.before, worker.num_decoding
     gap = (before or model.base) + model.per_token * chunk + model.per_pair * pairs(matched, chunk)
-    others = num_chunks * running * (request.slow(gap) - request.slow(before))
     # More and smaller steps than alone, each with the decoding sequences in it.
     shared = num_chunks * before + max(0, num_chunks + num_missed // -full) * model.base
     delay = prompt.delay + shared + decode.room
-    # Later prompts there interrupt this request, and its steps delay them.
-    interrupted = worker.prefill_busy * request.output_tokens * (request.slow(gap) - request.slow(decode.after))
-    harm = request.late(request.waited + delay) + others + max(0.0, interrupted) + decode.harm
+    harm = request.late(request.waited + delay)
+    if slow := request.slow(gap):
+        harm += num_chunks * running * (slow - request.slow(before))
+        # Later prompts there interrupt this request, and its steps delay them.
+        harm += max(0.0, worker.prefill_busy * request.output_tokens * (slow - request.slow(decode.after)))
+    harm += decode.harm
     strain = _strain(request.waited + delay, request.ttft) if request.strains else math.inf
     if strain < math.inf:
         added = (model.prefill_seconds(matched, num_missed, num_missed) - model.base) / request.usual_outputs
-        strain += _gap_strain(worker, request, before, decode.after, added)
+        strain += _gap_strain(worker, request.gap, before, decode.after, added)
     is_prefill = worker.role is Role.PREFILL
     if is_prefill:
         late, strained = _later_prompts(decode, request)
         harm, strain = harm + late, strain + strained
     ttft = prompt.ttft + shared + decode.room
-    is_away = bool(request.own_workers) and worker.party not in request.own_workers
-    is_local, names = worker.role is not Role.MIXED, (worker.party.engine_id,)
-    return Prediction(harm, strain, delay, is_prefill, is_local, is_away, 2 * worker.num_placed, names, ttft)
+    is_local, is_away = worker.role is not Role.MIXED, request.is_away(worker)
+    return harm, strain, delay, is_prefill, is_local, is_away, 2 * worker.num_placed, (prompt.name,), ttft
 
 
 def _later_prompts(decode: _Decode, request: _Request) -> tuple[float, float]:

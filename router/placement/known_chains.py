@@ -3,7 +3,7 @@
 from array import array
 from collections.abc import Sequence
 
-from splitserve.protocol.block_hash import DIGEST_BYTES, extend_hashes
+from splitserve.protocol.block_hash import extend_hashes
 from splitserve.protocol.token_ids import TOKEN_ID_BYTES
 
 SPAN_TOKENS = 512
@@ -14,12 +14,12 @@ MAX_SPANS = 4096
 class KnownChains:
     """Hashes of whole spans of prompts, by the block size, the hash of the block before the span, and its tokens.
 
-    All of it is bytes: the garbage collector has nothing to look at.
+    Prompts that begin alike have the same objects for hashes, which are compared and remembered as such.
     """
 
     def __init__(self) -> None:
-        self._new: dict[bytes, bytes] = {}
-        self._old: dict[bytes, bytes] = {}
+        self._new: dict[bytes, tuple[bytes, ...]] = {}
+        self._old: dict[bytes, tuple[bytes, ...]] = {}
 
     def extend(self, chain: list[bytes], root: bytes, token_ids: Sequence[int], block_size: int) -> None:
         """Append to ``chain`` the hashes that it lacks, as :func:`extend_hashes` does."""
@@ -36,12 +36,12 @@ class KnownChains:
             if known is None:
                 break
             self._new[key] = known
-            chain += [known[at : at + DIGEST_BYTES] for at in range(0, len(known), DIGEST_BYTES)]
+            chain += known
         num_known = len(chain)
         extend_hashes(chain, root, token_ids, block_size)
         for begin in range(num_known, len(chain) - num_blocks + 1, num_blocks):
             start = begin // num_blocks * stride
             key = size + (chain[begin - 1] if begin else root) + data[start : start + stride]
-            self._new[key] = b"".join(chain[begin : begin + num_blocks])
+            self._new[key] = tuple(chain[begin : begin + num_blocks])
         if len(self._new) > MAX_SPANS:
             self._old, self._new = self._new, {}

@@ -61,8 +61,9 @@ class PrefillQueue:
         """Return the seconds until the worker has computed all of them."""
         if not self._seconds:
             return 0.0
-        first = next(iter(self._seconds.values()))
-        return max(0.0, self._total - min(first, max(0.0, now - self._first_since)))
+        first, age = next(iter(self._seconds.values())), now - self._first_since
+        done = 0.0 if age < 0.0 else min(first, age)
+        return max(0.0, self._total - done)
 
     def busy_share(self, now: float) -> float:
         """Return the share of the worker's recent time that prompts took, 1 at most. Time before its first prompt
@@ -70,20 +71,19 @@ class PrefillQueue:
         share = self._kept(now) * self._busy / BUSY_SECONDS
         return share if share < 1.0 else 1.0
 
-    def shares(self, now: float) -> tuple[float, float]:
-        """Return the busy share, and the same of the time since the worker's first prompt alone, which is right on
-        average from the beginning on."""
-        share, age = self.busy_share(now), now - self._used_since
-        if age > SETTLED_SECONDS or not share:
-            return share, share
-        of_time = -math.expm1(-age / BUSY_SECONDS) if age > 0.0 else 0.0
-        return share, share / of_time if share < of_time else 1.0
-
-    @property
-    def prompt_seconds(self) -> float:
-        """Return the mean seconds of the recent prompts, each weighted by its seconds: what is computed at an average
-        moment of the busy time belongs to a prompt of so many."""
-        return self._busy_squares / self._busy if self._busy else 0.0
+    def outlook(self, now: float) -> tuple[float, float, float, float]:
+        """Return all that placement predicts with, in one call since each request asks for that of all workers:
+        :meth:`seconds`, :meth:`busy_share`, the same share of the time since the worker's first prompt alone, which is
+        right on average from the beginning on, and the mean seconds of the recent prompts, each weighted by its
+        seconds: what is computed at an average moment of the busy time belongs to a prompt of so many."""
+        seconds, busy = self.seconds(now) if self._seconds else 0.0, self._busy
+        if not busy:
+            return seconds, 0.0, 0.0, 0.0
+        share = since_first = self.busy_share(now)
+        if (age := now - self._used_since) <= SETTLED_SECONDS and share:
+            of_time = -math.expm1(-age / BUSY_SECONDS) if age > 0.0 else 0.0
+            since_first = share / of_time if share < of_time else 1.0
+        return seconds, share, since_first, self._busy_squares / busy
 
     def _kept(self, now: float) -> float:
         """Return the weight that is left of what was given until the last prompt."""

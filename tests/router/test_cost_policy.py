@@ -185,16 +185,16 @@ def test_the_first_prompt_of_a_queue_counts_less_with_time():
 
 def test_what_is_known_of_the_prompts_to_come_is_right_from_the_first_one_on():
     queue = PrefillQueue()
-    assert queue.shares(5.0) == (0.0, 0.0) and queue.prompt_seconds == 0.0
+    assert queue.outlook(5.0) == (0.0, 0.0, 0.0, 0.0)
     for second in range(4):
         queue.add(second, 0.3, 100.0 + second)
-    share, since_first = queue.shares(104.0)
+    seconds, share, since_first, prompt_seconds = queue.outlook(104.0)
     assert since_first == pytest.approx(0.3, rel=0.05)
     assert share == queue.busy_share(104.0) < 0.05, "which counts the time before"
-    assert queue.prompt_seconds == pytest.approx(0.3)
+    assert seconds == queue.seconds(104.0) and prompt_seconds == pytest.approx(0.3)
     queue.add("long", 2.7, 104.0)
-    assert 1.6 < queue.prompt_seconds < 2.1, "most of the time goes to the long one"
-    assert max(queue.shares(100.0 + 10 * BUSY_SECONDS)) < 0.01
+    assert 1.6 < queue.outlook(104.0)[3] < 2.1, "most of the time goes to the long one"
+    assert max(queue.outlook(100.0 + 10 * BUSY_SECONDS)[1:3]) < 0.01
 
 
 @pytest.mark.parametrize("num_workers", [2, 64])

@@ -60,7 +60,7 @@ def test_what_must_have_been_evicted_is_forgotten_ends_first() -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_what_is_awaited_is_what_was_sent_and_not_computed(seed: int) -> None:
-    """Prompts share beginnings; whatever leads to a worker's blocks being forgotten, none of them stays awaited."""
+    """Prompts share beginnings; what was computed counts until it is forgotten, whatever leads to that."""
     chosen, view, party = random.Random(seed), PrefixView(), PARTIES[0]
     prompts = [[chosen.randrange(2) for _ in range(chosen.randrange(5, 40))] for _ in range(12)]
     computed: set[bytes] = set()

@@ -57,9 +57,9 @@ class StepModel(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
         """Return the seconds of ``num_tokens`` prompt tokens after ``start``, alone on a worker, in chunks."""
         if num_tokens <= 0:
             return 0.0
-        num_steps = -(-num_tokens // max(1, chunk_tokens))
-        first = self.base + self.per_token * num_tokens + self.per_pair * pairs(start, num_tokens)
-        return (num_steps - 1) * self.base + first
+        base, num_steps = self.base, -(-num_tokens // (chunk_tokens if chunk_tokens > 1 else 1))
+        first = base + self.per_token * num_tokens + self.per_pair * pairs(start, num_tokens)
+        return (num_steps - 1) * base + first
 
     def decode_seconds(self, num_decodes: int, context_tokens: int) -> float:
         """Return the seconds of a step of ``num_decodes`` sequences with ``context_tokens`` tokens in all."""
