@@ -162,7 +162,7 @@ class Placer:
         return Limits(*lengths, vocab_size)
 
     def hash_in_parts(self, prompt: PromptHashes) -> Iterator[None]:
-        """Hash a prompt before it is placed, in parts of less than a millisecond: yields between them."""
+        """Hash a prompt before it is placed, in parts of a millisecond, between which it yields."""
         return self._prefixes.hash_in_parts(prompt) if len(self._membership) > 1 else iter(())
 
     def prefix_helper(self, prompt: PromptHashes, worker: Party, now: float) -> PeerRef | None:

@@ -23,7 +23,7 @@ from splitserve.router.placement.sent_blocks import SentBlocks
 
 MAX_HASHES_PER_WORKER = 1 << 20
 HASHES_AT_ONCE = 1024
-"""Blocks of a long prompt that are hashed in one go, in half a millisecond: a multiple of what chains are known by."""
+"""Blocks of a long prompt that are hashed in one go, in a millisecond: a multiple of those that chains are known by."""
 MIN_GAIN_BLOCKS = 2
 """Least gain for which a worker reads from another one, since the request takes a round trip."""
 
