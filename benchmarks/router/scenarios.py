@@ -2,10 +2,12 @@
 
 import argparse
 import asyncio
+import contextlib
 import itertools
 from array import array
 from collections.abc import Coroutine, Iterator, Sequence
 from random import Random
+from statistics import median
 from typing import Any, TypeVar
 
 import uvloop
@@ -27,7 +29,7 @@ _OUTPUT_TOKENS = 64
 _SHORT_OUTPUT_TOKENS = 8
 _SUSTAINED_RATES = {Kind.IDS: 500.0, Kind.NEW: 250.0}
 _POLICIES = ("cost", "least-loaded")
-_WORKERS_RATE = 100.0
+_WORKERS_RATE, _WORKERS_ROUNDS = 100.0, 7
 _NUM_STREAMS, _EVENTS_PER_SECOND = 256, 15_000
 _LONG_TOKENS, _LONG_RATE, _LONG_REQUESTS = 100_000, 5.0, 30
 _CANARIES, _CANARY_SECONDS = 16, 0.02
@@ -66,22 +68,49 @@ def sustained(language: Language, options: argparse.Namespace) -> list[Row]:
 def by_workers(language: Language, options: argparse.Namespace) -> list[Row]:
     """Measure the CPU time of a request of token ids by policy and number of workers, half of them for prefill.
 
+    The clusters of a policy are up side by side and take turns, since a machine's speed changes; medians of the rounds.
     Workers cost CPU time without requests, too (heartbeats): that is measured first, per second, and isn't a request's.
     """
     rows: list[Row] = []
-    bodies = Bodies(language, options.prompt_tokens, options.seed)
-    for policy, number in itertools.product(_POLICIES, options.num_workers):
-        half = max(1, number // 2)
-        with running(language, num_prefill=half, num_decode=half, policy=policy, has_step_models=True) as cluster:
-            _run(_warm_up(cluster, bodies))
-            idle = _run(_idle_ms_per_second(cluster, options.seconds))
-            due = arrival_seconds(max(1, int(_WORKERS_RATE * options.seconds)), _WORKERS_RATE, "poisson", options.seed)
-            chosen = _some(bodies.of(Kind.IDS, _OUTPUT_TOKENS, salt=number), len(due))
-            row = _run(_load(cluster, chosen, due, None))
-            own = row["cpu_ms"] - idle * due[-1] / len(due)
-            figures = {"idle_ms_per_second": round(idle, 2), "request_ms": round(own, 3)}
-            rows.append({"policy": policy, "workers": 2 * half, **figures, **row})
+    for policy in _POLICIES:
+        with contextlib.ExitStack() as stack:
+            clusters = []
+            for number in options.num_workers:
+                half = max(1, number // 2)
+                sizes: dict[str, Any] = {"num_prefill": half, "num_decode": half, "has_step_models": True}
+                clusters.append((2 * half, stack.enter_context(running(language, policy=policy, **sizes))))
+            rows += [{"policy": policy, **row} for row in _in_turns(clusters, language, options)]
     return rows
+
+
+def _in_turns(clusters: Sequence[tuple[int, Running]], language: Language, options: argparse.Namespace) -> list[Row]:
+    """Return a row for each cluster, which comes with its number of workers."""
+    bodies = Bodies(language, options.prompt_tokens, options.seed)
+    for _, cluster in clusters:
+        _run(_warm_up(cluster, bodies))
+    idle = {workers: _run(_idle_ms_per_second(cluster, options.seconds)) for workers, cluster in clusters}
+    rounds: dict[int, list[Row]] = {workers: [] for workers, _ in clusters}
+    for number in range(_WORKERS_ROUNDS):
+        count = max(1, int(_WORKERS_RATE * options.seconds / 2))
+        due = arrival_seconds(count, _WORKERS_RATE, "poisson", options.seed + number)
+        for workers, cluster in clusters:
+            chosen = _some(bodies.of(Kind.IDS, _OUTPUT_TOKENS, salt=1000 * workers + number), count)
+            row = _run(_load(cluster, chosen, due, None))
+            own = row["cpu_ms"] - idle[workers] * due[-1] / count
+            rounds[workers].append({"request_ms": own, **row})
+    return [
+        {
+            "workers": workers,
+            "idle_ms_per_second": round(idle[workers], 2),
+            "request_ms": round(median(row["request_ms"] for row in rows), 3),
+            "lowest_ms": round(min(row["request_ms"] for row in rows), 3),
+            "highest_ms": round(max(row["request_ms"] for row in rows), 3),
+            "requests": sum(row["requests"] for row in rows),
+            "failed": sum(row["failed"] for row in rows),
+            **{name: round(median(row[name] for row in rows), 3) for name in ("cpu_share", "p50_ms", "p99_ms")},
+        }
+        for workers, rows in rounds.items()
+    ]
 
 
 def streams(language: Language, options: argparse.Namespace) -> list[Row]:
