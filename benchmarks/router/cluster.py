@@ -36,13 +36,15 @@ class Running:
         return _cpu_seconds(self.router), sum(map(_cpu_seconds, helpers))
 
     def spread(self) -> None:
-        """Give the router's event loop a core of its own, and the others to all other threads and processes, those of
-        this process included; on a machine with one core, nothing. To be called when the threads have started."""
+        """Give the router's event loop a core that load generator, workers and the router's other threads are kept off;
+        on a machine with one core, nothing. Its helper processes may use all cores. To be called when the threads have
+        started."""
         loop_core, *others = sorted(self.cores)
         if others:
-            this = psutil.Process()
+            this, helpers = psutil.Process(), self.router.children(recursive=True)
             for process in (this, *this.children(recursive=True)):
-                _confine(process, others)
+                if process not in helpers:
+                    _confine(process, others)
             os.sched_setaffinity(self.router.pid, [loop_core])  # of the main thread alone
 
     def memory_mib(self) -> float:

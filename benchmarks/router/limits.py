@@ -6,8 +6,8 @@
 Prompts have 2,000 tokens of a vocabulary of 32,768: token ids, a new chat text ("new": 2% of its words are numbers that
 never come again), or a chat of ten messages of which nine came before ("seen"). CPU time counts the router's process
 and its helpers; a busy machine disturbs it least. Added latency is the end of an answer through the router less that
-of the direct arm, both by percentile. In the parts latency, sustained, workers and memory the router's event loop gets
-a core of its own, and the others are for all else, where the machine has more than one.
+of the direct arm, both by percentile. In the parts latency, sustained, workers and memory the router's event loop runs
+on a core of which load generator and workers are kept off, where the machine has more than one.
 """
 
 import argparse
