@@ -47,12 +47,12 @@ def effects(runs: Sequence[Run]) -> Section:
     rows = []
     for run in of_bench(runs, "goodput"):
         verdict = run.content["verdict"]
-        for pair in (verdict["split_against_mixed"], *verdict["effects"]):
+        for pair in filter(None, (verdict["split_against_mixed"], *verdict["effects"])):
             ratio = f"{pair['ratio']:.2f} {_interval(pair['ratio_interval'], '.2f')}"
             difference = f"{pair['difference']:+.1f} {_interval(pair['difference_interval'], '+.1f')}"
             rows.append([_run(run), pair["first"], pair["second"], ratio, difference])
     headers = ["run", "arrangement", "against", "ratio of goodputs", "difference, requests/s"]
-    text = "The first row of a run is its best disaggregated arrangement against its best mixed one."
+    text = "The first row of a run is its best disaggregated arrangement against its best mixed one, if it has both."
     return Section("Effects of disaggregation and of routing", text, headers, rows)
 
 
