@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from splitserve.kernels.experts.spec import RouterSpec
-from splitserve.kernels.experts.weights import ExpertWeights
+from splitserve.kernels.experts.weights import ExpertWeights, RouterWeights
 from splitserve.kernels.latent.shape import LatentShape
 
 FORBIDDEN = -1e30
@@ -169,8 +169,10 @@ AnyAttention: TypeAlias = PagedAttention | LatentAttention
 class ResidualLinear(Protocol):
     """A product that is added to the residual. See :class:`Linear`."""
 
-    def add_to(self, residual: Tensor, x: Tensor, norm: Tensor | None = None, eps: float = 0.0) -> Tensor | None:
-        """Add the product to ``residual`` [T, out_features], in place.
+    def add_to(
+        self, residual: Tensor, x: Tensor, norm: Tensor | None = None, eps: float = 0.0, *, bias: Tensor | None = None
+    ) -> Tensor | None:
+        """Add the product, and ``bias`` [out_features], to ``residual`` [T, out_features], in place.
 
         If it costs next to nothing, return the residual RMS-normalised by ``norm``, for the product that follows; else
         None.
@@ -234,13 +236,14 @@ class PrepareQkv(Protocol):
         *,
         kv_layer: Tensor,
         slots: Tensor,
+        bias: Tensor | None = None,
     ) -> Tensor:
         """Apply norm, rotation and KV write, between the projection and attention; return the queries [T, H, D].
 
         ``qkv`` [S, T, H + 2 * G, D]: the projection's parts (:meth:`Linear.parts`); their sum is rounded to the dtype
-        of ``rotation``. Queries and keys are normalised by ``qk_norm`` [H + G, D] unless that is None; the halves of
-        each of their heads are rotated (the "neox" order) by ``rotation`` (cos, sin: [T, D]); keys and values are
-        written into ``kv_layer`` [num_blocks, G, 2, B, D] at ``slots`` [T, G] (:meth:`AttentionShape.slots`). ``sin``
+        of ``rotation``, with ``bias`` [(H + 2 * G) * D]. Queries and keys are normalised by ``qk_norm`` [H + G, D]
+        unless that is None; the halves of each of their heads are rotated (the "neox" order) by ``rotation`` (cos,
+        sin: [T, D]); keys and values are written into ``kv_layer`` [num_blocks, G, 2, B, D] at ``slots`` [T, G] (:meth:`AttentionShape.slots`). ``sin``
         carries the sign of the rotation: its first half is negated (see ``models.decoder.RotaryEmbedding``).
         """
         ...
@@ -282,6 +285,17 @@ class Route(Protocol):
         ``bias`` float32 [E]: the correction bias, None without one. The order of a token's experts is not defined.
         Experts of rows that are not finite are any valid ones.
         """
+        ...
+
+
+class Router(Protocol):
+    """A layer's router (:class:`splitserve.kernels.experts.weights.RouterWeights`)."""
+
+    def __call__(
+        self, x: Tensor, norm: Tensor, eps: float, normed: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the RMS-normalised ``x`` [T, hidden] (:class:`RmsNorm`), and its experts and their weights as
+        :class:`Route` chooses them. ``normed``: the normalised ``x``, if it is computed already."""
         ...
 
 
@@ -386,6 +400,7 @@ class Kernels:
     score_tokens: ScoreTokens
     pack_linear: Callable[[Tensor], Linear]
     route: Route
+    pack_router: Callable[[RouterWeights], Router]
     pack_experts: Callable[[ExpertWeights], Experts]
     make_attention: Callable[[AttentionShape], PagedAttention]
     prepare_latent: PrepareLatent

@@ -16,6 +16,7 @@ import torch
 
 from splitserve.kernels.api import Kernels
 from splitserve.kernels.experts import reference as experts
+from splitserve.kernels.experts.router import PlainRouter
 from splitserve.kernels.latent import reference as latent
 from splitserve.kernels.reference import attention, kv_copy, linear, sampling
 from splitserve.kernels.reference import operations as reference
@@ -111,6 +112,10 @@ _CANDIDATES: Mapping[str, tuple[Candidate, ...]] = {
         _triton("experts.triton.routing", "route"),
         Candidate("reference", _always, lambda: experts.route),
     ),
+    "pack_router": (
+        _triton("experts.triton.router", "TritonRouter"),
+        Candidate("reference", _always, lambda: PlainRouter),
+    ),
     "pack_experts": (
         _triton("experts.triton.experts", "TritonExperts"),
         Candidate("reference", _always, lambda: experts.LoopedExperts),
@@ -159,6 +164,8 @@ def select_kernels(
     loaded = {operation: candidate.load() for operation, candidate in chosen.items()}
     around = {operation: loaded[operation] for operation in ("rms_norm", "silu_mul")}
     loaded["pack_linear"] = functools.partial(loaded["pack_linear"], **around)
+    choice = {operation: loaded[operation] for operation in ("pack_linear", "rms_norm", "route")}
+    loaded["pack_router"] = functools.partial(loaded["pack_router"], **choice)
     return Kernels(**loaded, backends={operation: candidate.backend for operation, candidate in chosen.items()})
 
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from splitserve.benchmarks.engine.sampling_modes import SamplingMode
 from splitserve.benchmarks.engine.step_memory import SequenceTables
-from splitserve.kernels.api import Route
-from splitserve.kernels.experts.spec import RouterSpec
+from splitserve.kernels.api import Router
+from splitserve.kernels.experts.weights import RouterWeights
 from splitserve.protocol.step import UNKNOWN_TOKEN, LaunchedStep, LaunchingRunner, ScheduledChunk, StepPlan
 
 
@@ -59,17 +59,22 @@ class DecodeRun:
 
 @dataclass(slots=True)
 class HitExperts:
-    """A choice of experts that notes them while :meth:`noting` runs."""
+    """A maker of routers that notes the experts which they choose while :meth:`noting` runs."""
 
-    route: Route
+    pack_router: Callable[[RouterWeights], Router]
     _noted: list[Tensor] | None = field(default=None, init=False)
 
-    def __call__(self, logits: Tensor, bias: Tensor | None, spec: RouterSpec) -> tuple[Tensor, Tensor]:
-        """See :class:`splitserve.kernels.api.Route`."""
-        experts, factors = self.route(logits, bias, spec)
-        if self._noted is not None:
-            self._noted.append(experts)
-        return experts, factors
+    def __call__(self, weights: RouterWeights) -> Router:
+        """See :class:`splitserve.kernels.api.Kernels`."""
+        router = self.pack_router(weights)
+
+        def noting(x: Tensor, norm: Tensor, eps: float, normed: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+            normed, experts, factors = router(x, norm, eps, normed)
+            if self._noted is not None:
+                self._noted.append(experts)
+            return normed, experts, factors
+
+        return noting
 
     @contextmanager
     def noting(self) -> Iterator[Callable[[], float | None]]:

@@ -194,7 +194,7 @@ class EngineBench:
         if arguments.linear_backend != "auto":
             overrides["pack_linear"] = arguments.linear_backend
         kernels = select_kernels(device, dtype, overrides, config.head_dim, has_sinks=config.sinks)
-        self._hits = HitExperts(kernels.route)
+        self._hits = HitExperts(kernels.pack_router)
         self.backends = kernels.backends
         self.profiles: dict[str, list[dict[str, Any]]] = {}
         self._config = config
@@ -203,7 +203,7 @@ class EngineBench:
         self._itemsize = dtype.itemsize
         self._names = [GREEDY, *(name for name in arguments.sampling if name != GREEDY)]
         started = time.perf_counter()
-        kernels = replace(kernels, route=self._hits)
+        kernels = replace(kernels, pack_router=self._hits)
         model = load_model("", config, dtype=dtype, device=device, load_format="dummy", kernels=kernels)
         synchronize()
         self.load_seconds = time.perf_counter() - started

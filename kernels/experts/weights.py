@@ -1,12 +1,22 @@
-"""The weights of a layer's experts on one rank."""
+"""The weights of a layer's router, and of its experts on one rank."""
 
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from splitserve.kernels.experts.spec import GatedActivation
+from splitserve.kernels.experts.spec import GatedActivation, RouterSpec
 from splitserve.kernels.fp8.weight import GROUP
+
+
+@dataclass(frozen=True, slots=True)
+class RouterWeights:
+    """The weights of a layer's router, whole on every rank."""
+
+    spec: RouterSpec
+    weight: Tensor  # [E, hidden], in float32 if the spec has wide logits, else in the model's dtype
+    bias: Tensor | None = None  # [E], of the logits
+    correction: Tensor | None = None  # float32 [E], of the scores, for the choice alone
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,8 +52,7 @@ def make_row_plan(shape: AttentionShape, arrays: Sequence[Tensor]) -> RowPlan:
     programs = num_rows * (shape.num_heads // heads_per_program(shape.num_heads))
     num_parts = max(1, min(MAX_PARTS, PROGRAMS_PER_DEVICE // programs))
     sizes = (num_rows if num_parts > 1 else 0, shape.num_heads, num_parts)
-    # Zeros: a part without tokens is never written, and then has the factor 0.
-    partial = torch.zeros((*sizes, shape.latent.rank), dtype=torch.float32, device=shape.device)
+    partial = torch.empty((*sizes, shape.latent.rank), dtype=torch.float32, device=shape.device)
     lse = torch.empty(sizes, dtype=torch.float32, device=shape.device)
     return RowPlan(starts, contexts, indices, num_parts, partial, lse)
 

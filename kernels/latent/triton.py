@@ -15,7 +15,9 @@ from torch import Tensor
 
 from splitserve.kernels.api import AttentionPlan, AttentionShape, DecodePlan, PagedBatch
 from splitserve.kernels.latent.plans import RowDecodePlan, RowPlan, heads_per_program, make_row_plan, row_arrays
-from splitserve.kernels.latent.reference import absorbed_query, absorbed_result, score_scale
+from splitserve.kernels.latent.reference import score_scale
+from splitserve.kernels.latent.triton_products import head_products, join_parts
+from splitserve.kernels.triton.launch import overlapped, prefetch, wait
 from splitserve.kernels.triton.sampling import to_device
 
 _MIN_DOT = 16  # least extent of a matrix instruction
@@ -56,18 +58,22 @@ class TritonLatentAttention:
         if isinstance(plan, RowDecodePlan):
             plan = plan.fixed
         assert isinstance(plan, RowPlan) and plan.starts.shape[0] == query.shape[0]
-        wide = absorbed_query(query, expansion, self._latent).contiguous()
-        return absorbed_result(self._attend(wide, kv_layer, plan), expansion, self._latent)
+        sizes = self._latent
+        absorbed = head_products(query[..., : sizes.plain_dim], expansion[:, : sizes.plain_dim].transpose(1, 2))
+        mixed = self._attend(absorbed, query[..., sizes.plain_dim :], kv_layer, plan)
+        return head_products(mixed, expansion[:, sizes.plain_dim :])
 
-    def _attend(self, query: Tensor, kv_layer: Tensor, plan: RowPlan) -> Tensor:
-        """Attend with ``query`` [T, H, width] to the latents: [T, H, rank]."""
+    def _attend(self, absorbed: Tensor, rotated: Tensor, kv_layer: Tensor, plan: RowPlan) -> Tensor:
+        """Attend with both parts of queries, [T, H, rank] and [T, H, rotated_dim], to the latents: [T, H, rank]."""
         shape, latent, width = self._shape, self._latent, self._latent.width
+        assert absorbed.is_contiguous() and rotated.stride(2) == 1
         assert kv_layer.stride()[1:] == (width, 1) and kv_layer.shape[1] == shape.block_size
-        num_rows, num_heads = query.shape[:2]
+        num_rows, num_heads = absorbed.shape[:2]
         heads = heads_per_program(num_heads)
-        out = query.new_empty((num_rows, num_heads, latent.rank))
+        out = torch.empty_like(absorbed)
         _latent_kernel[(num_rows, num_heads // heads, plan.num_parts)](
-            query,
+            absorbed,
+            rotated,
             kv_layer,
             plan.starts,
             plan.contexts,
@@ -77,6 +83,8 @@ class TritonLatentAttention:
             out,
             self._scale * math.log2(math.e),
             kv_layer.stride(0),
+            rotated.stride(0),
+            rotated.stride(1),
             NUM_HEADS=num_heads,
             HEADS=heads,
             ROWS=max(_MIN_DOT, triton.next_power_of_2(heads)),
@@ -85,22 +93,22 @@ class TritonLatentAttention:
             RANK_PADDED=max(_MIN_DOT, triton.next_power_of_2(latent.rank)),
             ROTATED=latent.rotated_dim,
             ROTATED_PADDED=max(_MIN_DOT, triton.next_power_of_2(latent.rotated_dim)),
+            WIDTH_PADDED=triton.next_power_of_2(width),
             TILE=_TILE,
             PARTS=plan.num_parts,
             PRECISION="ieee" if shape.dtype == torch.float32 else "tf32",
             num_warps=4 if heads <= _MIN_DOT else 8,
             num_stages=2,
+            **overlapped(shape.device),
         )
-        if plan.num_parts == 1:
-            return out
-        factors = torch.softmax(plan.partial_lse * math.log(2.0), -1)
-        return torch.einsum("thpr,thp->thr", plan.partial, factors).to(query.dtype)
+        return out if plan.num_parts == 1 else join_parts(plan.partial, plan.partial_lse, absorbed.dtype)
 
 
 # length: Triton inlines all calls, and the loop over tiles is the kernel; parts of it would pass ten tensors around.
 @triton.jit
 def _latent_kernel(
-    query_ptr,
+    absorbed_ptr,
+    rotated_ptr,
     kv_ptr,
     starts_ptr,
     contexts_ptr,
@@ -110,6 +118,8 @@ def _latent_kernel(
     out_ptr,
     scale_log2,
     block_stride,
+    rotated_row_stride,
+    rotated_head_stride,
     NUM_HEADS: tl.constexpr,
     HEADS: tl.constexpr,  # of this program, a divisor of NUM_HEADS
     ROWS: tl.constexpr,
@@ -118,9 +128,11 @@ def _latent_kernel(
     RANK_PADDED: tl.constexpr,
     ROTATED: tl.constexpr,
     ROTATED_PADDED: tl.constexpr,
+    WIDTH_PADDED: tl.constexpr,
     TILE: tl.constexpr,
     PARTS: tl.constexpr,
     PRECISION: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
 ):
     token_row = tl.program_id(0)
     part = tl.program_id(2)
@@ -130,6 +142,13 @@ def _latent_kernel(
     first = part * size
     last = tl.minimum(first + size, context)
 
+    WIDTH: tl.constexpr = RANK + ROTATED
+    inner = tl.arange(0, TILE)
+    if OVERLAPPED:  # all but the newest token's latent are there already
+        token_ahead = tl.minimum(first + inner, context - 1)
+        block_ahead = tl.load(table + token_ahead // BLOCK_SIZE).to(tl.int64)
+        prefetch(kv_ptr + block_ahead * block_stride + (token_ahead % BLOCK_SIZE) * WIDTH, 0, WIDTH, WIDTH_PADDED)
+    wait(OVERLAPPED)
     row = tl.arange(0, ROWS)
     is_head = row < HEADS
     head = token_row.to(tl.int64) * NUM_HEADS + tl.program_id(1) * HEADS + row
@@ -140,11 +159,11 @@ def _latent_kernel(
     is_column = column < RANK
     angle = tl.arange(0, ROTATED_PADDED)
     is_angle = angle < ROTATED
-    WIDTH: tl.constexpr = RANK + ROTATED
-    query_at = query_ptr + head[:, None] * WIDTH
-    plain = tl.load(query_at + column[None, :], mask=is_head[:, None] & is_column[None, :], other=0.0)
-    rotated = tl.load(query_at + RANK + angle[None, :], mask=is_head[:, None] & is_angle[None, :], other=0.0)
-    inner = tl.arange(0, TILE)
+    absorbed_at = absorbed_ptr + head[:, None] * RANK + column[None, :]
+    plain = tl.load(absorbed_at, mask=is_head[:, None] & is_column[None, :], other=0.0)
+    rotated_at = rotated_ptr + token_row.to(tl.int64) * rotated_row_stride + angle[None, :]
+    rotated_at += (tl.program_id(1) * HEADS + row)[:, None] * rotated_head_stride
+    rotated = tl.load(rotated_at, mask=is_head[:, None] & is_angle[None, :], other=0.0)
     top = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     mixed = tl.zeros((ROWS, RANK_PADDED), tl.float32)
@@ -188,7 +207,7 @@ def prepare_latent(
     num_tokens, num_heads, query_dim = query.shape
     rank, width = norm.shape[0], latent.shape[1]
     cos, sin = rotation
-    assert query.is_contiguous() and slots.is_contiguous() and latent.stride(1) == 1
+    assert query.stride()[1:] == (query_dim, 1) and slots.is_contiguous() and latent.stride(1) == 1
     assert cos.stride() == sin.stride() and cos.stride(1) == 1
     assert kv_layer.stride()[1:] == (width, 1)
     _prepare_kernel[(num_tokens, 1 + triton.cdiv(num_heads, _HEADS_PER_PROGRAM))](
@@ -200,6 +219,7 @@ def prepare_latent(
         slots,
         kv_layer,
         eps,
+        query.stride(0),
         latent.stride(0),
         cos.stride(0),
         NUM_HEADS=num_heads,
@@ -210,6 +230,7 @@ def prepare_latent(
         ROTATED=width - rank,
         HALF=triton.next_power_of_2((width - rank) // 2),
         num_warps=4,
+        **overlapped(query.device),
     )
 
 
@@ -223,6 +244,7 @@ def _prepare_kernel(
     slots_ptr,
     kv_ptr,
     eps,
+    query_stride,
     latent_stride,
     angle_stride,
     NUM_HEADS: tl.constexpr,
@@ -232,8 +254,10 @@ def _prepare_kernel(
     RANK_PADDED: tl.constexpr,
     ROTATED: tl.constexpr,
     HALF: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
 ):
     """The first program of each token writes its latent, the others rotate its queries."""
+    wait(OVERLAPPED)
     token = tl.program_id(0).to(tl.int64)
     half = tl.arange(0, HALF)
     middle: tl.constexpr = ROTATED // 2
@@ -266,7 +290,7 @@ def _prepare_kernel(
     else:
         head = (tl.program_id(1) - 1) * HEADS + tl.arange(0, HEADS)
         inside = (head[:, None] < NUM_HEADS) & is_half[None, :]
-        at = query_ptr + (token * NUM_HEADS + head[:, None]) * QUERY_DIM + (QUERY_DIM - ROTATED) + half[None, :]
+        at = query_ptr + token * query_stride + head[:, None] * QUERY_DIM + (QUERY_DIM - ROTATED) + half[None, :]
         first = tl.load(at, mask=inside, other=0.0).to(tl.float32)
         second = tl.load(at + middle, mask=inside, other=0.0).to(tl.float32)
         dtype = query_ptr.dtype.element_ty

@@ -41,8 +41,18 @@ class UnfusedLinear(ABC):
     def parts(self, x: Tensor) -> Tensor:
         return self(x).unsqueeze(0)
 
-    def add_to(self, residual: Tensor, x: Tensor, norm: Tensor | None = None, eps: float = 0.0) -> Tensor | None:  # noqa: ARG002
+    def add_to(
+        self,
+        residual: Tensor,
+        x: Tensor,
+        norm: Tensor | None = None,  # noqa: ARG002
+        eps: float = 0.0,  # noqa: ARG002
+        *,
+        bias: Tensor | None = None,
+    ) -> Tensor | None:
         residual.add_(self(x))
+        if bias is not None:
+            residual.add_(bias)
         return None
 
     def after_norm(self, x: Tensor, norm: Tensor, eps: float, normed: Tensor | None = None) -> Tensor:
@@ -65,7 +75,17 @@ class PlainLinear(UnfusedLinear):
     def __call__(self, x: Tensor) -> Tensor:
         return torch.nn.functional.linear(x, self.weight)
 
-    def add_to(self, residual: Tensor, x: Tensor, norm: Tensor | None = None, eps: float = 0.0) -> Tensor | None:  # noqa: ARG002
+    def add_to(
+        self,
+        residual: Tensor,
+        x: Tensor,
+        norm: Tensor | None = None,  # noqa: ARG002
+        eps: float = 0.0,  # noqa: ARG002
+        *,
+        bias: Tensor | None = None,
+    ) -> Tensor | None:
+        if bias is not None:
+            residual.add_(bias)
         torch.addmm(residual, x, self.weight.t(), out=residual)
         return None
 

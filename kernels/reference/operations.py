@@ -54,9 +54,12 @@ def prepare_qkv(
     *,
     kv_layer: Tensor,
     slots: Tensor,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """See :class:`splitserve.kernels.api.PrepareQkv`."""
     qkv = join_parts(qkv, rotation[0].dtype)
+    if bias is not None:
+        qkv = qkv + bias.view(qkv.shape[1:])
     num_kv_heads = kv_layer.shape[1]
     num_rotated = qkv.shape[1] - num_kv_heads
     rotated = qkv[:, :num_rotated]

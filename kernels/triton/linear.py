@@ -37,12 +37,16 @@ class TritonLinear(PlainLinear):
         params = self._params("plain", x)
         return self._apart(x, params) if params is not None and params.leaves_parts else super().parts(x)
 
-    def add_to(self, residual: Tensor, x: Tensor, norm: Tensor | None = None, eps: float = 0.0) -> Tensor | None:
+    def add_to(
+        self, residual: Tensor, x: Tensor, norm: Tensor | None = None, eps: float = 0.0, *, bias: Tensor | None = None
+    ) -> Tensor | None:
         if (params := self._params("add", x)) is None:
-            return super().add_to(residual, x)
+            return super().add_to(residual, x, bias=bias)
         if norm is not None and params.leaves_parts:
+            if bias is not None:
+                residual.add_(bias)
             return add_parts(residual, self._apart(x, params), norm, eps)
-        launch(x, self.weight, residual, params, adds=True)
+        launch(x, self.weight, residual, params, adds=True, bias=bias)
         return None
 
     def after_norm(self, x: Tensor, norm: Tensor, eps: float, normed: Tensor | None = None) -> Tensor:
@@ -108,17 +112,19 @@ def launch(
     eps: float = 0.0,
     gated: bool = False,
     adds: bool = False,
+    bias: Tensor | None = None,
 ) -> None:
     """Compute ``x`` [T, K] times ``weight`` [N, K] -> ``out`` [T, N]; [T, N / 2] if ``gated``; added to ``out`` if
-    ``adds``.
+    ``adds``, with ``bias`` [N].
 
     With ``out`` [``split_k``, T, N], in float32, the parts of the product stay separate. Only the kernel for one row
     takes ``norm`` [K].
     """
+    assert bias is None or adds
     assert x.stride(1) == 1 and weight.shape == (out.shape[-1] * (1 + gated), x.shape[1]) and out.is_contiguous()
     if params.block_m == 1:
         assert x.shape[0] == 1
-        launch_row(x, weight, out, params, norm=norm, eps=eps, gated=gated, adds=adds)
+        launch_row(x, weight, out, params, norm=norm, eps=eps, gated=gated, adds=adds, bias=bias)
     else:
         assert norm is None
-        launch_tiles(x, weight, out, params, gated=gated, adds=adds)
+        launch_tiles(x, weight, out, params, gated=gated, adds=adds, bias=bias)

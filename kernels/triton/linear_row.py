@@ -19,12 +19,14 @@ def launch_row(
     eps: float,
     gated: bool,
     adds: bool,
+    bias: Tensor | None,
 ) -> None:
     num_columns = out.shape[1]
     _row_kernel[(triton.cdiv(num_columns, params.block_n),)](
         x,
         weight,
         x if norm is None else norm,
+        x if bias is None else bias,
         out,
         eps,
         N=num_columns,
@@ -32,6 +34,7 @@ def launch_row(
         HAS_NORM=norm is not None,
         GATED=gated,
         ADDS=adds,
+        HAS_BIAS=bias is not None,
         BLOCK_N=params.block_n,
         BLOCK_K=params.block_k,
         PREFETCH=params.prefetch,
@@ -45,6 +48,7 @@ def _row_kernel(
     x_ptr,
     weight_ptr,
     norm_ptr,
+    bias_ptr,
     out_ptr,
     eps,
     N: tl.constexpr,
@@ -52,6 +56,7 @@ def _row_kernel(
     HAS_NORM: tl.constexpr,
     GATED: tl.constexpr,
     ADDS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     PREFETCH: tl.constexpr,
@@ -91,6 +96,8 @@ def _row_kernel(
         scale = tl.rsqrt(tl.sum(squares) / K + eps)
         total *= scale
         total_up *= scale
+    if HAS_BIAS:
+        total += tl.load(bias_ptr + column, mask=is_column, other=0.0).to(tl.float32)
     store_product(total, total_up, out_ptr + column, is_column, GATED, ADDS)
 
 

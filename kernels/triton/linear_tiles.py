@@ -20,7 +20,9 @@ from splitserve.kernels.tuning.linear_launch import LinearLaunch
 _MAX_TILES = 1 << 16  # number of tickets
 
 
-def launch_tiles(x: Tensor, weight: Tensor, out: Tensor, params: LinearLaunch, *, gated: bool, adds: bool) -> None:
+def launch_tiles(
+    x: Tensor, weight: Tensor, out: Tensor, params: LinearLaunch, *, gated: bool, adds: bool, bias: Tensor | None
+) -> None:
     num_rows, in_features = x.shape
     num_columns, joined = out.shape[-1], out.dim() == 2
     width = params.block_n * (1 + gated)
@@ -40,6 +42,7 @@ def launch_tiles(x: Tensor, weight: Tensor, out: Tensor, params: LinearLaunch, *
         x,
         weight,
         descriptor,
+        x if bias is None else bias,
         out,
         parts,
         tickets,
@@ -49,6 +52,7 @@ def launch_tiles(x: Tensor, weight: Tensor, out: Tensor, params: LinearLaunch, *
         K=in_features,
         GATED=gated,
         ADDS=adds,
+        HAS_BIAS=bias is not None,
         BLOCK_M=params.block_m,
         BLOCK_N=params.block_n,
         BLOCK_K=params.block_k,
@@ -80,6 +84,7 @@ def _tile_kernel(
     x_ptr,
     weight_ptr,
     descriptor,
+    bias_ptr,
     out_ptr,
     parts_ptr,
     tickets_ptr,
@@ -89,6 +94,7 @@ def _tile_kernel(
     K: tl.constexpr,
     GATED: tl.constexpr,
     ADDS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -131,6 +137,8 @@ def _tile_kernel(
             return
     total, up = _halves(acc, BLOCK_M, BLOCK_N) if GATED else (acc, acc)
     column = first_column + tl.arange(0, BLOCK_N)
+    if HAS_BIAS:
+        total += tl.load(bias_ptr + column, mask=column < N, other=0.0).to(tl.float32)[None, :]
     out_at = out_ptr + row.to(tl.int64)[:, None] * N + column[None, :]
     if not JOINED:
         out_at += part.to(tl.int64) * num_rows * N

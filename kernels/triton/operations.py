@@ -228,6 +228,7 @@ def prepare_qkv(
     *,
     kv_layer: Tensor,
     slots: Tensor,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """See :class:`splitserve.kernels.api.PrepareQkv`: norm, rotation and KV write in one kernel."""
     num_parts, num_tokens, num_all_heads, head_dim = qkv.shape
@@ -241,6 +242,7 @@ def prepare_qkv(
     _prepare_qkv_kernel[(num_tokens, triton.cdiv(num_all_heads, _HEADS_PER_PROGRAM))](
         qkv,
         query if qk_norm is None else qk_norm,
+        query if bias is None else bias,
         cos,
         sin,
         slots,
@@ -256,6 +258,7 @@ def prepare_qkv(
         HEAD_DIM=head_dim,
         HALF=triton.next_power_of_2(head_dim // 2),
         HAS_NORM=qk_norm is not None,
+        HAS_BIAS=bias is not None,
         HEADS=_HEADS_PER_PROGRAM,
         num_warps=4,
         **overlapped(qkv.device),
@@ -267,6 +270,7 @@ def prepare_qkv(
 def _prepare_qkv_kernel(
     qkv_ptr,
     norm_ptr,
+    bias_ptr,
     cos_ptr,
     sin_ptr,
     slots_ptr,
@@ -282,6 +286,7 @@ def _prepare_qkv_kernel(
     HEAD_DIM: tl.constexpr,
     HALF: tl.constexpr,
     HAS_NORM: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
     HEADS: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ):
@@ -294,8 +299,13 @@ def _prepare_qkv_kernel(
     inside = (head[:, None] < num_all) & (column[None, :] < middle)
     at = (token * num_all + head[:, None]) * HEAD_DIM + column[None, :]
     part_stride = num_tokens.to(tl.int64) * num_all * HEAD_DIM
-    first = sum_of_parts(qkv_ptr, at, inside, part_stride, NUM_PARTS).to(query_ptr.dtype.element_ty)
-    second = sum_of_parts(qkv_ptr, at + middle, inside, part_stride, NUM_PARTS).to(query_ptr.dtype.element_ty)
+    first = sum_of_parts(qkv_ptr, at, inside, part_stride, NUM_PARTS)
+    second = sum_of_parts(qkv_ptr, at + middle, inside, part_stride, NUM_PARTS)
+    if HAS_BIAS:
+        bias_at = bias_ptr + head[:, None] * HEAD_DIM + column[None, :]
+        first += tl.load(bias_at, mask=inside, other=0.0).to(tl.float32)
+        second += tl.load(bias_at + middle, mask=inside, other=0.0).to(tl.float32)
+    first, second = first.to(query_ptr.dtype.element_ty), second.to(query_ptr.dtype.element_ty)
 
     is_rotated = head[:, None] < num_rotated
     wide_first, wide_second = first.to(tl.float32), second.to(tl.float32)

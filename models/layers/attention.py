@@ -97,7 +97,10 @@ class GroupedAttention(Layer):
 
     def __call__(self, x: Normed, step: Step) -> Product:
         step.enter(self._layer)
-        qkv = self.qkv(x) if self.joint_norms is None else self._jointly_normed(self.joint_norms, x)
+        if self.joint_norms is None:
+            qkv, bias = self.qkv.in_parts(x), self.qkv.bias
+        else:
+            qkv, bias = self._jointly_normed(self.joint_norms, x), None
         qkv = qkv.view(*qkv.shape[:2], -1, self._head_dim)  # [S, T, H + 2 * G, D]
         query = step.kernels.prepare_qkv(
             qkv,
@@ -106,6 +109,7 @@ class GroupedAttention(Layer):
             step.rotation(self._spec.rope),
             kv_layer=step.kv_layers[self._layer],
             slots=step.slots_of(self._layer),
+            bias=bias,
         )
         context, rows = step.attend(query, self._layer, None if self.sinks is None else self.sinks.scores)
         return self.output(context, rows)

@@ -14,6 +14,7 @@ from splitserve.models.layers.weight import OfExpert, Role, Stack, Units, Weight
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from splitserve.kernels import api as kernels
     from splitserve.kernels.api import Experts, Linear
     from splitserve.models.parallel.ranks import Collectives
 
@@ -21,9 +22,7 @@ if TYPE_CHECKING:
 class Router(Layer):
     """The choice of experts, whole on every rank: all ranks choose the same ones."""
 
-    _linear: "Linear"  # in float32 where logits are computed in it
-    _bias: "Tensor | None" = None
-    _correction: "Tensor | None" = None
+    _router: "kernels.Router"
 
     def __init__(self, name: str, config: ModelConfig, spec: ExpertsSpec, *, correction: str) -> None:
         count = spec.router.num_experts
@@ -40,22 +39,18 @@ class Router(Layer):
             yield (self._declared_correction,)
 
     def load(self, source: WeightSource) -> None:
-        self._kernels = source.kernels
-        if self.spec.wide_logits:
-            self._linear = source.kernels.pack_linear(source.vector((self._weight,)).float())
-        else:
-            self._linear = source.linear((self._weight,))
-        if self.spec.logits_bias:
-            self._bias = source.vector((self._declared_bias,))
-        if self.spec.correction_bias:
-            self._correction = source.vector((self._declared_correction,))
+        from splitserve.kernels.experts.weights import RouterWeights
 
-    def __call__(self, x: "Tensor") -> "tuple[Tensor, Tensor]":
-        """Return each row's experts int32 [T, k] and their factors float32 [T, k]."""
-        logits = self._linear(x.float() if self.spec.wide_logits else x)
-        if self._bias is not None:
-            logits = logits + self._bias
-        return self._kernels.route(logits, self._correction, self.spec)
+        weight = source.vector((self._weight,))
+        bias = source.vector((self._declared_bias,)) if self.spec.logits_bias else None
+        correction = source.vector((self._declared_correction,)) if self.spec.correction_bias else None
+        if self.spec.wide_logits:
+            weight = weight.float()
+        self._router = source.kernels.pack_router(RouterWeights(self.spec, weight, bias, correction))
+
+    def __call__(self, x: Normed) -> "tuple[Tensor, Tensor, Tensor]":
+        """Return the normalised rows [T, hidden], each one's experts int32 [T, k] and their factors float32 [T, k]."""
+        return self._router(x.hidden, x.weight, x.eps, x.normed)
 
 
 class SharedExperts(Layer):
@@ -186,40 +181,47 @@ class ExpertsMlp(Layer):
         self.experts = source.experts(self._gate_up, self._down, self.spec.activation, self._biases, self._scales)
         if self.shared is not None:
             self.shared.load(source)
-        self._kernels, self._group = source.kernels, source.group
+        self._group = source.group
 
     def __call__(self, x: Normed) -> Product:
-        normed = self._kernels.rms_norm(x.hidden, x.weight, x.eps) if x.normed is None else x.normed
-        return Product(_SumOfRanks(self, self._group), normed)
+        normed, experts, factors = self.router(x)
+        return Product(_SumOfRanks(self, experts, factors, self._group), normed)
 
-    def add_to(self, residual: "Tensor", x: "Tensor") -> None:
+    def add_to(self, residual: "Tensor", x: "Tensor", experts: "Tensor", factors: "Tensor") -> None:
         """Add the product of the normalised ``x`` to ``residual`` [T, hidden], of a model that one rank has."""
         if self.shared is not None:
             self.shared.add_to(residual, x)
-        self.experts.add_to(residual, x, *self.router(x))
+        self.experts.add_to(residual, x, experts, factors)
 
-    def product(self, x: "Tensor") -> "Tensor":
+    def product(self, x: "Tensor", experts: "Tensor", factors: "Tensor") -> "Tensor":
         """Return this rank's share of the product [T, hidden] of the normalised ``x``."""
-        total = self.experts(x, *self.router(x))
+        total = self.experts(x, experts, factors)
         if self.shared is not None:
             total += self.shared(x)
         return total.to(x.dtype)
 
 
 class _SumOfRanks:
-    """The product of all ranks. See :class:`splitserve.kernels.api.ResidualLinear`."""
+    """The product of all ranks with chosen experts. See :class:`splitserve.kernels.api.ResidualLinear`."""
 
-    def __init__(self, mlp: ExpertsMlp, group: "Collectives") -> None:
-        self._mlp = mlp
+    def __init__(self, mlp: ExpertsMlp, experts: "Tensor", factors: "Tensor", group: "Collectives") -> None:
+        self._mlp, self._choice = mlp, (experts, factors)
         self._group = group
 
     def add_to(
-        self, residual: "Tensor", x: "Tensor", norm: "Tensor | None" = None, eps: float = 0.0
+        self,
+        residual: "Tensor",
+        x: "Tensor",
+        norm: "Tensor | None" = None,
+        eps: float = 0.0,
+        *,
+        bias: "Tensor | None" = None,
     ) -> "Tensor | None":
         """Add the product to ``residual``; return its norm where the collective has made it."""
+        assert bias is None, "experts have their own"
         if self._group.shard.size == 1:
-            self._mlp.add_to(residual, x)
+            self._mlp.add_to(residual, x, *self._choice)
             return None
         if x.shape[0] == 1:
             norm = None  # as in splitserve.models.parallel.ranks.RowParallelLinear
-        return self._group.add_reduced(residual, self._mlp.product(x).unsqueeze(0), norm, eps)
+        return self._group.add_reduced(residual, self._mlp.product(x, *self._choice).unsqueeze(0), norm, eps)

@@ -87,9 +87,9 @@ class LatentAttention(Layer):
         step.enter(self._layer)
         sizes = self._sizes
         both = self.inputs.product(x)
-        query, latent = both[:, : -sizes.width].contiguous(), both[:, -sizes.width :]
+        query, latent = both[:, : -sizes.width], both[:, -sizes.width :]
         if self._query_weights:
-            query = self._query_expansion.after_norm(query, self._query_norm, NORM_EPS)
+            query = self._query_expansion.after_norm(query.contiguous(), self._query_norm, NORM_EPS)
         query = query.view(query.shape[0], -1, sizes.query_dim)
         step.kernels.prepare_latent(
             query,

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 class InputProjections(Layer):
     """Several projections of the same input, computed as one product, and split along their outputs."""
 
+    bias: "Tensor | None"
     _linear: "Linear"
-    _bias: "Tensor | None"
 
     def __init__(
         self,
@@ -50,18 +50,18 @@ class InputProjections(Layer):
     def load(self, source: WeightSource, factors: Sequence[float] = (), orders: Sequence[Order] = ()) -> None:
         """Take the tensors; each projection's outputs are multiplied by its factor (none given: 1), in its order."""
         self._linear = source.linear(self._weights, factors, orders)
-        self._bias = source.vector(self._biases, factors, orders) if self._biases else None
+        self.bias = source.vector(self._biases, factors, orders) if self._biases else None
 
-    def __call__(self, x: Normed) -> "Tensor":
-        """Return [S, T, out_features], to be added up by the operation that follows (kernels.api.Linear.parts)."""
-        parts = self._linear.parts_after_norm(x.hidden, x.weight, x.eps, x.normed)
-        if self._bias is not None:
-            parts[0] += self._bias
-        return parts
+    def in_parts(self, x: Normed) -> "Tensor":
+        """Return [S, T, out_features], for the operation that follows to add up, with :attr:`bias`
+        (kernels.api.Linear.parts)."""
+        return self._linear.parts_after_norm(x.hidden, x.weight, x.eps, x.normed)
 
     def product(self, x: Normed) -> "Tensor":
         """Return [T, out_features] in the dtype of the residual."""
-        parts = self(x)
+        parts = self.in_parts(x)
+        if self.bias is not None:
+            parts[0] += self.bias
         return parts[0] if parts.shape[0] == 1 else parts.sum(0).to(x.hidden.dtype)
 
     def gated(self, x: Normed) -> "Tensor":

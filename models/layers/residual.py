@@ -26,8 +26,8 @@ class Product:
     def computed(self, hidden_size: int) -> "Tensor":
         """Return the product [T, hidden_size], summed over all ranks."""
         out = self.x.new_zeros((self.x.shape[0], hidden_size))
-        self.linear.add_to(out, self.x)
-        return out if self.bias is None else out.add_(self.bias)
+        self.linear.add_to(out, self.x, bias=self.bias)
+        return out
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +102,4 @@ class Residual:
         if pending is None:
             return None
         self._pending = None
-        if pending.bias is not None:
-            self._hidden.add_(pending.bias)
-        if weight is None:
-            return pending.linear.add_to(self._hidden, pending.x)
-        return pending.linear.add_to(self._hidden, pending.x, weight, eps)
+        return pending.linear.add_to(self._hidden, pending.x, weight, eps, bias=pending.bias)

@@ -91,7 +91,11 @@ class RowParallelLinear:
         self._local = local
         self._group = group
 
-    def add_to(self, residual: Tensor, x: Tensor, norm: Tensor | None = None, eps: float = 0.0) -> Tensor | None:
+    def add_to(
+        self, residual: Tensor, x: Tensor, norm: Tensor | None = None, eps: float = 0.0, *, bias: Tensor | None = None
+    ) -> Tensor | None:
+        if bias is not None:
+            residual.add_(bias)
         if x.shape[0] == 1:
             norm = None  # the product that follows does better by itself: it scales its sum
         return self._group.add_reduced(residual, self._local.parts(x), norm, eps)

@@ -95,11 +95,12 @@ def test_linear(
     for with_norm in (False, True) if params.block_m == 1 else (False,):
         wide = (reference.rms_norm(x, norm, 1e-5) if with_norm else x).float() @ weight.float().T
         wide = reference.silu_mul(wide) if gated else wide
-        expected = (wide + out.float() if adds else wide).to(dtype)
+        bias = rand(columns, dtype=dtype, seed=4) if adds else None
+        expected = (wide if bias is None else wide + bias.float() + out.float()).to(dtype)
         for _ in range(2):  # tickets are back at zero
             actual = out.clone()
             kept = norm if with_norm else None
-            triton_linear.launch(x, weight, actual, params, norm=kept, eps=1e-5, gated=gated, adds=adds)
+            triton_linear.launch(x, weight, actual, params, norm=kept, eps=1e-5, gated=gated, adds=adds, bias=bias)
             assert_close(actual, expected)
 
 
@@ -170,6 +171,7 @@ def test_prepare_qkv_adds_up_parts(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("with_norm", [False, True])
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(1, 1, 6), (6, 2, 24), (8, 4, 32), (9, 3, 16)])
 def test_prepare_qkv(heads: int, kv_heads: int, head_dim: int, with_norm: bool, dtype: torch.dtype) -> None:
+    """Without norms there are biases."""
     num_tokens, layers, block_size = 5, 3, 4
     cache = rand(6, layers, kv_heads, 2, block_size, head_dim, dtype=dtype)
     expected_cache = cache.clone()
@@ -181,8 +183,9 @@ def test_prepare_qkv(heads: int, kv_heads: int, head_dim: int, with_norm: bool, 
     shape = AttentionShape(heads, kv_heads, head_dim, block_size, layers, dtype, DEVICE)
     slots = shape.slots(torch.tensor([5, 0, 5, 2, 2], device=DEVICE), torch.tensor([3, 0, 1, 2, 3], device=DEVICE))
     layer, expected_layer = cache[:, 1], expected_cache[:, 1]
-    query = triton_ops.prepare_qkv(qkv, norm, 1e-6, (cos, sin), kv_layer=layer, slots=slots)
-    expected = reference.prepare_qkv(qkv, norm, 1e-6, (cos, sin), kv_layer=expected_layer, slots=slots)
+    bias = None if with_norm else rand((heads + 2 * kv_heads) * head_dim, dtype=dtype, seed=4)
+    query = triton_ops.prepare_qkv(qkv, norm, 1e-6, (cos, sin), kv_layer=layer, slots=slots, bias=bias)
+    expected = reference.prepare_qkv(qkv, norm, 1e-6, (cos, sin), kv_layer=expected_layer, slots=slots, bias=bias)
     assert_close(query, expected.contiguous())
     assert_close(cache, expected_cache)
 

@@ -85,9 +85,11 @@ class RecordedLinear(PlainLinear):
             f"{self._name}.{method}({x.shape[0]}{behind}{'' if normed is None else ', normalised before'})"
         )
 
-    def add_to(self, residual: Tensor, x: Tensor, norm: Tensor | None = None, eps: float = 0.0) -> Tensor | None:
+    def add_to(
+        self, residual: Tensor, x: Tensor, norm: Tensor | None = None, eps: float = 0.0, *, bias: Tensor | None = None
+    ) -> Tensor | None:
         self._note("add_to", x, norm)
-        return super().add_to(residual, x, norm, eps)
+        return super().add_to(residual, x, norm, eps, bias=bias)
 
     def parts(self, x: Tensor) -> Tensor:
         self._note("parts", x, None)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from splitserve.kernels.experts.launch import ExpertLaunch, expert_launch, experts_key
+from splitserve.kernels.experts.launch import expert_launch, experts_key
 from splitserve.kernels.experts.mxfp4 import by_quarters, shifted_scales
 from splitserve.kernels.experts.triton.grouped import grouped_down, grouped_gate_up
 from splitserve.kernels.experts.triton.matvec import narrow_down, narrow_gate_up
@@ -29,9 +29,13 @@ class TritonExperts:
 
     def add_to(self, residual: Tensor, x: Tensor, experts: Tensor, factors: Tensor) -> None:
         """See :class:`splitserve.kernels.api.Experts`."""
-        add_sums(residual, self(x, experts, factors))
+        self._sums(x, experts, factors, residual)
 
     def __call__(self, x: Tensor, experts: Tensor, factors: Tensor) -> Tensor:
+        return self._sums(x, experts, factors)
+
+    def _sums(self, x: Tensor, experts: Tensor, factors: Tensor, residual: Tensor | None = None) -> Tensor:
+        """Return the sums, or add them to ``residual``."""
         own, (num_tokens, top_k) = self.weights, experts.shape
         key = experts_key(
             own.gate_up.dtype,
@@ -44,21 +48,17 @@ class TritonExperts:
             key, num_experts=own.num_experts, top_k=top_k, num_tokens=num_tokens, is_packed=own.is_mxfp4
         )
         x = x.contiguous()
-        if own.is_mxfp4:
-            return self._packed(x, experts, factors, launch)
-        if launch.block_m == 1:
-            return narrow_down(narrow_gate_up(x, experts, own, launch), experts, factors, own, launch)
-        ordered = sort_pairs(experts, own.first, own.num_experts, launch.block_m)
-        inner = grouped_gate_up(x, ordered, top_k, own, launch)
-        products = grouped_down(inner, factors, ordered, own, launch)
-        return sum_choices(products, experts, own.first, own.num_experts)
-
-    def _packed(self, x: Tensor, experts: Tensor, factors: Tensor, launch: ExpertLaunch) -> Tensor:
-        own = self.weights
         ordered = None if launch.block_m == 1 else sort_pairs(experts, own.first, own.num_experts, launch.block_m)
-        inner = packed_gate_up(x, experts, ordered, own, launch)
-        products = packed_down(inner, experts, factors, ordered, own, launch)
-        return sum_choices(products, experts, own.first, own.num_experts)
+        if own.is_mxfp4:
+            inner = packed_gate_up(x, experts, ordered, own, launch)
+            products = packed_down(inner, experts, factors, ordered, own, launch)
+        elif ordered is None:
+            sums = narrow_down(narrow_gate_up(x, experts, own, launch), experts, factors, own, launch)
+            return sums if residual is None else add_sums(residual, sums)
+        else:
+            inner = grouped_gate_up(x, ordered, top_k, own, launch)
+            products = grouped_down(inner, factors, ordered, own, launch)
+        return sum_choices(products, experts, own.first, own.num_experts, residual)
 
 
 def _as_read(weights: ExpertWeights) -> ExpertWeights:

@@ -15,6 +15,7 @@ from splitserve.kernels.experts.triton.sorting import SortedPairs
 from splitserve.kernels.experts.weights import ExpertWeights
 from splitserve.kernels.fp8.triton_linear import quantise_rows
 from splitserve.kernels.fp8.weight import GROUP as FP8_GROUP
+from splitserve.kernels.triton.launch import overlapped, wait, wait_alone
 
 
 def grouped_gate_up(
@@ -33,7 +34,7 @@ def grouped_gate_up(
         HAS_BIAS=weights.gate_up_bias is not None, INTERLEAVED=activation.interleaved,
         HAS_LIMIT=activation.limit is not None, FUNCTION=ACTIVATION_NUMBERS[activation.function],
         BLOCK_M=ordered.block_m, BLOCK_N=launch.block_n, BLOCK_K=FP8_GROUP if scales is not None else launch.block_k,
-        num_warps=launch.num_warps, num_stages=launch.num_stages,
+        num_warps=launch.num_warps, num_stages=launch.num_stages, **overlapped(x.device),
     )  # fmt: skip
     return out
 
@@ -54,7 +55,7 @@ def grouped_down(
         ordered.pairs, ordered.tile_experts, num_pairs, HIDDEN=hidden_size, INNER=inner_size,
         IS_FP8=scales is not None, HAS_BIAS=weights.down_bias is not None, BLOCK_M=ordered.block_m,
         BLOCK_N=launch.down_block_n, BLOCK_K=FP8_GROUP if scales is not None else launch.down_block_k,
-        num_warps=launch.num_warps, num_stages=launch.num_stages,
+        num_warps=launch.num_warps, num_stages=launch.num_stages, **overlapped(x.device),
     )  # fmt: skip
     return out
 
@@ -106,7 +107,9 @@ def _gate_up_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
 ):
+    wait_alone(OVERLAPPED)
     expert = tl.load(tile_experts_ptr + tl.program_id(1)).to(tl.int64)
     if expert < 0:
         return
@@ -151,7 +154,9 @@ def _down_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
 ):
+    wait(OVERLAPPED)
     expert = tl.load(tile_experts_ptr + tl.program_id(1)).to(tl.int64)
     if expert < 0:
         return

@@ -1,6 +1,8 @@
 """The choice of experts as a Triton kernel: one program per token."""
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -18,37 +20,36 @@ def route(logits: Tensor, bias: Tensor | None, spec: RouterSpec) -> tuple[Tensor
     assert logits.shape[1] == spec.num_experts and logits.stride(1) == 1
     experts = torch.empty((num_tokens, spec.top_k), dtype=torch.int32, device=logits.device)
     weights = torch.empty((num_tokens, spec.top_k), dtype=torch.float32, device=logits.device)
-    block = triton.next_power_of_2(spec.num_groups) * triton.next_power_of_2(spec.group_size)
+    constants = choice_constants(spec, has_bias=bias is not None)
     _route_kernel[(num_tokens,)](
         logits,
         logits if bias is None else bias,
         experts,
         weights,
         logits.stride(0),
-        SCALE=spec.scale,
-        SCORE=_SCORES[spec.score],
-        HAS_BIAS=bias is not None,
-        NORMALISED=spec.normalised,
-        GROUPS=spec.num_groups,
-        GROUP_SIZE=spec.group_size,
-        KEPT_GROUPS=spec.kept_groups,
-        BEST_TWO=spec.group_score is GroupScore.TOP2_SUM,
-        TOP_K=spec.top_k,
-        GROUP_BLOCK=triton.next_power_of_2(spec.num_groups),
-        SIZE_BLOCK=triton.next_power_of_2(spec.group_size),
-        SLOT_BLOCK=triton.next_power_of_2(spec.top_k),
-        num_warps=1 if block <= 256 else 4,
+        **constants,
+        num_warps=1 if constants["GROUP_BLOCK"] * constants["SIZE_BLOCK"] <= 256 else 4,
         **overlapped(logits.device),
     )
     return experts, weights
 
 
-@triton.jit
-def _best(values, numbers):
-    """Return the number of the largest of ``values`` [A, B], and that value; of equal ones the lowest number."""
-    largest = tl.max(tl.max(values, 1), 0)
-    candidates = tl.where(values == largest, numbers, 1 << 30)
-    return tl.min(tl.min(candidates, 1), 0), largest
+def choice_constants(spec: RouterSpec, *, has_bias: bool) -> dict[str, Any]:
+    """Return the constants of :func:`choose`."""
+    return {
+        "SCALE": spec.scale,
+        "SCORE": _SCORES[spec.score],
+        "HAS_BIAS": has_bias,
+        "NORMALISED": spec.normalised,
+        "GROUPS": spec.num_groups,
+        "GROUP_SIZE": spec.group_size,
+        "KEPT_GROUPS": spec.kept_groups,
+        "BEST_TWO": spec.group_score is GroupScore.TOP2_SUM,
+        "TOP_K": spec.top_k,
+        "GROUP_BLOCK": triton.next_power_of_2(spec.num_groups),
+        "SIZE_BLOCK": triton.next_power_of_2(spec.group_size),
+        "SLOT_BLOCK": triton.next_power_of_2(spec.top_k),
+    }
 
 
 @triton.jit
@@ -98,13 +99,39 @@ def _route_kernel(
     SLOT_BLOCK: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ):
-    LOWEST: tl.constexpr = -3.0e38  # of experts without a number; those that can't be chosen have minus infinity
     wait(OVERLAPPED)
     row = tl.program_id(0).to(tl.int64)
+    choose(
+        logits_ptr + row * row_stride, bias_ptr, experts_ptr + row * TOP_K, weights_ptr + row * TOP_K, SCALE, SCORE,
+        HAS_BIAS, NORMALISED, GROUPS, GROUP_SIZE, KEPT_GROUPS, BEST_TWO, TOP_K, GROUP_BLOCK, SIZE_BLOCK, SLOT_BLOCK,
+    )  # fmt: skip
+
+
+@triton.jit
+def choose(
+    logits_at,
+    bias_ptr,
+    experts_at,
+    weights_at,
+    SCALE: tl.constexpr,
+    SCORE: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    NORMALISED: tl.constexpr,
+    GROUPS: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    KEPT_GROUPS: tl.constexpr,
+    BEST_TWO: tl.constexpr,
+    TOP_K: tl.constexpr,
+    GROUP_BLOCK: tl.constexpr,
+    SIZE_BLOCK: tl.constexpr,
+    SLOT_BLOCK: tl.constexpr,
+):
+    """Choose a row's experts by its logits, and store them with their weights."""
+    LOWEST: tl.constexpr = -3.0e38  # of experts without a number; those that can't be chosen have minus infinity
     groups, members = tl.arange(0, GROUP_BLOCK), tl.arange(0, SIZE_BLOCK)
     numbers = groups[:, None] * GROUP_SIZE + members[None, :]
     exists = (groups[:, None] < GROUPS) & (members[None, :] < GROUP_SIZE)
-    logits = tl.load(logits_ptr + row * row_stride + numbers, mask=exists, other=float("-inf")).to(tl.float32)
+    logits = tl.load(logits_at + numbers, mask=exists, other=float("-inf"), cache_modifier=".cg").to(tl.float32)
     scores = logits
     if SCORE == 0:
         powers = tl.exp(logits - tl.max(tl.max(logits, 1), 0))
@@ -119,21 +146,21 @@ def _route_kernel(
     if KEPT_GROUPS < GROUPS:
         is_kept = _kept(ranked, numbers, groups, GROUPS, KEPT_GROUPS, BEST_TWO, LOWEST)
         ranked = tl.where(is_kept[:, None], ranked, float("-inf"))
-    slots = tl.arange(0, SLOT_BLOCK)
-    chosen = tl.zeros((SLOT_BLOCK,), dtype=tl.int32)
-    weights = tl.full((SLOT_BLOCK,), float("-inf") if SCORE == 2 else 0.0, dtype=tl.float32)
+    BLOCK: tl.constexpr = GROUP_BLOCK * SIZE_BLOCK
+    slots, places = tl.arange(0, SLOT_BLOCK), tl.arange(0, BLOCK)
+    left, chosen = tl.reshape(ranked, (BLOCK,)), tl.zeros((SLOT_BLOCK,), dtype=tl.int32)
     for slot in range(TOP_K):
-        number, _ = _best(ranked, numbers)
-        is_it = numbers == number
-        weight = tl.sum(tl.sum(tl.where(is_it & exists, scores, 0.0), 1), 0)
-        chosen = tl.where(slots == slot, number, chosen)
-        weights = tl.where(slots == slot, weight, weights)
-        ranked = tl.where(is_it, float("-inf"), ranked)
+        _, place = tl.max(left, 0, return_indices=True)  # of equal ones the first
+        chosen = tl.where(slots == slot, place, chosen)
+        left = tl.where(places == place, float("-inf"), left)
+    inside = slots < TOP_K
+    is_chosen = (places[None, :] == chosen[:, None]) & inside[:, None]
+    weights = tl.sum(tl.where(is_chosen, tl.reshape(scores, (BLOCK,))[None, :], 0.0), 1)
     if SCORE == 2:
+        weights = tl.where(inside, weights, float("-inf"))
         powers = tl.exp(weights - tl.max(weights, 0))
         weights = powers / tl.sum(powers, 0)
     if NORMALISED:
         weights = weights / tl.maximum(tl.sum(weights, 0), 1e-20)
-    inside = slots < TOP_K
-    tl.store(experts_ptr + row * TOP_K + slots, chosen, mask=inside)
-    tl.store(weights_ptr + row * TOP_K + slots, weights * SCALE, mask=inside)
+    tl.store(experts_at + slots, chosen // SIZE_BLOCK * GROUP_SIZE + chosen % SIZE_BLOCK, mask=inside)
+    tl.store(weights_at + slots, weights * SCALE, mask=inside)

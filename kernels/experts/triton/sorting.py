@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from splitserve.kernels.triton.launch import overlapped, wait
+
 _CHUNK = 1024  # pairs that a program looks at together
 
 
@@ -29,47 +31,41 @@ def sort_pairs(experts: Tensor, first: int, num_experts: int, block_m: int) -> S
     ``first`` to ``first + num_experts - 1`` are left out."""
     num_pairs = experts.numel()
     num_tiles = num_pairs // block_m + min(num_experts, num_pairs)
-    counts = torch.empty(num_experts, dtype=torch.int32, device=experts.device)
     pairs = torch.empty(num_tiles * block_m, dtype=torch.int32, device=experts.device)
     tile_experts = torch.empty(num_tiles, dtype=torch.int32, device=experts.device)
     chunk = min(_CHUNK, triton.next_power_of_2(num_pairs))
-    _count_kernel[(num_experts,)](experts, counts, num_pairs, first, CHUNK=chunk, num_warps=4)
     _place_kernel[(num_experts + 1,)](
-        experts, counts, pairs, tile_experts, num_pairs, num_tiles, first, num_experts,
-        EXPERT_BLOCK=triton.next_power_of_2(num_experts), BLOCK_M=block_m, CHUNK=chunk, num_warps=4,
+        experts, pairs, tile_experts, num_pairs, num_tiles, first, num_experts,
+        COUNTS=triton.next_power_of_2(num_experts + 1), BLOCK_M=block_m, CHUNK=chunk, num_warps=4,
+        **overlapped(experts.device),
     )  # fmt: skip
     return SortedPairs(pairs, tile_experts, block_m)
 
 
 @triton.jit
-def _count_kernel(experts_ptr, counts_ptr, num_pairs, first, CHUNK: tl.constexpr):
-    own = tl.program_id(0) + first
-    within = tl.arange(0, CHUNK)
-    count = tl.zeros((CHUNK,), dtype=tl.int32)
-    for start in range(0, num_pairs, CHUNK):
-        experts = tl.load(experts_ptr + start + within, mask=start + within < num_pairs, other=-1)
-        count += (experts == own).to(tl.int32)
-    tl.store(counts_ptr + tl.program_id(0), tl.sum(count, 0))
-
-
-@triton.jit
 def _place_kernel(
     experts_ptr,
-    counts_ptr,
     pairs_ptr,
     tile_experts_ptr,
     num_pairs,
     num_tiles,
     first,
     num_experts,
-    EXPERT_BLOCK: tl.constexpr,
+    COUNTS: tl.constexpr,  # at least one more than experts
     BLOCK_M: tl.constexpr,
     CHUNK: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
 ):
-    """The program after the last expert's marks the tiles that nothing fills."""
+    """Each program counts the pairs of all experts; that after the last expert's marks the tiles that nothing fills."""
+    wait(OVERLAPPED)
     own = tl.program_id(0)
-    numbers, within = tl.arange(0, EXPERT_BLOCK), tl.arange(0, CHUNK)
-    counts = tl.load(counts_ptr + numbers, mask=numbers < num_experts, other=0)
+    numbers, within = tl.arange(0, COUNTS), tl.arange(0, CHUNK)
+    counts = tl.zeros((COUNTS,), dtype=tl.int32)
+    for start in range(0, num_pairs, CHUNK):
+        experts = tl.load(experts_ptr + start + within, mask=start + within < num_pairs, other=-1) - first
+        is_here = (experts >= 0) & (experts < num_experts)
+        counts += tl.histogram(tl.where(is_here, experts, num_experts), COUNTS)
+    counts = tl.where(numbers < num_experts, counts, 0)
     tiles_of = (counts + BLOCK_M - 1) // BLOCK_M
     first_tile = tl.sum(tl.where(numbers < own, tiles_of, 0), 0)
     own_tiles = tl.sum(tl.where(numbers == own, tiles_of, 0), 0)

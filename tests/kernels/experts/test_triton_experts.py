@@ -1,6 +1,7 @@
 """Kernels of experts against the reference: compiled where there is a GPU, else under Triton's interpreter."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -11,14 +12,19 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 from splitserve.kernels.experts import mxfp4, reference
 from splitserve.kernels.experts.launch import ExpertLaunch
+from splitserve.kernels.experts.router import PlainRouter
 from splitserve.kernels.experts.spec import GatedActivation, GroupScore, RouterSpec, Score
+from splitserve.kernels.experts.triton import router
 from splitserve.kernels.experts.triton.experts import TritonExperts
 from splitserve.kernels.experts.triton.packed import packed_gate_up
+from splitserve.kernels.experts.triton.router import TritonRouter
 from splitserve.kernels.experts.triton.routing import route
 from splitserve.kernels.experts.triton.sorting import sort_pairs
-from splitserve.kernels.experts.weights import ExpertWeights
+from splitserve.kernels.experts.weights import ExpertWeights, RouterWeights
 from splitserve.kernels.fp8.triton_linear import quantise_rows
 from splitserve.kernels.fp8.weight import GROUP
+from splitserve.kernels.reference import operations
+from splitserve.kernels.reference.linear import PlainLinear
 from splitserve.kernels.tuning import parameters as tuning
 from splitserve.models.weights.fused_experts import dequantised_blocks
 
@@ -80,6 +86,41 @@ def test_experts_of_any_row_are_valid_and_distinct(name: str, number: float) -> 
         assert len(set(row)) == spec.top_k and all(0 <= expert < spec.num_experts for expert in row)
     if spec.num_groups == 1 and number == 0.0:
         assert experts[0].tolist() == list(range(spec.top_k))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, NARROW])
+@pytest.mark.parametrize("name", ROUTERS)
+def test_a_router_is_one_kernel_for_few_rows(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The logits are rounded as separate operations round them; a second launch finds its tickets at zero."""
+    spec = replace(ROUTERS[name], wide_logits=name.startswith("v"), logits_bias=name == "gpt-oss")
+    weights = RouterWeights(
+        spec,
+        rand(spec.num_experts, 100, seed=1).to(torch.float32 if spec.wide_logits else dtype),
+        rand(spec.num_experts, seed=2).to(dtype) if spec.logits_bias else None,
+        rand(spec.num_experts, seed=3, std=0.3) if spec.correction_bias else None,
+    )
+    parts = {"rms_norm": operations.rms_norm, "silu_mul": operations.silu_mul}
+    plain = PlainRouter(
+        weights,
+        pack_linear=partial(PlainLinear, **parts),
+        rms_norm=operations.rms_norm,
+        route=reference.route,
+    )
+    launched = TritonRouter(weights, pack_linear=_unused, rms_norm=_unused, route=_unused)
+    x, norm = rand(7, 200).to(dtype)[:, :100], rand(100, seed=4).to(dtype)
+    expected = plain(x, norm, 1e-5)
+    for normed in (None, expected[0]):
+        actual = launched(x, norm, 1e-5, normed)
+        torch.testing.assert_close(actual[0], expected[0], rtol=1e-3, atol=1e-3)
+        assert torch.equal(actual[1].sort(-1).values, expected[1].sort(-1).values)
+        torch.testing.assert_close(actual[2].sort(-1).values, expected[2].sort(-1).values, rtol=2e-2, atol=1e-3)
+    monkeypatch.setattr(router, "MAX_PROGRAMS", 0)
+    beyond = TritonRouter(weights, pack_linear=partial(PlainLinear, **parts), rms_norm=operations.rms_norm, route=route)
+    assert torch.equal(beyond(x, norm, 1e-5)[1].sort(-1).values, expected[1].sort(-1).values)
+
+
+def _unused(*_: object) -> None:
+    """The parts of a router, where one kernel does it all."""
 
 
 # ---- sorting ----

@@ -191,7 +191,7 @@ def test_correction_biases_stay_in_float32(tmp_path: Path) -> None:
     model = load_model(tmp_path, load_model_config(tmp_path), dtype=torch.bfloat16, device=CPU)
     mlp: Any = model.decoder.layers[1]
     expected = tensors["model.layers.1.mlp.gate.e_score_correction_bias"]
-    assert torch.equal(mlp.mlp.router._correction, expected)
+    assert torch.equal(mlp.mlp.router._router.weights.correction, expected)
     assert not torch.equal(expected, expected.bfloat16().float())
 
 
