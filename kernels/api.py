@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from splitserve.kernels.experts.spec import RouterSpec
-from splitserve.kernels.experts.weights import ExpertWeights, RouterWeights
+from splitserve.kernels.experts.weights import ExpertWeights, Router, RouterWeights
 from splitserve.kernels.latent.shape import LatentShape
 
 FORBIDDEN = -1e30
@@ -243,8 +243,9 @@ class PrepareQkv(Protocol):
         ``qkv`` [S, T, H + 2 * G, D]: the projection's parts (:meth:`Linear.parts`); their sum is rounded to the dtype
         of ``rotation``, with ``bias`` [(H + 2 * G) * D]. Queries and keys are normalised by ``qk_norm`` [H + G, D]
         unless that is None; the halves of each of their heads are rotated (the "neox" order) by ``rotation`` (cos,
-        sin: [T, D]); keys and values are written into ``kv_layer`` [num_blocks, G, 2, B, D] at ``slots`` [T, G] (:meth:`AttentionShape.slots`). ``sin``
-        carries the sign of the rotation: its first half is negated (see ``models.decoder.RotaryEmbedding``).
+        sin: [T, D]); keys and values are written into ``kv_layer`` [num_blocks, G, 2, B, D] at ``slots`` [T, G]
+        (:meth:`AttentionShape.slots`). ``sin`` carries the sign of the rotation: its first half is negated
+        (see ``models.decoder.RotaryEmbedding``).
         """
         ...
 
@@ -285,17 +286,6 @@ class Route(Protocol):
         ``bias`` float32 [E]: the correction bias, None without one. The order of a token's experts is not defined.
         Experts of rows that are not finite are any valid ones.
         """
-        ...
-
-
-class Router(Protocol):
-    """A layer's router (:class:`splitserve.kernels.experts.weights.RouterWeights`)."""
-
-    def __call__(
-        self, x: Tensor, norm: Tensor, eps: float, normed: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the RMS-normalised ``x`` [T, hidden] (:class:`RmsNorm`), and its experts and their weights as
-        :class:`Route` chooses them. ``normed``: the normalised ``x``, if it is computed already."""
         ...
 
 

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from splitserve.benchmarks.engine.sampling_modes import SamplingMode
 from splitserve.benchmarks.engine.step_memory import SequenceTables
-from splitserve.kernels.api import Router
-from splitserve.kernels.experts.weights import RouterWeights
+from splitserve.kernels.experts.weights import Router, RouterWeights
 from splitserve.protocol.step import UNKNOWN_TOKEN, LaunchedStep, LaunchingRunner, ScheduledChunk, StepPlan
 
 

@@ -9,7 +9,7 @@ from splitserve.kernels.experts.weights import RouterWeights
 
 
 class PlainRouter:
-    """A router as separate operations. See :class:`splitserve.kernels.api.Router`."""
+    """A router as separate operations. See :class:`splitserve.kernels.experts.weights.Router`."""
 
     def __init__(
         self, weights: RouterWeights, *, pack_linear: Callable[[Tensor], Linear], rms_norm: RmsNorm, route: Route

@@ -1,6 +1,7 @@
-"""The weights of a layer's router, and of its experts on one rank."""
+"""A layer's router and its weights, and the weights of its experts on one rank."""
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -17,6 +18,18 @@ class RouterWeights:
     weight: Tensor  # [E, hidden], in float32 if the spec has wide logits, else in the model's dtype
     bias: Tensor | None = None  # [E], of the logits
     correction: Tensor | None = None  # float32 [E], of the scores, for the choice alone
+
+
+class Router(Protocol):
+    """A layer's router: an operation of :class:`splitserve.kernels.api.Kernels`."""
+
+    def __call__(
+        self, x: Tensor, norm: Tensor, eps: float, normed: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the RMS-normalised ``x`` [T, hidden] (:class:`splitserve.kernels.api.RmsNorm`), and its experts and
+        their weights as :class:`splitserve.kernels.api.Route` chooses them. ``normed``: the normalised ``x``, if it is
+        computed already."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)

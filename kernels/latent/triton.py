@@ -234,6 +234,7 @@ def prepare_latent(
     )
 
 
+# length: a third of it declares arguments.
 @triton.jit
 def _prepare_kernel(
     query_ptr,

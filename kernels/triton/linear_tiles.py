@@ -79,6 +79,7 @@ def _split_workspace(device: torch.device) -> tuple[Tensor, Tensor]:
     )
 
 
+# length: a third of it declares arguments.
 @triton.jit(do_not_specialize=["num_rows"])
 def _tile_kernel(
     x_ptr,

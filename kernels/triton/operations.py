@@ -266,6 +266,7 @@ def prepare_qkv(
     return query
 
 
+# length: a third of it declares arguments.
 @triton.jit(do_not_specialize=["num_tokens"])
 def _prepare_qkv_kernel(
     qkv_ptr,

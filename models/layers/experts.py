@@ -14,8 +14,8 @@ from splitserve.models.layers.weight import OfExpert, Role, Stack, Units, Weight
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from splitserve.kernels import api as kernels
     from splitserve.kernels.api import Experts, Linear
+    from splitserve.kernels.experts import weights as kernels
     from splitserve.models.parallel.ranks import Collectives
 
 

@@ -22,7 +22,7 @@ _ELEMENTS_PER_WARP = 2048
 
 
 class TritonRouter(PlainRouter):
-    """See :class:`splitserve.kernels.api.Router`."""
+    """See :class:`splitserve.kernels.experts.weights.Router`."""
 
     def __call__(
         self, x: Tensor, norm: Tensor, eps: float, normed: Tensor | None = None
