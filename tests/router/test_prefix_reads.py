@@ -190,11 +190,11 @@ def test_the_first_token_tells_that_a_prompt_is_computed():
     request = ActiveRequest.new("first", list(range(100)), SamplingParams(max_tokens=5), core.now)
     core.handle(Submit(request))
     longer = PromptHashes(array("i", range(200)))
-    assert core.core.placer.snapshot(longer, core.now).prefix_source.party == DECODE, "which was sent it, too"
-    core.core.placer.unreset[DECODE] = None
-    assert core.core.placer.snapshot(longer, core.now).prefix_source is None
+    assert core.core.placer.snapshot(longer, core.now).prefix_source is None, "decode still waits for it, too"
     core.tokens(PREFILL, request.state.key, 0, 7)
     assert core.core.placer.snapshot(longer, core.now).prefix_source.party == PREFILL
+    core.core.placer.unreset[PREFILL] = None
+    assert core.core.placer.snapshot(longer, core.now).prefix_source.party == DECODE
 
 
 def test_no_source_may_have_content_from_before_a_reset_or_be_gone():
