@@ -1,5 +1,6 @@
 """The case ``workers`` of the placement bench, on real workers and with small sizes."""
 
+import itertools
 import json
 from pathlib import Path
 
@@ -47,7 +48,7 @@ def test_a_scaled_trace_has_whole_conversations_with_shared_beginnings(folder: P
     small = workers.scaled(read_trace(folder / "conversation_trace.jsonl"), 4, seed=0)
     assert len(small.conversations) == 4
     prompts = [conversation.turns[0].pieces for conversation in small.conversations]
-    for earlier, later in zip(prompts, prompts[1:], strict=False):
+    for earlier, later in itertools.pairwise(prompts):
         assert later[: len(earlier) - 1] == earlier[:-1]
     assert {piece.num_tokens for prompt in prompts for piece in prompt[:-1]} == {512 // workers.SCALE}
     assert {turn.num_output_tokens for turn in small.turns()} == {96 // workers.SCALE}
