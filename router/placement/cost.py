@@ -329,7 +329,9 @@ def _predict_local(prompt: _Prompt, decode: _Decode, request: _Request) -> _Pred
     harm = request.late(request.waited + delay)
     if slow := request.slow(gap):
         harm += num_chunks * running * (slow - request.slow(before))
-    harm += decode.harm + _interruptions(decode, request)
+        # Later prompts there interrupt this request, and its steps delay them.
+        harm += max(0.0, worker.prefill_busy * request.output_tokens * (slow - request.slow(decode.after)))
+    harm += decode.harm
     strain = _strain(request.waited + delay, request.ttft) if request.strains else math.inf
     if strain < math.inf:
         added = (model.prefill_seconds(matched, num_missed, num_missed) - model.base) / request.usual_outputs
@@ -341,16 +343,6 @@ def _predict_local(prompt: _Prompt, decode: _Decode, request: _Request) -> _Pred
     ttft = prompt.ttft + shared + decode.room
     is_local, is_away = worker.role is not Role.MIXED, request.is_away(worker)
     return harm, strain, delay, is_prefill, is_local, is_away, 2 * worker.num_placed, (prompt.name,), ttft
-
-
-def _interruptions(decode: _Decode, request: _Request) -> float:
-    """Return the harm that later prompts, of usual lengths, do to the gaps of a request that decodes on a worker."""
-    worker, model, step = decode.worker, decode.worker.step_model, decode.after
-    if not worker.prefill_busy:
-        return 0.0
-    chunk = worker.shared_chunk_tokens or worker.chunk_tokens or DEFAULT_CHUNK_TOKENS
-    seconds = min(model.per_token * chunk + model.per_pair * pairs(0, chunk), worker.prompt_seconds)
-    return worker.prefill_busy * request.output_tokens * (request.slow(step + seconds) - request.slow(step))
 
 
 def _later_prompts(decode: _Decode, request: _Request) -> tuple[float, float]:

@@ -163,9 +163,7 @@ class PlainCost:
         delay += shared + self.room(worker)
         harm = self.late(self.shape.waited_seconds + delay)
         harm += steps * running * (self.slow(gap) - self.slow(before))
-        usual = worker.shared_chunk_tokens or worker.chunk_tokens
-        later = min(model.per_token * usual + model.per_pair * pairs(0, usual), worker.prompt_seconds)
-        harm += worker.prefill_busy * self.outputs * (self.slow(after + later) - self.slow(after)) + self.gaps(worker)
+        harm += max(0.0, worker.prefill_busy * self.outputs * (self.slow(gap) - self.slow(after))) + self.gaps(worker)
         prompt = model.per_token * left + model.per_pair * pairs(matched, left)
         strain = self.delay_strain(delay) + self.gap_strain(worker, prompt / self.usual_outputs)
         if is_prefill:

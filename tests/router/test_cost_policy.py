@@ -145,17 +145,6 @@ def test_the_spare_time_of_a_prefill_worker_is_used_where_decode_is_full():
     assert place(busy, decode, shape=SHORT, objectives=OBJECTIVES) != Local(busy.party)
 
 
-def test_outputs_leave_a_prefill_worker_whose_later_prompts_are_long_however_short_their_own_prompt_is():
-    """Its chunks of 512 tokens take 20 ms: half of the gaps of an output there, however short its own prompt."""
-    has_prompt = {"prefix_match_tokens": 3990, "prefill_busy": 0.5, "prompt_share": 0.5}
-    prefill = worker("p", Role.PREFILL, prompt_seconds=0.4, shared_chunk_tokens=512, **has_prompt)
-    decode = worker("d", Role.DECODE, num_requests=20, num_decoding=20)
-    none = Objectives(0.0, 0.0)
-    assert place(prefill, decode, objectives=none) == Disaggregated(prefill.party, decode.party, matched_tokens=3990)
-    idle = worker("p", Role.PREFILL, prefix_match_tokens=3990)
-    assert place(idle, decode, objectives=none) == Local(idle.party, matched_tokens=3990)
-
-
 def test_nobody_left_is_explained():
     assert place(worker("p", Role.PREFILL)) == NoWorker("no decode worker is ready")
     assert isinstance(place(worker("m", Role.MIXED, max_model_len=100)), NoWorker)
