@@ -32,6 +32,7 @@ from splitserve.benchmarks.kv.handover_served import run_command
 from splitserve.benchmarks.serving.load import Endpoint, run_load
 from splitserve.common.errors import SplitserveError
 from splitserve.models.demo.checkpoint import write_demo_model
+from splitserve.models.demo.published import NAMES, write_named_config
 from splitserve.orchestration.cli.command_parser import CommandParser
 from splitserve.orchestration.hosts.shared_memory import abandoned
 from splitserve.orchestration.ray.commands import LOCAL
@@ -55,7 +56,8 @@ def stage_of(line: str) -> str:
 def measure(model: str, ray: str, state: str, options: argparse.Namespace) -> dict[str, float]:
     """Measure the seconds by stage. Raises :class:`SplitserveError` if a command fails."""
     seconds: dict[str, float] = {}
-    arguments = ["up", model, "--prefill", str(options.prefill), "--decode", str(options.decode), "--port", "0"]
+    arguments = ["up", model, "--prefill", str(options.prefill), "--decode", str(options.decode)]
+    arguments += ["--mixed", str(options.mixed), "--port", "0", *options.up_options]
     began = time.monotonic()
     url, lines = "", []
     with subprocess.Popen(
@@ -106,9 +108,17 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--prefill", type=not_negative, default=2, help="workers")
     parser.add_argument("--decode", type=not_negative, default=2, help="workers")
+    parser.add_argument("--mixed", type=not_negative, default=0, help="workers")
     parser.add_argument("--ray", action=argparse.BooleanOptionalAction, default=True, help="measure with Ray as well")
     parser.add_argument("--repeats", type=positive, default=3)
     parser.add_argument("--model", default="", help="a checkpoint's directory; empty: the demo's, with 5 MB of weights")
+    parser.add_argument(
+        "--shape",
+        default="",
+        choices=("", *NAMES),
+        help="instead of --model: the configuration of such a model, without weights (--load-format dummy)",
+    )
+    parser.add_argument("up_options", nargs="*", metavar="-- OPTIONS", help="further options of splitserve up")
     parser.add_argument("--check-times", action="store_true", help="fail if an answer takes longer than allowed")
     add_result_options(parser)
     return parser
@@ -119,7 +129,7 @@ def main(argv: Sequence[str]) -> int:
     results: list[dict[str, object]] = []
     problems: list[str] = []
     with tempfile.TemporaryDirectory(prefix="splitserve-bench-") as directory:
-        model = options.model or str(write_demo_model(Path(directory) / "model"))
+        model = options.model or _model(Path(directory) / "model", options.shape)
         state = f"{directory}/state"
         before = set(traces(state))
         for ray in ("", LOCAL) if options.ray else ("",):
@@ -141,6 +151,10 @@ def main(argv: Sequence[str]) -> int:
     data = {"options": vars(options), "results": results, "problems": problems}
     keep_result("up", argv, data, options)
     return 1 if problems else 0
+
+
+def _model(directory: Path, shape: str) -> str:
+    return str(write_named_config(directory, shape) if shape else write_demo_model(directory))
 
 
 def _shown(value: object) -> str:

@@ -40,13 +40,14 @@ class Clusters:
                 yield cluster
             return
         if arm.name in self._running:
-            _reset_prefix_caches(self._running[arm.name].url)
+            reset_prefix_caches(self._running[arm.name].url)
         else:
             self._running[arm.name] = self._stack.enter_context(LocalCluster(spec, log_level="warning"))
         yield self._running[arm.name]
 
 
-def _reset_prefix_caches(url: str) -> None:
+def reset_prefix_caches(url: str) -> None:
+    """Empty the prefix caches of the workers behind a router. Raises :class:`SplitserveError` if it doesn't do that."""
     answer = Endpoint(url).post("/admin/reset-prefix-cache", {}, RESET_SECONDS)
     if answer.status != HTTPStatus.OK:
         raise SplitserveError(f"{url} did not reset its prefix caches: {answer.words()}")

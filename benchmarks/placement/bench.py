@@ -1,7 +1,7 @@
 """``splitserve bench placement``: the router's placement on replayed workloads, under virtual time.
 
 The router is the production core with its membership, prefix index and policies; workers are paced by step-time models.
-Only ``turns`` runs processes, and takes minutes.
+Only ``turns`` and ``workers`` run processes, and take minutes.
 
     hits      conversation and synthetic trace at 70% of 8 prefill workers' speed: hits against a pooled cache
     load      conversation trace at 0.8 to 1.3 times that speed, also with half of the workers at half speed
@@ -9,9 +9,10 @@ Only ``turns`` runs processes, and takes minutes.
     routes    conditional disaggregation against eight fixed thresholds, on four workloads
     room      share of decode's KV that is reserved and empty, by load
     turns     TTFT of conversations' later turns on a real prefill and a real decode worker
+    workers   conversation trace, scaled down, at 0.8 to 1.1 times the speed of three real prefill workers
 
-``hits`` and ``load`` replay traces in Mooncake's form (``--traces``). A row says in ``holds`` whether the case's aim is
-reached. The same command gives the same figures; not of ``turns``, which are measured.
+``hits``, ``load`` and ``workers`` replay traces in Mooncake's form (``--traces``). A row says in ``holds`` whether the
+case's aim is reached. The same command gives the same figures; not of ``turns`` and ``workers``, which are measured.
 """
 
 import argparse
@@ -19,9 +20,9 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from splitserve.benchmarks.common.arguments import not_negative
+from splitserve.benchmarks.common.arguments import not_negative, positive
 from splitserve.benchmarks.common.report import add_result_options, keep_result, table
-from splitserve.benchmarks.placement import cases, turns
+from splitserve.benchmarks.placement import cases, turns, workers
 from splitserve.common.errors import ConfigError
 from splitserve.orchestration.cli.command_parser import CommandParser
 
@@ -57,6 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "routes": lambda: cases.routes(count or 1000, SCALES),
         "room": lambda: cases.room(count),
         "turns": lambda: turns.turns(count // turns.NUM_TURNS or USUAL_CONVERSATIONS, options.device, options.dtype),
+        "workers": lambda: workers.workers(directory, count or workers.USUAL_REQUESTS, options.rounds),
     }
     results: dict[str, list[cases.Row]] = {}
     for name in options.cases or runs:
@@ -84,7 +86,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="splitserve bench placement", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    names = ("hits", "load", "sessions", "routes", "room", "turns")
+    names = ("hits", "load", "sessions", "routes", "room", "turns", "workers")
     add("--cases", nargs="+", choices=names, default=[], help="cases to run (default: all)")
     add("--traces", default="../shared/traces", metavar="DIR", help="folder of conversation_ and synthetic_trace.jsonl")
     add(
@@ -94,6 +96,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="requests of each replay; 0: all of a trace",
     )
+    add("--rounds", type=positive, default=3, metavar="N", help="rounds of the case workers, each with other requests")
     add("--device", choices=("cpu", "cuda"), default="cpu", help="of the case turns")
     add("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the case turns; bfloat16 is for GPUs")
     add_result_options(parser)

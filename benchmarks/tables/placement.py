@@ -10,7 +10,13 @@ Row = dict[str, Any]
 
 CONDITIONS = (
     "The production policy `cost` on replayed workloads, under virtual time; TTFT and queueing in milliseconds. "
-    "*Queue of a worker*: the longest mean queueing time of a prefill worker's prompts, over the mean of the workers."
+    "*Queue of a worker*: the longest mean queueing time of a prefill worker's prompts, over the mean of the workers. "
+    "*Real CPU workers* (`--cases workers`): three for prefill and one for decode, a random model of 26 million "
+    "parameters in float32, a thread each, greedy, no objectives; router and client share their cores. Whole "
+    "conversations are drawn from the conversation trace, all lengths divided by 32. *The cluster's speed* is that at "
+    "which it serves requests that share nothing. Least-loaded is the policy as it ships: prefill reads prefixes from "
+    "other workers. The policies take turns, in rounds with other conversations; queueing is TTFT less the prompt's "
+    "steps."
 )
 HITS = (
     "trace at 70% of the prefill speed", "policy", "block hits, share of the pooled oracle", "TTFT p50", "TTFT p99",
@@ -19,6 +25,11 @@ HITS = (
 LOADS = (
     "conversation trace: arriving prompt tokens over the prefill speed", "half of the workers at half speed",
     "TTFT p50", "of least-loaded", "queueing p99", "of least-loaded", "TTFT p99", "of least-loaded", "goals",
+)  # fmt: skip
+WORKERS = (
+    "real CPU workers: arriving prompt tokens over the cluster's speed", "requests", "TTFT p50", "of least-loaded",
+    "queueing p99", "of least-loaded", "TTFT p99", "of least-loaded", "ITL p99", "of least-loaded",
+    "TTFT p50 by round", "of least-loaded", "goals",
 )  # fmt: skip
 SESSIONS = ("conversations", "block hits of the best", "most prompts of a worker over the mean", "goals")
 ROUTES = (
@@ -39,7 +50,8 @@ def newest(runs: Sequence[Run], case: str) -> tuple[Run, list[Row]] | None:
 def sections(runs: Sequence[Run]) -> Iterator[tuple[Run, Sequence[str], list[list[str]]]]:
     """Yield run, headers and rows of each table."""
     tables = (
-        ("hits", HITS, _hits), ("load", LOADS, _loads), ("sessions", SESSIONS, _sessions), ("routes", ROUTES, _routes),
+        ("hits", HITS, _hits), ("load", LOADS, _loads), ("workers", WORKERS, _workers),
+        ("sessions", SESSIONS, _sessions), ("routes", ROUTES, _routes),
         ("routes", TAILS, _tails),
     )  # fmt: skip
     for case, headers, make in tables:
@@ -79,6 +91,14 @@ def _loads(rows: Sequence[Row]) -> Iterator[list[str]]:
             number(each[key]) for key in ("ttft_p50_ms", "queue_p99_ms", "ttft_p99_ms") for each in (row, base)
         ]
         yield [f"{row['load']:g}", "yes" if row["slow_share"] else "no", *latencies, _met(row)]
+
+
+def _workers(rows: Sequence[Row]) -> Iterator[list[str]]:
+    for base, row in zip(rows[::2], rows[1::2], strict=True):
+        keys = ("ttft_p50_ms", "queue_p99_ms", "ttft_p99_ms", "itl_p99_ms")
+        latencies = [number(each[key]) for key in keys for each in (row, base)]
+        rounds = [", ".join(map(number, each["round_p50_ms"])) for each in (row, base)]
+        yield [f"{row['load']:g}", str(row["requests"]), *latencies, *rounds, _met(row)]
 
 
 def _sessions(rows: Sequence[Row]) -> Iterator[list[str]]:

@@ -6,7 +6,8 @@ that clients often send. Unknown fields are refused, too: nothing is silently ig
 
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
+from pydantic_core import PydanticKnownError
 
 from splitserve.protocol.messages.requests import MAX_CACHE_SALT_CHARS
 from splitserve.protocol.request import MAX_CHOICES
@@ -65,10 +66,25 @@ else:
     _SamplingFields = with_sampling_fields("_SamplingFields", _Strict, left_out=("constraint",))
 
 
+def _only(kind: type) -> BeforeValidator:
+    """Refuse values of other types: to Python 0 is False, to the documented schema it isn't."""
+
+    def check(value: Any) -> Any:
+        if type(value) is not kind:
+            raise PydanticKnownError("literal_error", {"expected": "a value of the documented type"})
+        return value
+
+    return BeforeValidator(check)
+
+
+Off = Annotated[Literal[False], _only(bool)]
+Zero = Annotated[Literal[0], _only(int)]
+
+
 class StreamOptions(_Strict):
     include_usage: bool = False
     continuous_usage_stats: bool = False  # usage in each chunk, not in the last one alone
-    include_obfuscation: Literal[False] | None = None
+    include_obfuscation: Off | None = None
 
 
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
@@ -190,7 +206,7 @@ class CompletionRequest(GenerationRequest):
     max_tokens: Annotated[int, Field(ge=0)] | None = None
     prompt_logprobs: NumTop | None = None
     logprobs: NumTop | None = None
-    top_logprobs: Literal[0] | None = None
+    top_logprobs: Zero | None = None
     echo: bool | None = None
 
     @property
@@ -223,7 +239,7 @@ class ChatCompletionRequest(GenerationRequest):
     chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=MAX_TEMPLATE_VARIABLES)] | None = None
     logprobs: bool | None = None
     top_logprobs: NumTop | None = None
-    echo: Literal[False] | None = None
+    echo: Off | None = None
 
     @property
     def wanted_scores(self) -> WantedScores:

@@ -115,10 +115,14 @@ class Placer:
         return max(found, key=lambda source: (source.num_tokens, source.party.engine_id), default=None)
 
     def note_computed(self, request: ActiveRequest) -> None:
-        """Take into account that the worker of a request's prompt has computed it: its first token is out."""
+        """Take into account that the worker of a request's prompt has computed it: its first token is out. Now decode
+        has it, too: before, a request with the same prompt would have nothing there to wait for."""
         placement = request.state.placement
         if placement is not None and request.cache_epoch == self.cache_epoch:
-            self._prefixes.note_computed(prefill_party(placement), request.hashes)
+            prefill, decode = prefill_party(placement), decode_party(placement)
+            self._prefixes.note_computed(prefill, request.hashes)
+            if decode != prefill:
+                self.note_sent([decode], request.hashes)
 
     def note_sent(self, parties: Iterable[Party], prompt: PromptHashes) -> None:
         """Take into account that these workers will hold the KV of a prompt."""

@@ -7,7 +7,7 @@ import msgspec
 from splitserve.protocol.messages.envelope import Body
 from splitserve.protocol.messages.requests import DecodeRequest, LocalRequest, PrefillRequest
 from splitserve.protocol.request import Party, RequestKey
-from splitserve.router.links.membership import Membership
+from splitserve.router.links.membership import Membership, prefill_party
 from splitserve.router.placement.placer import Placer
 from splitserve.router.placement.policies import Disaggregated, NoWorker, Placed, RequestShape
 from splitserve.router.requests.active_request import ActiveRequest
@@ -53,7 +53,7 @@ class Attempts:
         keys = [sibling.state.key for sibling in siblings]
         for party, body in self.messages(request, placement, now, keys, late_grant=is_late):
             self._outbox.put(Send(party, body))
-        self._placer.note_sent(placement.parties, request.hashes)
+        self._placer.note_sent([prefill_party(placement)], request.hashes)  # decode has it with the first token
 
     def _begin(
         self,

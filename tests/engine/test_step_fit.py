@@ -70,17 +70,17 @@ def test_noise_and_stalls_do_little_harm() -> None:
     assert 0.04 < fit.relative_error < 0.3
 
 
-@pytest.mark.parametrize("scatter", (0.2, 0.3))
-def test_times_that_scatter_are_predicted_by_their_mean(scatter: float) -> None:
-    """A fit relative to the steps' own times would be 8 or 16% below the mean of such lognormal times."""
+@pytest.mark.parametrize(("scatter", "num_steps", "tolerance"), [(0.2, 8000, 0.02), (0.3, 8000, 0.02), (0.6, 400, 0.1)])
+def test_times_that_scatter_are_predicted_by_their_mean(scatter: float, num_steps: int, tolerance: float) -> None:
+    """A fit relative to the steps' own times would be 8, 16 or 50% below the mean of such lognormal times."""
     chosen, fit = random.Random(8), StepFit(ESTIMATE)
     works: list[StepWork] = []
-    for _ in range(8000):
+    for _ in range(num_steps):
         each = random_plan(chosen)
         works.append(work_of(each))
         fit.note(each, TRUE.seconds(works[-1]) * chosen.lognormvariate(-scatter * scatter / 2, scatter), 0.0)
     found, true = (sum(map(model.seconds, works)) for model in (fit.model, TRUE))
-    assert found == pytest.approx(true, rel=0.02)
+    assert found == pytest.approx(true, rel=tolerance)
 
 
 def test_decoding_alone_leaves_the_knowledge_of_prompts() -> None:

@@ -190,11 +190,17 @@ def test_the_first_token_tells_that_a_prompt_is_computed():
     request = ActiveRequest.new("first", list(range(100)), SamplingParams(max_tokens=5), core.now)
     core.handle(Submit(request))
     longer = PromptHashes(array("i", range(200)))
-    assert core.core.placer.snapshot(longer, core.now).prefix_source.party == DECODE, "which was sent it, too"
-    core.core.placer.unreset[DECODE] = None
-    assert core.core.placer.snapshot(longer, core.now).prefix_source is None
+    before = core.core.placer.snapshot(longer, core.now)
+    matched = {worker.party: worker.prefix_match_tokens for worker in before.workers}
+    assert before.prefix_source is None, "decode still waits for it, too"
+    assert matched[DECODE] == 0 < matched[PREFILL], "a second request has something to wait for at prefill alone"
     core.tokens(PREFILL, request.state.key, 0, 7)
-    assert core.core.placer.snapshot(longer, core.now).prefix_source.party == PREFILL
+    after = core.core.placer.snapshot(longer, core.now)
+    matched = {worker.party: worker.prefix_match_tokens for worker in after.workers}
+    assert after.prefix_source.party == PREFILL
+    assert matched[DECODE] == matched[PREFILL] > 0
+    core.core.placer.unreset[PREFILL] = None
+    assert core.core.placer.snapshot(longer, core.now).prefix_source.party == DECODE
 
 
 def test_no_source_may_have_content_from_before_a_reset_or_be_gone():

@@ -2,6 +2,7 @@
 
 import json
 from array import array
+from typing import Any
 
 import pydantic
 import pytest
@@ -307,3 +308,30 @@ def test_a_long_list_of_nonsense_gives_few_issues(model, fields):
 def test_many_unknown_parameters_are_counted():
     error = refused(completion, **{f"nonsense_{i}": i for i in range(MAX_ISSUES + 1)})
     assert error.message.startswith(f"{MAX_ISSUES + 1} things are wrong with the body")
+
+
+@pytest.mark.parametrize(
+    ("model", "fields", "name", "allowed", "refused"),
+    [
+        (CompletionRequest, {"prompt": "a"}, "top_logprobs", "0", ("false", "true", "0.0", "1")),
+        (
+            ChatCompletionRequest,
+            {"messages": [{"role": "user", "content": "a"}]},
+            "echo",
+            "false",
+            ("0", "0.0", "1", "true"),
+        ),
+    ],
+)
+def test_a_neutral_value_has_its_type(model: Any, fields: Any, name: str, allowed: str, refused: Any) -> None:
+    """To Python 0 is False and 0.0."""
+
+    def parsed(value: str) -> Any:
+        body = json.dumps({"model": "m", **fields})
+        return parse(model, f'{body[:-1]}, "{name}": {value}}}'.encode())
+
+    for value in (allowed, "null"):
+        assert getattr(parsed(value), name) == json.loads(value)
+    for value in refused:
+        with pytest.raises(ApiError, match=f"^{name} must be {allowed}, got {value}$"):
+            parsed(value)

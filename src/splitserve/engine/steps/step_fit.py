@@ -16,7 +16,7 @@ MAX_SURPRISE = 4.0
 """A step beyond this multiple of its prediction counts as one of this multiple: a stall says nothing about the work."""
 MINUTE_SECONDS = 60.0
 _ERROR_STEPS = 300
-_ESTIMATE_WEIGHT = 1.0  # of the estimate, in steps: it decides what the steps say nothing about
+_ESTIMATE_WEIGHT = 2.0  # of the estimate, in steps: it decides what the steps say little about
 _ROUNDS = 400
 
 _Floats = npt.NDArray[np.float64]
@@ -28,11 +28,13 @@ class _Moments:
     def __init__(self, size: int) -> None:
         self.products: _Floats = np.zeros((size, size))
         self.targets: _Floats = np.zeros(size)
+        self.num_steps = 0.0  # by their weights
 
     def add(self, row: _Floats, target: float) -> None:
         keep = 1.0 - 1.0 / MEMORY_STEPS
         self.products = keep * self.products + np.outer(row, row)
         self.targets = keep * self.targets + target * row
+        self.num_steps = keep * self.num_steps + 1.0
 
 
 class _Minutes:
@@ -93,14 +95,14 @@ class StepFit:
             self.model = self._fitted()
 
     def _judge(self, work: StepWork, seconds: float) -> tuple[float, float]:
-        """Note the error of the prediction. Return the seconds, within bounds of it, and what errors are relative to:
-        the prediction, once it is a fit's."""
+        """Note the error of the prediction. Return the seconds, within bounds of it if it is a fit's, and what errors
+        are relative to: the prediction, be it only the estimate's."""
         predicted = self.model.seconds(work)
         error = min(abs(predicted - seconds) / seconds, MAX_SURPRISE)
         self.relative_error += (error - self.relative_error) / min(self._num_steps + 1, _ERROR_STEPS)
-        if not self.model.num_steps or predicted <= 0.0:
+        if predicted <= 0.0:
             return seconds, seconds
-        return min(seconds, MAX_SURPRISE * predicted), predicted
+        return (min(seconds, MAX_SURPRISE * predicted) if self.model.num_steps else seconds), predicted
 
     def _fitted(self) -> StepModel:
         estimate = np.array(self._estimate.coefficients)
@@ -108,7 +110,8 @@ class StepFit:
         products = sum(moments.products for moments in self._moments.values()) * np.outer(scale, scale)
         targets = sum(moments.targets for moments in self._moments.values()) * scale
         size = len(scale)
-        weight = _ESTIMATE_WEIGHT * np.trace(products) / size / MEMORY_STEPS
+        num_steps = sum(moments.num_steps for moments in self._moments.values())
+        weight = _ESTIMATE_WEIGHT * np.trace(products) / size / num_steps
         solution = non_negative(products + weight * np.eye(size), targets + weight * (estimate / scale))
         return StepModel.of((solution * scale).tolist(), self._num_steps)
 
