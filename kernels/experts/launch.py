@@ -32,7 +32,7 @@ class _Defaults:
 
 _PLAIN = _Defaults(
     4,
-    ExpertLaunch(1, 4, 1024, 8, 1024),
+    ExpertLaunch(1, 4, 1024, 2, 1024),
     ((16, ExpertLaunch()), (64, ExpertLaunch(32, 64, 64, 128, 64)), (inf, ExpertLaunch(128, 64, 64, 128, 64, 8))),
 )
 _PACKED = _Defaults(

@@ -24,7 +24,7 @@ _MAX_SHARED_BYTES = 225_000
 _FP8_TOLERANCE = 0.15  # roundings of FP8 are up to a sixteenth, and follow each other
 _SCALE = 120  # of groups in MXFP4: 2 ** (120 - 127)
 _STARTS = (
-    ExpertLaunch(1, 4, 1024, 8, 1024),
+    ExpertLaunch(1, 4, 1024, 2, 1024),
     ExpertLaunch(16, 32, 128, 64, 128),
     ExpertLaunch(32, 64, 64, 128, 64),
     ExpertLaunch(64, 64, 64, 128, 64),

@@ -53,16 +53,16 @@ def narrow_down(
 
 
 @triton.jit
-def _row_products(x_at, weight_ptr, scales_ptr, rows, SIZE: tl.constexpr, GROUP: tl.constexpr,
+def _row_products(total, x_at, factor, weight_ptr, scales_ptr, rows, end, SIZE: tl.constexpr, GROUP: tl.constexpr,
                   HAS_SCALES: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):  # fmt: skip
-    """Return the products [BLOCK_N] of the vector at ``x_at`` with ``rows`` of the weight, in float32."""
+    """Return float32 ``total`` [BLOCK_N, BLOCK_K], whose rows are sums to be, plus the products of ``factor`` times the
+    vector at ``x_at`` with ``rows`` of the weight, of their elements before ``end``."""
     NUM_GROUPS: tl.constexpr = (SIZE + GROUP - 1) // GROUP
     columns = tl.arange(0, BLOCK_K)
-    total = tl.zeros((BLOCK_N, BLOCK_K), dtype=tl.float32)
     for start in range(0, SIZE, BLOCK_K):
         at = start + columns
-        inside = at < SIZE
-        x = tl.load(x_at + at, mask=inside, other=0.0).to(tl.float32)
+        inside = at < end
+        x = tl.load(x_at + at, mask=inside, other=0.0).to(tl.float32) * factor
         weight = tl.load(weight_ptr + rows[:, None] * SIZE + at[None, :], mask=inside[None, :], other=0.0)
         weight = weight.to(tl.float32)
         if HAS_SCALES and NUM_GROUPS > 1:  # GROUP is a power of two then
@@ -72,11 +72,10 @@ def _row_products(x_at, weight_ptr, scales_ptr, rows, SIZE: tl.constexpr, GROUP:
             scales = tl.load(scales_at, mask=groups[None, :] < NUM_GROUPS, other=0.0)
             scales = tl.broadcast_to(scales[:, :, None], (BLOCK_N, PARTS, BLOCK_K // PARTS))
             weight *= tl.reshape(scales, (BLOCK_N, BLOCK_K))
+        if HAS_SCALES and NUM_GROUPS == 1:
+            weight *= tl.load(scales_ptr + rows)[:, None]
         total += weight * x[None, :]
-    sums = tl.sum(total, 1)
-    if HAS_SCALES and NUM_GROUPS == 1:
-        sums *= tl.load(scales_ptr + rows)
-    return sums
+    return total
 
 
 @triton.jit
@@ -115,8 +114,14 @@ def _narrow_gate_up_kernel(
     gate_rows = expert * 2 * INNER + (safe * 2 if INTERLEAVED else safe)
     up_rows = gate_rows + (1 if INTERLEAVED else INNER)
     x_at = x_ptr + pair // TOP_K * HIDDEN
-    gate = _row_products(x_at, weight_ptr, scales_ptr, gate_rows, HIDDEN, GROUP, HAS_SCALES, BLOCK_N, BLOCK_K)
-    up = _row_products(x_at, weight_ptr, scales_ptr, up_rows, HIDDEN, GROUP, HAS_SCALES, BLOCK_N, BLOCK_K)
+    zeros = tl.zeros((BLOCK_N, BLOCK_K), dtype=tl.float32)
+    gate = _row_products(
+        zeros, x_at, 1.0, weight_ptr, scales_ptr, gate_rows, HIDDEN, HIDDEN, GROUP, HAS_SCALES, BLOCK_N, BLOCK_K
+    )
+    up = _row_products(
+        zeros, x_at, 1.0, weight_ptr, scales_ptr, up_rows, HIDDEN, HIDDEN, GROUP, HAS_SCALES, BLOCK_N, BLOCK_K
+    )
+    gate, up = tl.sum(gate, 1), tl.sum(up, 1)
     if HAS_BIAS:
         gate += tl.load(bias_ptr + gate_rows).to(tl.float32)
         up += tl.load(bias_ptr + up_rows).to(tl.float32)
@@ -149,24 +154,19 @@ def _narrow_down_kernel(
     outputs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     safe = tl.where(outputs < HIDDEN, outputs, 0)
     wait(OVERLAPPED)
-    total = tl.zeros((BLOCK_N,), dtype=tl.float32)
-    for choice in range(TOP_K):
+    total, biases = tl.zeros((BLOCK_N, BLOCK_K), dtype=tl.float32), tl.zeros((BLOCK_N,), dtype=tl.float32)
+    for choice in tl.static_range(TOP_K):  # without branches: loads of several choices are in flight at once
         pair = token * TOP_K + choice
         expert = (tl.load(experts_ptr + pair) - first).to(tl.int64)
-        if (expert >= 0) & (expert < num_experts):
-            rows = expert * HIDDEN + safe
-            product = _row_products(
-                inner_ptr + pair * INNER,
-                weight_ptr,
-                scales_ptr,
-                rows,
-                INNER,
-                GROUP,
-                HAS_SCALES,
-                BLOCK_N,
-                BLOCK_K,
-            )
-            if HAS_BIAS:
-                product += tl.load(bias_ptr + rows).to(tl.float32)
-            total += product * tl.load(factors_ptr + pair)
-    tl.store(out_ptr + token * HIDDEN + outputs, total, mask=outputs < HIDDEN)
+        is_own = (expert >= 0) & (expert < num_experts)
+        end = tl.where(is_own, INNER, 0)
+        factor = tl.load(factors_ptr + pair)
+        rows = tl.where(is_own, expert, 0) * HIDDEN + safe
+        total = _row_products(
+            total, inner_ptr + pair * INNER, factor, weight_ptr, scales_ptr, rows, end, INNER, GROUP, HAS_SCALES,
+            BLOCK_N, BLOCK_K,
+        )  # fmt: skip
+        if HAS_BIAS:
+            biases += tl.where(is_own, tl.load(bias_ptr + rows).to(tl.float32) * factor, 0.0)
+    sums = tl.sum(total, 1) + biases
+    tl.store(out_ptr + token * HIDDEN + outputs, sums, mask=outputs < HIDDEN)
