@@ -115,7 +115,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--shape",
         default="",
-        choices=("", *NAMES),
+        choices=NAMES,
         help="instead of --model: the configuration of such a model, without weights (--load-format dummy)",
     )
     parser.add_argument("up_options", nargs="*", metavar="-- OPTIONS", help="further options of splitserve up")
