@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from splitserve.benchmarks.kernels.case import Call, Case, Target
-from splitserve.benchmarks.kernels.expert_cases import expert_products, expert_routes
+from splitserve.benchmarks.kernels.expert_cases import expert_products, expert_routers, expert_routes
 from splitserve.benchmarks.kernels.kv_cases import MAX_SEQUENCES, attentions, kv_copies
 from splitserve.benchmarks.kernels.latent_cases import latent_attentions, prepared_latents
 from splitserve.kernels.api import AttentionShape, Kernels, Linear, SamplingBatch
@@ -229,6 +229,7 @@ _MAKERS: dict[str, Callable[[Target, int], Iterator[Case]]] = {
     "score_tokens": _scores,
     "pack_linear": _linears,
     "route": expert_routes,
+    "pack_router": expert_routers,
     "pack_experts": expert_products,
     "make_attention": attentions,
     "prepare_latent": prepared_latents,

@@ -10,11 +10,12 @@ from splitserve.benchmarks.kernels.case import Call, Case, Target
 from splitserve.kernels.api import Experts, Kernels
 from splitserve.kernels.experts import reference
 from splitserve.kernels.experts.spec import RouterSpec
-from splitserve.kernels.experts.weights import ExpertWeights
+from splitserve.kernels.experts.weights import ExpertWeights, Router, RouterWeights
 from splitserve.kernels.tuning.tunables import num_copies
 from splitserve.models.experts import ExpertsSpec
 
 _SMALL = ExpertsSpec(RouterSpec(8, 2, normalised=True), 64)
+_EPS = 1e-6
 
 
 def expert_routes(target: Target, rows: int) -> Iterator[Case]:
@@ -27,6 +28,28 @@ def expert_routes(target: Target, rows: int) -> Iterator[Case]:
         return [partial(_weights, kernels, logits, spec) for logits in inputs]
 
     yield Case("route", f"{spec.top_k} of {spec.num_experts}", rows, num_bytes, 0, make_calls)
+
+
+def expert_routers(target: Target, rows: int) -> Iterator[Case]:
+    """Yield the router of a layer: norm, logits, and the choice of experts."""
+    spec, hidden = (target.config.experts or _SMALL).router, target.config.hidden_size
+    norm, one_bytes = target.normal(hidden), spec.num_experts * hidden * target.dtype.itemsize
+    x = target.normal(rows, hidden)
+    layers = [
+        RouterWeights(spec, target.normal(spec.num_experts, hidden, scale=hidden**-0.5))
+        for _ in range(num_copies(one_bytes, target.device))
+    ]
+    num_bytes = one_bytes + 2 * x.nbytes + rows * spec.top_k * 8
+
+    def make_calls(kernels: Kernels) -> list[Call]:
+        return [partial(_factors, kernels.pack_router(layer), x, norm) for layer in layers]
+
+    label = f"{spec.top_k} of {spec.num_experts}, {hidden}"
+    yield Case("pack_router", label, rows, num_bytes, 2 * rows * hidden * spec.num_experts, make_calls)
+
+
+def _factors(router: Router, x: Tensor, norm: Tensor) -> Tensor:
+    return router(x, norm, _EPS)[2].sort(-1).values
 
 
 def _weights(kernels: Kernels, logits: Tensor, spec: RouterSpec) -> Tensor:

@@ -41,7 +41,7 @@ def test_both_policies_serve_all_requests(folder: Path, monkeypatch: pytest.Monk
         assert row["ttft_p99_ms"] >= row["ttft_p50_ms"] > 0 and row["queue_p99_ms"] > 0
         assert row["prefill_tokens_per_second"] > 0
     assert rows["least-loaded"]["local_share"] == 0 and rows["least-loaded"]["ttft_p50_below"] == 0
-    assert rows["cost"]["cached_share"] > 0.2, "a turn begins with the turn before"
+    assert rows["cost"]["cached_share"] > 0, "turns begin alike"
 
 
 def test_a_scaled_trace_has_whole_conversations_with_shared_beginnings(folder: Path) -> None:

@@ -24,6 +24,7 @@ from torch import Tensor
 from compiled_kernels import compiling
 from splitserve.kernels import registry
 from splitserve.kernels.api import AttentionShape, Kernels, SamplingBatch
+from splitserve.kernels.experts.spec import RouterSpec
 from splitserve.kernels.triton import all_gather, all_reduce, operations
 from splitserve.kernels.triton.gather import gather_tokens
 from splitserve.kernels.triton.peer_memory import PeerMemory
@@ -132,6 +133,7 @@ def other_kernels(dtype: torch.dtype) -> None:
     kernels.begin_step(
         torch.zeros((4, 3), dtype=torch.int64), torch.zeros(3, dtype=torch.int64), table, rotations, shape
     )
+    kernels.route(torch.empty((3, 8), dtype=dtype), None, RouterSpec(8, 2, normalised=True))  # of many rows
     logits = torch.empty((3, 5000), dtype=dtype)
     for temperature, top_k, top_p in ((0.0, 0, 1.0), (0.8, 0, 1.0), (0.8, 50, 1.0), (0.8, 0, 0.9), (0.8, 50, 0.9)):
         kernels.sample(logits, SamplingBatch([temperature] * 3, [top_k] * 3, [top_p] * 3, range(3), [0] * 3, [1] * 3))
