@@ -324,7 +324,7 @@ def test_many_unknown_parameters_are_counted():
     ],
 )
 def test_a_neutral_value_has_its_type(model: Any, fields: Any, name: str, allowed: str, refused: Any) -> None:
-    """To Python 0 is False and 0.0."""
+    """A number isn't taken for false, nor false for 0, though to Python 0 is False and 0.0."""
 
     def parsed(value: str) -> Any:
         body = json.dumps({"model": "m", **fields})
