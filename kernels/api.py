@@ -174,7 +174,7 @@ class ResidualLinear(Protocol):
     ) -> Tensor | None:
         """Add the product, and ``bias`` [out_features], to ``residual`` [T, out_features], in place.
 
-        If it costs next to nothing, return the residual RMS-normalised by ``norm`` for the product that follows.
+        Return None; or, where that costs next to nothing, the residual RMS-normalised by ``norm`` for the next product.
         """
         ...
 
