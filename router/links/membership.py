@@ -16,7 +16,7 @@ changes no worker's state.
 """
 
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -34,7 +34,7 @@ from splitserve.router.placement.policies import (
     RequestShape,
     Snapshot,
 )
-from splitserve.router.placement.step_models import TRUSTED_STEPS, trusted_model
+from splitserve.router.placement.step_models import TRUSTED_STEPS, Known, trusted_model
 
 MAX_WORKERS = 4096
 MAX_REPLACED_INCARNATIONS = 4096
@@ -113,14 +113,19 @@ class Membership:
         record.num_heartbeats += 1
         record.link_rates = {link.peer: link.bytes_per_second for link in links if link.bytes_per_second}
         record.own_model = step_model
-        pool = (each.own_model for each in self._records.values() if each is not record and _are_alike(each, record))
         if step_model.num_steps < TRUSTED_STEPS:
             record.estimate = step_model
-        record.step_model = trusted_model(step_model, pool, record.estimate)
+        pool = (each.own_model for each in self._others(record) if each.info.role is record.info.role)
+        alike = (Known(each.own_model, each.estimate) for each in self._others(record) if _are_alike(each, record))
+        record.step_model = trusted_model(Known(step_model, record.estimate), pool, alike)
         record.on_change()
         if before is WorkerState.LOST:
             record.state = WorkerState.CONNECTING
         return before
+
+    def _others(self, record: WorkerRecord) -> Iterator[WorkerRecord]:
+        """Yield the other workers that aren't lost."""
+        return (each for each in self._records.values() if each is not record and each.state is not WorkerState.LOST)
 
     def link_up(self, party: Party) -> None:
         record = self.get(party)
@@ -285,5 +290,6 @@ def decode_party(placement: Placed) -> Party:
 
 
 def _are_alike(one: WorkerRecord, other: WorkerRecord) -> bool:
-    """Return whether the second worker's steps are a reference for those of the first one."""
-    return one.info.role is other.info.role and one.state is not WorkerState.LOST
+    """Return whether two workers have the same model and device."""
+    mine, its = one.info, other.info
+    return mine.layout == its.layout and mine.setup.device == its.setup.device

@@ -46,6 +46,7 @@ class Elsewhere:
     num_requests: int = 0
     prefill_tokens: int = 0
     context_tokens: int = 0
+    decoding_tokens: int = 0
     num_prefilling: int = 0
     queue_seconds: float = 0.0
     busy_share: float = 0.0
@@ -56,6 +57,7 @@ class Elsewhere:
             self.num_requests + use.num_requests,
             self.prefill_tokens + use.prefill_tokens,
             self.context_tokens + use.context_tokens,
+            self.decoding_tokens + use.decoding_tokens,
             self.num_prefilling + use.num_prefilling,
             self.queue_seconds + use.queue_seconds,
             self.busy_share + use.busy_share,
@@ -87,7 +89,8 @@ class WorkerRecord:
     estimate: StepModel = NO_STEP_MODEL  # the last one that it sent before it had run enough steps
     step_model: StepModel = NO_STEP_MODEL  # as it is trusted
     prompts: PrefillQueue = field(default_factory=PrefillQueue)
-    num_prefilling: int = 0  # requests whose prompt is still to be computed there
+    num_prefilling: int = 0  # requests whose first token is still to come, from there or from their prefill worker
+    decoding_tokens: int = 0  # prompt tokens of the others
     link_rates: Mapping[str, float] = field(default_factory=dict)
     elsewhere: Elsewhere | None = None  # None: no other router has requests there
     kv_capacity_tokens: int = field(init=False)
@@ -183,6 +186,7 @@ class WorkerRecord:
             prefill_busy=min(1.0, others.busy_share),
             prompt_share=min(1.0, others.busy_share),
             num_decoding=self.num_requests - self.num_prefilling + others.num_requests - others.num_prefilling,
+            decoding_tokens=self.decoding_tokens + others.decoding_tokens,
             token_bytes=self.token_bytes,
             link_rates=self.link_rates,
             reads_prefixes=self.reads_prefixes,
@@ -204,25 +208,30 @@ class Charge:
         self._prefilling = self._decoding = True
         if self.prefill is not None:
             self.prefill.prefill_tokens += self.num_prompt_tokens
-            self.prefill.num_prefilling += 1
             self.prefill.prompts.add(id(self), self._prefill_seconds(self.prefill), now)
         if self.decode is not None:
             self.decode.context_tokens += self.num_prompt_tokens
         for record in self._distinct_records():
             record.num_requests += 1
+            record.num_prefilling += 1
             record.num_placed += 1
             record.on_change()
 
     def first_token_out(self, now: float) -> None:
         """Take the prompt, which has been computed, off the load of its worker; all of the request if that is not the
-        one that decodes it."""
-        if self._prefilling and self.prefill is not None:
+        one that decodes it. The request decodes from now on."""
+        if not self._prefilling:
+            return
+        self._prefilling = False
+        for record in self._distinct_records():
+            record.num_prefilling -= 1
+            record.on_change()
+        if self.prefill is not None:
             self.prefill.prefill_tokens -= self.num_prompt_tokens
-            self.prefill.num_prefilling -= 1
             self.prefill.num_requests -= self.prefill is not self.decode
             self.prefill.prompts.remove(id(self), now)
-            self.prefill.on_change()
-        self._prefilling = False
+        if self.decode is not None:
+            self.decode.decoding_tokens += self.num_prompt_tokens
 
     def release(self, now: float) -> None:
         """Take the request off its workers' counts. Releasing twice is harmless."""
@@ -232,6 +241,7 @@ class Charge:
         self._decoding = False
         if self.decode is not None:
             self.decode.context_tokens -= self.num_prompt_tokens
+            self.decode.decoding_tokens -= self.num_prompt_tokens
             self.decode.num_requests -= 1
             self.decode.on_change()
 

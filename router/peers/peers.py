@@ -322,6 +322,7 @@ class Peers:
                     record.num_requests,
                     record.prefill_tokens,
                     record.context_tokens,
+                    record.decoding_tokens,
                     record.num_prefilling,
                     record.prompts.seconds(now),
                     busy_share,

@@ -53,6 +53,7 @@ NUM_CANDIDATES = 4
 LAST_CHUNK_TOKENS = 1024
 """Tokens whose KV is still to be read when the first token is out; earlier chunks travel during prefill."""
 MAX_UTILISATION = 0.9
+LEAST_STEP_SECONDS = 1e-3
 WHY = "predicted latency"
 WHY_SPARE = "spare time of a prefill worker"
 SESSION_TRUST = 0.25
@@ -262,7 +263,8 @@ def _decodes(workers: Iterable[WorkerView], request: _Request) -> list[_DecodeFi
     decodes, before, room, strain = [], 0.0, 0.0, math.inf
     for worker in workers:
         running, model = worker.num_decoding, worker.step_model
-        context = worker.context_tokens + int(running * usual_outputs / 2)  # half of their outputs is out
+        outputs = int(running * usual_outputs / 2)  # half of them is out
+        context = worker.decoding_tokens + outputs
         before = model.decode_seconds(running, context) if running else 0.0
         after = model.decode_seconds(running + 1, context + num_tokens + int(half))
         harm = room = 0.0
@@ -270,7 +272,9 @@ def _decodes(workers: Iterable[WorkerView], request: _Request) -> list[_DecodeFi
             harm = num_outputs * (after - gap)
             if running:
                 harm += running * half * (after - gap - request.slow(before))
-        wanted = context + num_tokens + num_outputs
+        if not gap and worker.prompt_share:
+            harm += num_outputs * _interruptions(worker)
+        wanted = worker.context_tokens + outputs + num_tokens + num_outputs
         if worker.num_requests >= worker.max_num_seqs or wanted > worker.kv_capacity_tokens:
             room = _room_seconds(worker, request, wanted, before)
         if strains:
@@ -278,6 +282,17 @@ def _decodes(workers: Iterable[WorkerView], request: _Request) -> list[_DecodeFi
         name = worker.party.engine_id
         decodes.append((harm + room, strain, worker.num_placed, name, worker, room, harm, before, after))
     return decodes
+
+
+def _interruptions(worker: WorkerView) -> float:
+    """Return the harm to a request's gaps, per output token, by the prompts that its worker computes meanwhile.
+
+    For a second of decode steps they take u / (1 - u) seconds, for their share u of the time. Each makes a gap of one
+    chunk, which counts by its ratio to a step.
+    """
+    busy, model = min(worker.prompt_share, MAX_UTILISATION), worker.step_model
+    chunk = model.base + model.per_token * (worker.shared_chunk_tokens or worker.chunk_tokens or DEFAULT_CHUNK_TOKENS)
+    return busy / (1.0 - busy) * min(chunk, worker.prompt_seconds)
 
 
 def _gap_strain(worker: WorkerView, gap: float, before: float, after: float, added: float = 0.0) -> float:
@@ -323,11 +338,15 @@ def _predict_local(prompt: _Prompt, decode: _Decode, request: _Request) -> _Pred
     num_chunks = -(-num_missed // chunk)
     before, running = decode.before, worker.num_decoding
     gap = (before or model.base) + model.per_token * chunk + model.per_pair * pairs(matched, chunk)
-    # More and smaller steps than alone, each with the decoding sequences in it.
-    shared = num_chunks * before + max(0, num_chunks + num_missed // -full) * model.base
+    # More and smaller steps than alone, each with the decoding sequences in it; before them half a step that runs.
+    shared = (num_chunks + 0.5) * before + max(0, num_chunks + num_missed // -full) * model.base
     delay = prompt.delay + shared + decode.room
     harm = request.late(request.waited + delay)
-    if slow := request.slow(gap):
+    if not request.gap:
+        step, is_awaited = max(before or decode.after, LEAST_STEP_SECONDS), worker.num_requests > running
+        num_interrupted = running + (is_awaited and worker.role is not Role.PREFILL)
+        harm += num_chunks * num_interrupted * max(0.0, gap - step) * gap / step
+    elif slow := request.slow(gap):
         harm += num_chunks * running * (slow - request.slow(before))
         # Later prompts there interrupt this request, and its steps delay them.
         harm += max(0.0, worker.prefill_busy * request.output_tokens * (slow - request.slow(decode.after)))
@@ -369,4 +388,4 @@ def _room_seconds(worker: WorkerView, request: _Request, wanted_tokens: float, s
     """Return the predicted wait for room in the batch, and for KV memory: what is lacking, by what requests free."""
     lacking_slots = max(0, worker.num_requests + 1 - worker.max_num_seqs) / worker.max_num_seqs
     lacking_tokens = max(0.0, wanted_tokens - worker.kv_capacity_tokens) / max(1, worker.kv_capacity_tokens)
-    return max(lacking_slots, lacking_tokens) * request.output_tokens * max(step, 1e-3)
+    return max(lacking_slots, lacking_tokens) * request.output_tokens * max(step, LEAST_STEP_SECONDS)

@@ -39,7 +39,7 @@ class WorkerView:
 
     ``num_requests``, ``prefill_tokens`` and ``context_tokens`` are what this router has in flight there, exact at any
     moment; ``load`` is the last heartbeat, up to a second old. ``prefill_tokens`` counts prompt tokens whose first
-    output token is still to come, ``context_tokens`` the prompt tokens of the requests that decode there.
+    output token is still to come, ``context_tokens`` the prompt tokens of the requests that decode there, or will.
     ``num_placed`` counts all requests ever placed. ``prefix_match_tokens`` is how much of *this* request's prompt needs
     no computing there, as far as the router knows, less where it has to be onboarded from a tier.
 
@@ -47,8 +47,9 @@ class WorkerView:
     ``shared_chunk_tokens`` the prompt tokens of one that also decodes, ``queue_seconds`` the time until it has computed
     the prompts placed there, ``prefill_busy`` the share of its recent time that prompts took, ``prompt_share`` the same
     of the time since its first prompt, ``prompt_seconds`` the mean time of these prompts, each weighted by its time,
-    ``num_decoding`` the requests that decode there, ``token_bytes`` the KV of a token, and ``link_rates`` the bytes per
-    second at which it reads from peers, by their engine ids. ``reads_prefixes``: it can read prefixes from others.
+    ``num_decoding`` the requests there whose first token is out, ``decoding_tokens`` their prompt tokens,
+    ``token_bytes`` the KV of a token, and ``link_rates`` the bytes per second at which it reads from peers, by their
+    engine ids. ``reads_prefixes``: it can read prefixes from others.
     """
 
     party: Party
@@ -70,6 +71,7 @@ class WorkerView:
     prompt_share: float = 0.0
     prompt_seconds: float = 0.0
     num_decoding: int = 0
+    decoding_tokens: int = 0
     token_bytes: int = 0
     link_rates: Mapping[str, float] = field(default_factory=dict)
     reads_prefixes: bool = True

@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Iterable
 from statistics import median
+from typing import NamedTuple
 
 from splitserve.protocol.placement.step_model import StepModel
 
@@ -15,18 +16,43 @@ MAX_FACTOR = 4.0
 """Largest factor between a worker's coefficients and its reference's: a wilder fit is held there."""
 
 
-def trusted_model(own: StepModel, others: Iterable[StepModel], estimate: StepModel = NO_MODEL) -> StepModel:
-    """Return the model to predict a worker's steps with. ``others``: the models of the other workers of its role;
-    ``estimate``: the worker's own from its device's rates, before it had run enough steps.
+class Known(NamedTuple):
+    """A worker's model, and its estimate from its device's rates, which it sent before it had run enough steps."""
 
-    The reference is the median of at most :data:`MAX_REFERENCES` others that were fitted; without them it is the
-    estimate, if that is known.
+    model: StepModel
+    estimate: StepModel = NO_MODEL
+
+
+def trusted_model(own: Known, others: Iterable[StepModel], alike: Iterable[Known] = ()) -> StepModel:
+    """Return the model to predict a worker's steps with. ``others``: the models of the other workers of its role;
+    ``alike``: workers of other roles with the same model and device.
+
+    The reference is the median of at most :data:`MAX_REFERENCES` others that were fitted. Without them it is the
+    worker's estimate, if that is known, in the ratio of fits to estimates of workers alike.
     """
+    is_fitted = own.model.num_steps >= TRUSTED_STEPS
     trusted = (model for model in others if model.num_steps >= TRUSTED_STEPS)
-    fitted = list(itertools.islice(trusted, MAX_REFERENCES))
+    fitted = [model.coefficients for model in itertools.islice(trusted, MAX_REFERENCES)]
     if fitted:
-        columns = zip(*(model.coefficients for model in fitted), strict=True)
-        reference = StepModel.of([median(column) for column in columns], 0)
-        return own.clamped(reference, MAX_FACTOR) if own.num_steps >= TRUSTED_STEPS else reference
-    is_wild = own.num_steps >= TRUSTED_STEPS and estimate != NO_MODEL
-    return own.clamped(estimate, MAX_FACTOR) if is_wild else own
+        reference = StepModel.of([median(column) for column in zip(*fitted, strict=True)], 0)
+    elif own.estimate == NO_MODEL:
+        return own.model
+    else:
+        reference = own.estimate if is_fitted else _corrected(own.estimate, alike)
+    return own.model.clamped(reference, MAX_FACTOR) if is_fitted else reference
+
+
+def _corrected(estimate: StepModel, alike: Iterable[Known]) -> StepModel:
+    """Return an estimate in the median ratio of fits to estimates of workers alike. What no step of theirs has shown
+    stays: their fits have it from their estimates."""
+    known = (each for each in alike if each.model.num_steps >= TRUSTED_STEPS and min(each.estimate.coefficients) > 0.0)
+    ratios = [_ratios(each) for each in itertools.islice(known, MAX_REFERENCES)]
+    if not ratios:
+        return estimate
+    factors = [median(column) for column in zip(*ratios, strict=True)]
+    return StepModel.of([c * f for c, f in zip(estimate.coefficients, factors, strict=True)], estimate.num_steps)
+
+
+def _ratios(known: Known) -> list[float]:
+    fit = known.model.clamped(known.estimate, MAX_FACTOR).coefficients
+    return [one / other for one, other in zip(fit, known.estimate.coefficients, strict=True)]

@@ -28,6 +28,7 @@ WorkerView`."""
     num_requests: Count = 0
     prefill_tokens: Count = 0
     context_tokens: Count = 0
+    decoding_tokens: Count = 0
     num_prefilling: Count = 0
     queue_seconds: NonNegative = 0.0
     busy_share: NonNegative = 0.0
