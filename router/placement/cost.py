@@ -1,7 +1,8 @@
 """The policy ``cost``: the route with the smallest predicted harm to the latency of all requests that it concerns.
 
 Harm is measured in seconds beyond the objectives: the request's TTFT, from its arrival on, and each of its later gaps,
-and the same of the requests that its route delays. Without objectives every second counts.
+and the same of the requests that its route delays. Without objectives every second of TTFT counts; a gap counts by its
+ratio to a step, so that a few long gaps count more than as much time in short ones, which a stream hides.
 
 Routes without harm are compared by strain. A time t strains an objective T by t / (T - t): hardly while it is far below
 T, without bound where nothing of T is left. (A queue with utilisation t / T has so many requests on average.) A route's

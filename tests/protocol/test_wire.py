@@ -143,7 +143,7 @@ EXAMPLES: list[Body] = [
         3,
         2,
         1,
-        [WorkerUse(PREFILL, 2, 900, 0, 1, 0.25, 0.5)],
+        [WorkerUse(PREFILL, 2, 900, 700, 400, 1, 0.25, 0.5)],
         [TenantUse("team-a", 2, 5000, 1200.5)],
         PauseStamp(3, "router-1", "keep"),
         2,

@@ -83,7 +83,7 @@ class PlainCost:
         return ttft + self.burden(worker) * own - guessed, ttft, matched
 
     def context(self, worker):
-        return worker.context_tokens + int(worker.num_decoding * self.usual_outputs / 2)
+        return worker.decoding_tokens + int(worker.num_decoding * self.usual_outputs / 2)
 
     def before(self, worker):
         work = StepWork(worker.num_decoding, self.context(worker))
@@ -96,7 +96,14 @@ class PlainCost:
     def gaps(self, worker):
         """Return the harm to gaps between tokens."""
         after, before = self.slow(self.after(worker)), self.slow(self.before(worker))
-        return self.outputs * after + worker.num_decoding * self.outputs / 2 * (after - before)
+        harm = self.outputs * after + worker.num_decoding * self.outputs / 2 * (after - before)
+        return harm if self.gap else harm + self.outputs * self.interruptions(worker)
+
+    def interruptions(self, worker):
+        """Return the harm per output by prompts that are computed meanwhile, without objectives."""
+        model, share = worker.step_model, min(MAX_UTILISATION, worker.prompt_share)
+        chunk = model.base + model.per_token * (worker.shared_chunk_tokens or worker.chunk_tokens)
+        return share / (1.0 - share) * min(chunk, worker.prompt_seconds)
 
     def gap_strain(self, worker, added=0.0):
         """Return the strain of gaps between tokens, of which prompts take a share of the time."""
@@ -109,7 +116,8 @@ class PlainCost:
         return own + worker.num_decoding * each
 
     def room(self, worker):
-        wanted = self.context(worker) + self.num_tokens + self.outputs
+        begun = int(worker.num_decoding * self.usual_outputs / 2)
+        wanted = worker.context_tokens + begun + self.num_tokens + self.outputs
         slots = max(0, worker.num_requests + 1 - worker.max_num_seqs) / worker.max_num_seqs
         tokens = max(0.0, wanted - worker.kv_capacity_tokens) / worker.kv_capacity_tokens
         return max(slots, tokens) * self.outputs * max(self.before(worker), 1e-3)
@@ -159,11 +167,17 @@ class PlainCost:
         steps, steps_alone = -(-left // chunk), -(-left // worker.chunk_tokens)
         before, after = self.before(worker), self.after(worker)
         gap = (before or model.base) + model.per_token * chunk + model.per_pair * pairs(matched, chunk)
-        shared = steps * before + max(0, steps - steps_alone) * model.base
+        shared = (steps + 0.5) * before + max(0, steps - steps_alone) * model.base
         delay += shared + self.room(worker)
         harm = self.late(self.shape.waited_seconds + delay)
-        harm += steps * running * (self.slow(gap) - self.slow(before))
-        harm += max(0.0, worker.prefill_busy * self.outputs * (self.slow(gap) - self.slow(after))) + self.gaps(worker)
+        if self.gap:
+            harm += steps * running * (self.slow(gap) - self.slow(before))
+            harm += max(0.0, worker.prefill_busy * self.outputs * (self.slow(gap) - self.slow(after)))
+        else:
+            step = before or after
+            streams = running if is_prefill else min(running + 1, worker.num_requests)
+            harm += steps * streams * max(0.0, gap - step) * gap / step
+        harm += self.gaps(worker)
         prompt = model.per_token * left + model.per_pair * pairs(matched, left)
         strain = self.delay_strain(delay) + self.gap_strain(worker, prompt / self.usual_outputs)
         if is_prefill:
@@ -184,7 +198,7 @@ class PlainCost:
         number = max(1.0, steps * after / worker.prompt_seconds) if worker.prompt_seconds else 1.0
         then = usual + seconds / number
         late = number * (self.late(then) - self.late(usual))
-        if then >= self.ttft:
+        if then >= self.ttft or not self.gap:
             return late, math.inf
         return late, number * (self.odds(then, self.ttft) - self.odds(usual, self.ttft))
 
@@ -203,8 +217,9 @@ def pool(chosen: random.Random, num_tokens: int) -> tuple[WorkerView, ...]:
                 max_num_seqs=16,
                 max_model_len=chosen.choice([num_tokens + 2, 10**6, 10**6, 10**6]),
                 kv_capacity_tokens=chosen.choice([20_000, 400_000]),
-                num_requests=running,
-                context_tokens=running * chosen.choice([100, 2000]),
+                num_requests=running + (awaited := chosen.choice([0, 0, 1, 4])),
+                context_tokens=(running + awaited) * (length := chosen.choice([100, 2000])),
+                decoding_tokens=running * length,
                 num_placed=chosen.choice([0, 3, 9]),
                 prefix_match_tokens=chosen.choice([0, 0, 0, num_tokens // 2, num_tokens, num_tokens + 64]),
                 step_model=chosen.choice(MODELS),

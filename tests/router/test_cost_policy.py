@@ -7,7 +7,7 @@ from splitserve.protocol.request import Party, Role
 from splitserve.router.placement.cost import cost
 from splitserve.router.placement.policies import Disaggregated, Local, NoWorker, RequestShape, Snapshot
 from splitserve.router.placement.prefill_queue import BUSY_SECONDS, PrefillQueue
-from splitserve.router.placement.step_models import TRUSTED_STEPS, trusted_model
+from splitserve.router.placement.step_models import TRUSTED_STEPS, Known, trusted_model
 from splitserve.router.requests.objectives import Objectives
 from worker_views import info, view
 
@@ -74,7 +74,7 @@ def test_the_least_busy_of_idle_workers_takes_a_prompt_and_a_busy_one_is_spared_
 
 def test_decode_goes_where_gaps_stay_short():
     prefill = worker("p", Role.PREFILL, **USED)
-    batch, memory = {"num_requests": 60, "num_decoding": 60}, {"context_tokens": 600_000}
+    batch, memory = {"num_requests": 60, "num_decoding": 60}, {"context_tokens": 600_000, "decoding_tokens": 600_000}
     crowded = worker("d0", Role.DECODE, kv_capacity_tokens=10**6, **batch, **memory)
     assert place(prefill, crowded, worker("d1", Role.DECODE, num_placed=99)).decode == Party("d1", 1)
     full = worker("d0", Role.DECODE, num_requests=64, num_decoding=64)
@@ -86,8 +86,32 @@ def test_among_decode_workers_within_the_objectives_the_one_with_shorter_gaps_ta
     prefill, few = worker("p", Role.PREFILL, **USED), {"num_requests": 4, "num_decoding": 4, "num_placed": 90}
     many = worker("d0", Role.DECODE, num_requests=12, num_decoding=12)
     assert place(prefill, many, worker("d1", Role.DECODE, **few)).decode == Party("d1", 1)
-    long = worker("d0", Role.DECODE, num_requests=4, num_decoding=4, context_tokens=40_000)
+    long = worker("d0", Role.DECODE, num_requests=4, num_decoding=4, context_tokens=40_000, decoding_tokens=40_000)
     assert place(prefill, long, worker("d1", Role.DECODE, **few)).decode == Party("d1", 1)
+
+
+def test_without_objectives_a_prompt_that_makes_gaps_long_waits_for_prefill():
+    """A gap counts by its ratio to a step, TTFT by its seconds; also if the only output is still on its way."""
+    none, shape = Objectives(0.0, 0.0), RequestShape(500, 100)
+    prefill = worker("p", Role.PREFILL, queue_seconds=0.05, **USED)
+    idle, awaiting = worker("d", Role.DECODE), worker("d", Role.DECODE, num_requests=1)
+    busy = worker("d", Role.DECODE, num_requests=4, num_decoding=4)
+    assert place(prefill, idle, shape=shape, objectives=none) == Local(idle.party)
+    assert place(prefill, awaiting, shape=shape, objectives=none) == Disaggregated(prefill.party, awaiting.party)
+    assert place(prefill, busy, shape=shape, objectives=none) == Disaggregated(prefill.party, busy.party)
+    short = RequestShape(20, 100)
+    assert place(prefill, busy, shape=short, objectives=none) == Local(busy.party), "hardly longer than a step"
+    long_queue = worker("p", Role.PREFILL, queue_seconds=5.0, **USED)
+    assert place(long_queue, busy, shape=shape, objectives=none) == Local(busy.party)
+
+
+def test_without_objectives_outputs_keep_off_prefill_workers_that_compute_prompts():
+    none, shape = Objectives(0.0, 0.0), RequestShape(20, 100)
+    decode = worker("d", Role.DECODE, num_requests=40, num_decoding=40, decoding_tokens=20_000)
+    quiet = worker("p", Role.PREFILL, prompt_share=0.01, prompt_seconds=0.02)
+    busy = worker("p", Role.PREFILL, prompt_share=0.6, prompt_seconds=0.02)
+    assert place(quiet, decode, shape=shape, objectives=none) == Local(quiet.party)
+    assert place(busy, decode, shape=shape, objectives=none) != Local(busy.party)
 
 
 ROOMY = Objectives(ttft_seconds=1.0, tpot_seconds=0.03)
@@ -123,7 +147,7 @@ def test_a_link_of_unknown_speed_is_tried():
 
 def test_outputs_go_to_a_prefill_worker_that_has_few_prompts():
     """They slow its prompts, which matters more the more of them come, and the more of the objective these need."""
-    decode = worker("d", Role.DECODE, num_requests=40, num_decoding=40, context_tokens=80_000)
+    decode = worker("d", Role.DECODE, num_requests=40, num_decoding=40, context_tokens=80_000, decoding_tokens=80_000)
     shape = RequestShape(200, 100)
 
     def placed(**fields):
@@ -153,7 +177,7 @@ def test_nobody_left_is_explained():
 def test_a_worker_that_lies_is_held_near_its_pool():
     honest = [MODEL, MODEL, MODEL]
     liar = StepModel(1e-9, 1e-9, 0.0, 1e-9, 0.0, num_steps=10**6)
-    held = trusted_model(liar, honest)
+    held = trusted_model(Known(liar), honest)
     assert held.base == MODEL.base / 4 and held.per_token == MODEL.per_token / 4
     prefills = [worker(f"p{n}", Role.PREFILL, queue_seconds=0.1 * n, **USED) for n in range(3)]
     deceiver = worker("p3", Role.PREFILL, step_model=held, queue_seconds=0.5, **USED)
@@ -163,9 +187,24 @@ def test_a_worker_that_lies_is_held_near_its_pool():
 
 def test_few_steps_say_less_than_the_pool_and_an_estimate_is_better_than_nothing():
     new = StepModel(1.0, 1.0, 1.0, 1.0, 1.0, num_steps=TRUSTED_STEPS - 1)
-    assert trusted_model(new, [MODEL]).coefficients == MODEL.coefficients
-    assert trusted_model(new, []) is new
-    assert trusted_model(new, [StepModel()]) is new
+    assert trusted_model(Known(new, new), [MODEL]).coefficients == MODEL.coefficients
+    assert trusted_model(Known(new, new), []) is new
+    assert trusted_model(Known(new, new), [StepModel()]) is new
+
+
+def test_an_estimate_is_corrected_by_fits_of_workers_alike_where_its_role_has_none():
+    """A roofline is too slow or too quick by the same factor for all roles of a device."""
+    estimate = StepModel(1e-2, 4e-5, 6e-8, 6e-5, 1e-9)
+    fit = StepModel(5e-3, 8e-5, 6e-8, 3e-5, 1e-9, num_steps=TRUSTED_STEPS)
+    found = trusted_model(Known(estimate, estimate), [], [Known(fit, estimate)])
+    assert found.coefficients == pytest.approx(fit.coefficients)
+    wild = StepModel(1e-2, 4e-5, 6e-8, 1.0, 1e-9, num_steps=TRUSTED_STEPS)
+    found = trusted_model(Known(estimate, estimate), [], [Known(wild, estimate)])
+    assert found.per_token == pytest.approx(4 * estimate.per_token), "a wild fit is held"
+    for unknown in (Known(fit), Known(estimate, estimate)):  # a router that was started again; no fit yet
+        assert trusted_model(Known(estimate, estimate), [], [unknown]) is estimate
+    own = StepModel(5e-3, 8e-5, 6e-8, 3e-5, 1e-9, num_steps=TRUSTED_STEPS)
+    assert trusted_model(Known(own, estimate), [], [Known(wild, estimate)]).coefficients == own.coefficients
 
 
 def test_the_first_prompt_of_a_queue_counts_less_with_time():

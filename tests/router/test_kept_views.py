@@ -73,10 +73,13 @@ def test_a_handed_over_request_leaves_its_prefill_worker_with_its_first_token() 
     seen = [
         (view.num_requests, view.num_decoding) for view in core.core.placer.snapshot(request.hashes, core.now).workers
     ]
-    assert seen == [(1, 0), (1, 1)]
+    assert seen == [(1, 0), (1, 0)], "it decodes nowhere yet"
+    before = record_of(core, decode).view(core.now)
+    assert before.context_tokens and not before.decoding_tokens
     core.tokens(prefill, request.state.key, 0, 7)
     views = [record_of(core, party).view(core.now) for party in (prefill, decode)]
     assert [(view.num_requests, view.num_decoding) for view in views] == [(0, 0), (1, 1)]
+    assert views[1].decoding_tokens == views[1].context_tokens > 0
     core.membership.check_invariants()
 
 
