@@ -41,7 +41,7 @@ LOADS = (0.8, 0.95, 1.1)
 VOCABULARY = range(10, 2000)
 USUAL_REQUESTS = 200
 """Of each policy at each load in a round."""
-NUM_WARM_UPS = 300
+NUM_WARM_UPS = 100
 """Requests of each policy that come before those that count: connections, and models of its workers' steps."""
 NUM_TIMED = 60
 """Requests that come at once, and show the cluster's speed."""
