@@ -339,8 +339,8 @@ def _predict_local(prompt: _Prompt, decode: _Decode, request: _Request) -> _Pred
     num_chunks = -(-num_missed // chunk)
     before, running = decode.before, worker.num_decoding
     gap = (before or model.base) + model.per_token * chunk + model.per_pair * pairs(matched, chunk)
-    # More and smaller steps than alone, each with the decoding sequences in it; before them half a step that runs.
-    shared = (num_chunks + 0.5) * before + max(0, num_chunks + num_missed // -full) * model.base
+    # More and smaller steps than alone, each with the decoding sequences in it.
+    shared = num_chunks * before + max(0, num_chunks + num_missed // -full) * model.base
     delay = prompt.delay + shared + decode.room
     harm = request.late(request.waited + delay)
     if not request.gap:

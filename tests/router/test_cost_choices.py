@@ -167,7 +167,7 @@ class PlainCost:
         steps, steps_alone = -(-left // chunk), -(-left // worker.chunk_tokens)
         before, after = self.before(worker), self.after(worker)
         gap = (before or model.base) + model.per_token * chunk + model.per_pair * pairs(matched, chunk)
-        shared = (steps + 0.5) * before + max(0, steps - steps_alone) * model.base
+        shared = steps * before + max(0, steps - steps_alone) * model.base
         delay += shared + self.room(worker)
         harm = self.late(self.shape.waited_seconds + delay)
         if self.gap:
