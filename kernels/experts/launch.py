@@ -41,7 +41,7 @@ _PLAIN = _Defaults(
 )
 _PACKED = _Defaults(
     8,
-    ExpertLaunch(1, 32, 256, 64, 256),
+    ExpertLaunch(1, 32, 256, 64, 256, down_split_k=2),
     (
         (16, ExpertLaunch(16, 64, 128, 128, 128)),
         (64, ExpertLaunch(32, 64, 128, 128, 128)),

@@ -29,7 +29,7 @@ def dequantised(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def padded_size(size: int) -> int:
-    """Return the elements that a row of ``size`` has as the Triton kernels read it: its last block has 32, 64 or 128."""
+    """Return the elements of a row of ``size`` as the Triton kernels read it: its last block has 32, 64 or 128."""
     return size + MXFP4_GROUP if size % BLOCK == BLOCK - MXFP4_GROUP else size
 
 
@@ -63,8 +63,9 @@ def _words(numbers: Tensor, block: int) -> Tensor:
 
 
 def shifted_scales(scales: Tensor) -> Tensor:
-    """Return ``scales`` uint8 [N, R, K / 32] as the Triton kernels read them, int32 [N, blocks, R]: the bytes of a number
-    are the scales of its block's quarters, plus ``SCALE_SHIFT``, from the lowest one on.
+    """Return ``scales`` uint8 [N, R, K / 32] as the Triton kernels read them, int32 [N, blocks, R].
+
+    The bytes of a number, from the lowest one on, are the scales of its block's quarters, plus ``SCALE_SHIFT``.
 
     Raises ValueError for a scale above ``2 ** 65``.
     """
