@@ -1,6 +1,5 @@
-"""Requests whose KV comes from a peer, and reads that outlive theirs."""
+"""Requests whose KV comes from a peer."""
 
-from collections.abc import Sequence as ListLike
 from dataclasses import dataclass
 
 from splitserve.engine.sequence import Sequence
@@ -33,13 +32,3 @@ class Incoming:
         if self.is_prefix or handover is None:
             return False
         return handover.state is SinkState.READING and handover.last_offer_seen
-
-
-@dataclass(slots=True)
-class QuarantinedRead:
-    """A read whose request is over, but which may still write to its blocks."""
-
-    peer: Party
-    group: int  # of the blocks
-    local_blocks: ListLike[int]
-    deadline: float

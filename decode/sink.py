@@ -3,13 +3,13 @@
 from collections import deque
 from collections.abc import Callable
 
-from splitserve.decode.incoming import Incoming, QuarantinedRead
+from splitserve.decode.incoming import Incoming
 from splitserve.decode.peers import PeerState, PeerTable
-from splitserve.engine.effects import Incident, StartRead
+from splitserve.decode.reads import ReadsInFlight
+from splitserve.engine.effects import Incident
 from splitserve.engine.sequence import Sequence
 from splitserve.engine.stage import Stage
 from splitserve.engine.state import EngineState
-from splitserve.kvconnector.blocks.pool import BlockState
 from splitserve.protocol.handover.reads import ReadResult
 from splitserve.protocol.handover.sink import Pull, PullSpan, SinkHandover, SinkState
 from splitserve.protocol.messages.handover import MAX_HASHES, GrantDelayed, Offer, Release, Withdrawn
@@ -44,9 +44,7 @@ class SinkSide:
         self._waiting: deque[Incoming] = deque()  # for room, in the order in which it was asked for
         self._num_unasked = 0
         self._incoming: dict[RequestKey, Incoming] = {}
-        self._reads: dict[int, Incoming] = {}
-        self._quarantined_reads: dict[int, QuarantinedRead] = {}
-        self._next_read_id = 1
+        self.reads = ReadsInFlight(state, peers)
 
     # ---- messages ----
 
@@ -104,19 +102,12 @@ class SinkSide:
             self._advance(incoming, now)
 
     def on_read_result(self, result: ReadResult, now: float) -> None:
-        """A read is terminal: go on with its request, or free the blocks that waited for it."""
-        quarantined = self._quarantined_reads.pop(result.read_id, None)
-        if quarantined is not None:
-            self._peers.on_read_ended(quarantined.peer, result.error)
-            self._state.blocks.pools[quarantined.group].lift_quarantine(quarantined.local_blocks)
-            return
-        if result.error is None:
-            self._state.counters.count_read(result.path)
-        incoming = self._reads.pop(result.read_id)
-        self._peers.on_read_ended(incoming.peer, result.error)
-        assert incoming.handover is not None
-        incoming.handover.on_read_result(result, now)
-        self._advance(incoming, now)
+        """Continue the hand-over that waited for a read, if it isn't over."""
+        incoming = self.reads.end(result)
+        if incoming is not None:
+            assert incoming.handover is not None
+            incoming.handover.on_read_result(result, now)
+            self._advance(incoming, now)
 
     def abort(self, sequence: Sequence) -> None:
         """The request is over: release what prefill holds for it, keep quarantined what a read may still write to."""
@@ -127,7 +118,7 @@ class SinkSide:
                 self._waiting.remove(incoming)
         else:
             incoming.handover.close()
-            self._let_go(incoming, complete=False)
+            self._let_go(incoming)
 
     def owns(self, sequence: Sequence) -> bool:
         return sequence.key in self._incoming
@@ -174,19 +165,15 @@ class SinkSide:
         for incoming in list(self._incoming.values()):
             if incoming.handover is not None:
                 self._advance(incoming, now)
-        for read in self._quarantined_reads.values():
-            if now >= read.deadline:
-                read.deadline = float("inf")  # once: the peer may be greeted anew before the read is terminal
-                self._peers.fail(read.peer, "a read missed its deadline")
+        self.reads.poll(now)
 
     def next_deadline(self) -> float:
         handovers = (i.handover.next_deadline() for i in self._incoming.values() if i.handover is not None)
-        quarantined = (read.deadline for read in self._quarantined_reads.values())
-        return min(self._peers.next_deadline(), *handovers, *quarantined, float("inf"))
+        return min(self._peers.next_deadline(), self.reads.next_deadline(), *handovers)
 
     @property
     def num_reads_in_flight(self) -> int:
-        return len(self._reads) + len(self._quarantined_reads)
+        return len(self.reads)
 
     @property
     def num_granted(self) -> int:
@@ -207,8 +194,7 @@ class SinkSide:
         return [incoming.sequence for incoming in self._incoming.values()]
 
     def check_invariants(self) -> None:
-        """Raise AssertionError unless grants are all or nothing, and each read in flight is waited for by a hand-over
-        that lives or keeps its blocks in quarantine."""
+        """Raise AssertionError unless grants are all or nothing, and the reads in flight are accounted for."""
         for incoming in self._waiting:
             held = incoming.sequence.block_ids
             assert not incoming.is_unasked, f"{incoming.sequence.key} waits for room, but prefill hasn't asked for it"
@@ -219,16 +205,7 @@ class SinkSide:
             is_waiting = incoming.is_unasked or incoming in self._waiting
             stage = Stage.UNADMITTED if is_waiting else Stage.PULLING
             assert incoming.sequence.stage is stage, f"{key} is {incoming.sequence.stage}, not {stage}"
-        in_flight = {
-            read_id: incoming
-            for incoming in self._incoming.values()
-            for read_id in (incoming.handover.reads_in_flight if incoming.handover else ())
-        }
-        assert in_flight == self._reads, "the reads in flight aren't those of the hand-overs"
-        for read_id, read in self._quarantined_reads.items():
-            pool = self._state.blocks.pools[read.group]
-            states = {pool.state(block_id) for block_id in read.local_blocks}
-            assert states <= {BlockState.QUARANTINED}, f"read {read_id} is in flight to blocks that aren't quarantined"
+        self.reads.check_invariants(self._incoming.values())
 
     # ---- inside ----
 
@@ -284,13 +261,11 @@ class SinkSide:
                 peer.failure if peer else "the peer is unknown: a new incarnation took its place, or there is no room"
             )
         can_read = peer is not None and peer.state is PeerState.READY
-        actions = handover.poll(now, can_read=can_read, next_read_id=self._next_read_id)
+        actions = handover.poll(now, can_read=can_read, next_read_id=self.reads.next_id)
         for message in actions.messages:
             self._state.outbox.send(incoming.peer, message)
         for read in actions.reads:
-            self._reads[read.read_id] = incoming
-            self._next_read_id = read.read_id + 1
-            self._state.outbox.put(StartRead(read))
+            self.reads.start(read, incoming)
         self._keep_verified(sequence, handover)
         if handover.state is SinkState.COMPLETE:
             self._complete(incoming, handover, now)
@@ -367,7 +342,7 @@ class SinkSide:
             self._peers.fail(incoming.peer, handover.failure)
         if handover.mismatches:
             self._report_mismatches(incoming, handover.mismatches)
-        self._let_go(incoming, complete=False)
+        self._let_go(incoming)
         if incoming.is_prefix and incoming.first_token is None:
             self._state.counters.peer_prefix_misses += handover.was_declined
             self._state.counters.peer_prefix_failures += not handover.was_declined
@@ -387,14 +362,11 @@ class SinkSide:
         text = f"request {key}: KV read from {peer} by {me} differs from what was offered, in blocks"
         self._state.outbox.put(Incident(f"{text} {', '.join(mismatches)} (theirs -> ours)"))
 
-    def _let_go(self, incoming: Incoming, *, complete: bool) -> None:
-        handover, sequence = incoming.handover, incoming.sequence
+    def _let_go(self, incoming: Incoming) -> None:
+        """Release what prefill holds, and give the blocks back that no read in flight may still write to."""
+        handover = incoming.handover
         assert handover is not None
         mismatch = bool(handover.mismatches)
-        self._state.outbox.send(incoming.peer, Release(key=handover.key, complete=complete, mismatch=mismatch))
-        for read_id, read in handover.reads_in_flight.items():
-            del self._reads[read_id]
-            quarantined = QuarantinedRead(incoming.peer, read.group, read.local_blocks, read.deadline)
-            self._quarantined_reads[read_id] = quarantined
-            self._state.blocks.quarantine(sequence, read.group, read.local_blocks)
-        self._state.blocks.give_back(sequence)
+        self._state.outbox.send(incoming.peer, Release(key=handover.key, complete=False, mismatch=mismatch))
+        self.reads.abandon(incoming)
+        self._state.blocks.give_back(incoming.sequence)

@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, settings
 from abrupt_end import end_abruptly, is_of_xdist
 from command_line import splitserve
 from compiled_tests import compiled_once
+from orderly_end import end_in_order
 from quick_interpreter import make_quick
 from splitserve.orchestration.hosts import forking
 from two_heads import two_heads  # noqa: F401  (a fixture)
@@ -56,6 +57,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     end_abruptly(config)
+    end_in_order(config)
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

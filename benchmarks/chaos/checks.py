@@ -4,11 +4,14 @@ import os
 import re
 import threading
 import uuid
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
+
+from splitserve.protocol.handover.reads import ReadPath
 
 HELD_GAUGES = (
     "blocks_referenced",
@@ -60,6 +63,18 @@ class Metrics:
 
     def free_or_cached(self) -> dict[str, int]:
         return {name: int(v["blocks_free"] + v["blocks_cached"]) for name, v in self.workers.items()}
+
+    def reads_by_path(self) -> dict[str, int]:
+        """Return the reads of KV by path, of the workers' present processes."""
+        counts = Counter[str]()
+        for values in self.workers.values():
+            for path in ReadPath:
+                counts[path.value] += int(values.get(f"reads_{path.value}_total", 0.0))
+        return {path: count for path, count in counts.items() if count}
+
+    def transports(self) -> list[str]:
+        """Return the transports of the workers' links."""
+        return sorted({found for key in self.totals for found in re.findall(r'^link_bytes_.*transport="([^"]*)"', key)})
 
     def labelled(self, name: str) -> dict[str, float]:
         """Return samples of one counter by their labels, as ``label=value`` pairs."""

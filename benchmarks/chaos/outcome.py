@@ -54,6 +54,8 @@ def summary(outcome: Outcome) -> dict[str, Any]:
         "worst_stalls": worst_stalls(answers, faults, MAX_SHOWN_STALLS),
         "ladder_steps": outcome.metrics.labelled("ladder_steps_total"),
         "requests_finished": outcome.metrics.labelled("requests_finished_total"),
+        "reads_by_path": outcome.metrics.reads_by_path(),
+        "transports": outcome.metrics.transports(),
         "resident_mib": {
             name: [outcome.before[name].resident_bytes >> 20, state.resident_bytes >> 20]
             for name, state in sorted(outcome.after.items())
@@ -71,6 +73,10 @@ def print_summary(figures: dict[str, Any], outcome: Outcome) -> None:
     say(f"{figures['requests_with_failed_attempts']} requests survived failed attempts,")
     say(f"{figures['requests_hit_by_several_faults']} of them those of several workers: not in this table")
     say(f"{figures['near_ties']} answers differ by near-ties alone\n")
+    reads = ", ".join(f"{count} {path}" for path, count in figures["reads_by_path"].items())
+    say(
+        f"reads of KV by the processes that were there at the end: {reads}; links: {', '.join(figures['transports'])}\n"
+    )
     rows = [
         [name, row["faults"], row["requests"], row.get("p50_ms", "-"), row.get("p99_ms", "-")]
         for name, row in figures["recovery"].items()

@@ -44,7 +44,7 @@ from splitserve.models.config import ModelConfig
 from splitserve.models.demo.published import NAMES as SHAPES
 from splitserve.models.demo.published import named_config
 from splitserve.models.runner.cuda import CudaRunner
-from splitserve.models.runner.graph_sizes import MAX_TOKENS_ALONE, MixedSize
+from splitserve.models.runner.graph_sizes import TOKENS_ALONE, MixedSize
 from splitserve.models.step_costs import decode_bytes, prefill_flops
 from splitserve.models.weights.loader import load_model
 from splitserve.orchestration.cli.command_parser import CommandParser
@@ -233,7 +233,7 @@ class EngineBench:
         assert self._runner is not None
         sizes = sorted({batch for batch, _ in self._experts_hit})
         seconds = self._runner.capture(sizes) if sizes else 0.0
-        if short := [MixedSize(0, tokens) for tokens in self._arguments.prefill if tokens <= MAX_TOKENS_ALONE]:
+        if short := [MixedSize(0, tokens) for tokens in self._arguments.prefill if tokens <= TOKENS_ALONE[-1]]:
             with contextlib.suppress(NotImplementedError):  # latent attention has none of steps with prefill
                 seconds += self._runner.capture_mixed(short)
         return seconds

@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -121,7 +121,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--threads", type=not_negative, default=0, help="threads of a rank on CPU; 0: PyTorch's default"
     )
-    parser.add_argument("--profile", action="store_true", help="time by kernel in decode steps of rank 0")
+    parser.add_argument("--profile", action="store_true", help="time by kernel in steps of rank 0")
     add_result_options(parser, always=True)
     parser.add_argument("--workload", default="", help=argparse.SUPPRESS)
     return parser.parse_args(argv)
@@ -169,11 +169,13 @@ def _measure(workload: Workload) -> Figures:
             case = f"decode {batch} x {workload.context}"
             stepper.decode(batch, workload.context, _WARM_UP_STEPS)
             times[case] = 1e3 * stepper.decode(batch, workload.context, workload.steps) / workload.steps
-            if workload.profile:
-                spans = device_spans(functools.partial(stepper.decode, batch, workload.context, _PROFILED_STEPS))
-                busy[case], kernels[case] = busy_share(spans), by_kernel(spans, _PROFILED_STEPS)
         for length in workload.prompts:
+            stepper.prefill(length)
             times[f"prefill {length}"] = 1e3 * statistics.median(stepper.prefill(length) for _ in range(_PREFILL_RUNS))
+        if workload.profile:  # last: launches take longer once there was a profiler
+            for case, run, num_steps in stepper.profiled(workload):
+                spans = device_spans(run)
+                busy[case], kernels[case] = busy_share(spans), by_kernel(spans, num_steps)
         return Figures(ranks, times, stepper.digest(), busy, kernels)
 
 
@@ -257,6 +259,14 @@ class _Stepper:
         started = time.perf_counter()
         self._finish(self._runner.launch(StepPlan([ScheduledChunk(tokens, 0, table, spec)])))
         return time.perf_counter() - started
+
+    def profiled(self, workload: Workload) -> Iterator[tuple[str, Callable[[], float], int]]:
+        """Yield each case with a run of it, and its number of steps."""
+        for batch in workload.batches:
+            decode = functools.partial(self.decode, batch, workload.context, _PROFILED_STEPS)
+            yield f"decode {batch} x {workload.context}", decode, _PROFILED_STEPS
+        for length in workload.prompts:
+            yield f"prefill {length}", functools.partial(self.prefill, length), 1
 
     def _finish(self, step: LaunchedStep) -> list[int]:
         tokens = [token for token in step.wait().token_ids if token is not None]

@@ -128,7 +128,9 @@ class Tuner:
             if not found:
                 continue
             entries = self._merged(operation, key, found)
-            path = tuning.record(self._directory, self._device_name, operation, key, entries)
+            path = tuning.record(
+                self._directory, self._device_name, operation, key, entries, chip_name=tuning.current_chip()
+            )
             print(table([row.cells(self._copy_bytes_per_second) for row in found], _HEADERS))
             for row in found:
                 for failure in row.failures:

@@ -160,7 +160,7 @@ def _rows(load: float, speed: float, measured: dict[str, Measured]) -> Iterator[
         base = base or row
         below = {f"{key}_below": 1.0 - row[f"{key}_ms"] / base[f"{key}_ms"] for key in ("ttft_p50", "queue_p99")}
         holds = name != "cost" or all(share > 0.0 for share in below.values())
-        yield {"load": load, "arm": name, "prefill_tokens_per_second": speed, **row, **below, "holds": holds}
+        yield {"load": load, "arm": name, "cluster_prompt_tokens_per_second": speed, **row, **below, "holds": holds}
 
 
 def _figures(found: Measured) -> dict[str, Any]:

@@ -180,7 +180,8 @@ class InstantWorker:
         if self.keep_record:
             self.received.append(envelope.body)
         if isinstance(envelope.body, SetFrozen):
-            self.load = msgspec.structs.replace(self.load, frozen=int(envelope.body.frozen))
+            frozen = envelope.body
+            self.load = msgspec.structs.replace(self.load, frozen=int(frozen.frozen), freeze_number=frozen.number)
         elif isinstance(envelope.body, ResetPrefixCache):
             reset = PrefixCacheReset(envelope.body.reset_id)
             self._send(identity, encode(Envelope(self.party, envelope.sender, reset)))

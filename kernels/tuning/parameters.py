@@ -5,7 +5,8 @@ A kernel has a frozen dataclass of its launch parameters and a safe default, for
     launch = tuned(LinearLaunch(), "linear", shape_key(dtype, n=6144, k=4096), rows)
 
 Files are called ``<slug of the device's name>.json``. Those in ``configs/`` are shipped; those in
-:func:`user_directory` take precedence, one (operation, shape) at a time. ``splitserve tune`` writes them
+:func:`user_directory` take precedence, one (operation, shape) at a time. What a device's files lack is taken from
+those of another device with the same chip (:func:`chip`), such as H100 and H200. ``splitserve tune`` writes them
 (:mod:`splitserve.kernels.tuning.tunables` describes how an operation takes part), holding :func:`tuner_lock`. A file
 that can't be used causes one warning, and kernels use their defaults.
 """
@@ -23,7 +24,7 @@ from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import msgspec
 import torch
@@ -35,6 +36,15 @@ DIRECTORY_VARIABLE = "SPLITSERVE_TUNED_DIR"
 Param = int | str | bool
 Params = Mapping[str, Param]
 LaunchT = TypeVar("LaunchT")  # a frozen dataclass of launch parameters
+
+
+class DeviceProperties(Protocol):
+    """What :func:`torch.cuda.get_device_properties` returns."""
+
+    major: int
+    minor: int
+    multi_processor_count: int
+
 
 _log = logging.getLogger(__name__)
 
@@ -60,6 +70,7 @@ class TunedFile(msgspec.Struct, forbid_unknown_fields=True):
     version: int
     device: str
     operations: dict[str, dict[str, list[TunedEntry]]]
+    chip: str = ""  # the device's, as in :func:`chip`; empty: not known
 
     def __post_init__(self) -> None:
         for operation, shapes in self.operations.items():
@@ -88,6 +99,16 @@ def current_device_name() -> str | None:
     return torch.cuda.get_device_name() if torch.cuda.is_available() else None
 
 
+def chip(properties: DeviceProperties) -> str:
+    """Return what devices with equal best parameters have in common: ``9.0, 132 multiprocessors`` of H100 and H200."""
+    return f"{properties.major}.{properties.minor}, {properties.multi_processor_count} multiprocessors"
+
+
+def current_chip() -> str:
+    """Return the :func:`chip` of the current CUDA device; empty without one."""
+    return chip(torch.cuda.get_device_properties()) if torch.cuda.is_available() else ""
+
+
 def user_directory() -> Path:
     """Return ``$SPLITSERVE_TUNED_DIR``, else ``splitserve/tuned`` in the user's cache directory (XDG)."""
     if chosen := os.environ.get(DIRECTORY_VARIABLE):
@@ -99,28 +120,31 @@ def user_directory() -> Path:
 # ---- looking up ----
 
 
+Table = dict[tuple[str, str], tuple[list[int], list[Params]]]  # (operation, shape) -> max_rows, their parameters
+
+
 class TunedConfigs:
     """Tuned parameters of one device from the files in ``directories``; the first directory that lists a shape takes
-    precedence."""
+    precedence. With ``chip_name`` (:func:`chip`) other devices' files in them fill the gaps."""
 
-    def __init__(self, device_name: str, directories: Sequence[Path]) -> None:
-        self._table: dict[tuple[str, str], tuple[list[int], list[Params]]] = {}
+    def __init__(self, device_name: str, directories: Sequence[Path], chip_name: str = "") -> None:
+        self._table: Table = {}
+        self._others: Table = {}
+        name = f"{device_slug(device_name)}.json"
         for directory in reversed(directories):
-            self._add(load_or_warn(directory / f"{device_slug(device_name)}.json"))
-
-    def _add(self, file: TunedFile | None) -> None:
-        for operation, shapes in (file.operations if file else {}).items():
-            for shape, entries in shapes.items():
-                params: list[Params] = [MappingProxyType(entry.params) for entry in entries]
-                self._table[operation, shape] = ([entry.max_rows for entry in entries], params)
+            _add(self._table, load_or_warn(directory / name))
+            for path in sorted(directory.glob("*.json")) if chip_name else ():
+                if path.name != name and (file := load_or_warn(path)) is not None and file.chip == chip_name:
+                    _add(self._others, file)
 
     def find(self, operation: str, shape: str, rows: int) -> Params | None:
         """Return the parameters; see :func:`config_for`."""
-        if (found := self._table.get((operation, shape))) is None:
-            return None
-        max_rows, params = found
-        index = bisect_left(max_rows, rows)
-        return params[index] if index < len(params) else None
+        for table in (self._table, self._others):
+            max_rows, params = table.get((operation, shape), ([], []))
+            index = bisect_left(max_rows, rows)
+            if index < len(params):
+                return params[index]
+        return None
 
     def entries(self, operation: str, shape: str) -> list[TunedEntry]:
         """Return all entries for ``shape``, ``max_rows`` ascending."""
@@ -128,12 +152,19 @@ class TunedConfigs:
         return [TunedEntry(rows, dict(each)) for rows, each in zip(max_rows, params, strict=True)]
 
 
+def _add(table: Table, file: TunedFile | None) -> None:
+    for operation, shapes in (file.operations if file else {}).items():
+        for shape, entries in shapes.items():
+            params: list[Params] = [MappingProxyType(entry.params) for entry in entries]
+            table[operation, shape] = ([entry.max_rows for entry in entries], params)
+
+
 _forced: dict[str, Params] = {}
 
 
 def config_for(operation: str, shape: str, rows: int) -> Params | None:
     """Return the tuned parameters of ``operation`` for ``shape`` (:func:`shape_key`) and ``rows``, on the current
-    device.
+    device: its own, else those of another device with its chip.
 
     None: nothing is listed, and the caller uses its safe default. Files are read once per process and a call is a
     look-up in a dict; still, call it where a plan or a layer is made rather than at each launch.
@@ -173,7 +204,7 @@ def _warn_of_param(operation: str, shape: str, name: str, value: Param) -> None:
 @functools.cache
 def _configs(device_name: str | None = None) -> TunedConfigs | None:
     name = device_name or current_device_name()
-    return None if name is None else TunedConfigs(name, [user_directory(), SHIPPED_DIRECTORY])
+    return None if name is None else TunedConfigs(name, [user_directory(), SHIPPED_DIRECTORY], current_chip())
 
 
 def forget() -> None:
@@ -230,8 +261,17 @@ def load_or_warn(path: Path) -> TunedFile | None:
         return None
 
 
-def record(directory: Path, device_name: str, operation: str, shape: str, entries: Sequence[TunedEntry]) -> Path:
+def record(
+    directory: Path,
+    device_name: str,
+    operation: str,
+    shape: str,
+    entries: Sequence[TunedEntry],
+    *,
+    chip_name: str = "",
+) -> Path:
     """Put ``entries`` for one shape into the device's file in ``directory``, keeping the rest; return its path.
+    ``chip_name``: the device's (:func:`chip`); empty: as in the file.
 
     The file is replaced as a whole. Raises :class:`TuningError` rather than overwrite a file that it can't read.
     """
@@ -239,6 +279,7 @@ def record(directory: Path, device_name: str, operation: str, shape: str, entrie
     file = load(path) or TunedFile(SCHEMA_VERSION, device_name, {})
     ordered = sorted(entries, key=lambda entry: entry.max_rows)
     file.operations.setdefault(operation, {})[shape] = ordered
+    file.chip = chip_name or file.chip
     file.__post_init__()
     save(path, file)
     return path
@@ -273,7 +314,8 @@ def _text(file: TunedFile) -> str:
             lines = ",\n".join(f"    {msgspec.json.encode(entry).decode()}" for entry in entries)
             blocks.append(f"   {json.dumps(shape)}: [\n{lines}\n   ]")
         operations.append(f"  {json.dumps(operation)}: {{\n" + ",\n".join(blocks) + "\n  }")
-    head = f'{{\n "version": {file.version},\n "device": {json.dumps(file.device)},\n "operations": {{\n'
+    head = f'{{\n "version": {file.version},\n "device": {json.dumps(file.device)},\n'
+    head += f' "chip": {json.dumps(file.chip)},\n "operations": {{\n'
     return head + ",\n".join(operations) + "\n }\n}\n"
 
 

@@ -7,8 +7,9 @@ runs: a token that the earlier step has yet to draw is looked up on the device (
 Steps of decode tokens alone replay a CUDA graph of the next larger size of :func:`.graph_sizes.batch_sizes`. The
 padding rows repeat the last sequence: they compute and write the same values once more, so kernels need no special case
 for them. Steps with a small prefill, beside decode tokens or alone, may have graphs as well
-(:func:`.graph_sizes.mixed_sizes`): launched kernel by kernel, such a step takes the host longer than the device. The
-padding rows at the end of a mixed step write nothing.
+(:func:`.graph_sizes.mixed_sizes`): launched kernel by kernel, such a step takes the host longer than the device. For
+longer prefills that depends on the model and on the number of ranks, and is measured
+(:func:`.graph_sizes.least_tokens`). The padding rows at the end of a mixed step write nothing.
 
 A step may wait on the device for copies into the blocks that it reads (:attr:`ScheduledChunk.gates`), one group of
 layers at a time. Graphs of prefill alone are cut at these groups, and replayed one after the other.
@@ -27,7 +28,7 @@ from torch import Tensor
 from splitserve.kernels.windows import FixedLayerPlans, LayerPlans
 from splitserve.models.decoder import ForwardBatch, RunnableModel
 from splitserve.models.layers.step import BeforeLayer
-from splitserve.models.runner.graph_sizes import MAX_MIXED_CHUNKS, MixedSize, batch_sizes
+from splitserve.models.runner.graph_sizes import MAX_MIXED_CHUNKS, MixedSize, batch_sizes, least_tokens
 from splitserve.models.runner.graphs import DecodeGraph, MixedGraph
 from splitserve.models.runner.launched import Gates, PendingStep, StepBefore
 from splitserve.models.runner.runner import ModelRunner
@@ -248,9 +249,9 @@ class CudaRunner(ModelRunner):
         num_tokens = sum(len(chunk.token_ids) for chunk in longer)
         fitting = (
             size
-            for size in self._mixed_graphs
+            for size, graph in self._mixed_graphs.items()
             if size.num_decodes >= num_decodes
-            and size.num_tokens >= num_tokens
+            and size.num_tokens >= num_tokens >= graph.least_tokens
             and (num_decodes or not size.num_decodes)
         )
         return min(fitting, key=sum, default=None)
@@ -291,15 +292,20 @@ class CudaRunner(ModelRunner):
         return time.perf_counter() - started
 
     @torch.inference_mode()
-    def capture_mixed(self, sizes: Sequence[MixedSize]) -> float:
-        """Capture graphs of steps with prefill, as :meth:`capture` does. Raises NotImplementedError if the attention
-        backend has no plan for them."""
+    def capture_mixed(self, sizes: Sequence[MixedSize], lowest: Callable[[int], int] = int) -> float:
+        """Capture graphs of steps with prefill, as :meth:`capture` does, and measure when to use them.
+
+        ``lowest`` returns the lowest number of all ranks (:meth:`.Collectives.lowest`), since these have to launch the
+        same steps. Raises NotImplementedError if the attention backend has no plan for such steps.
+        """
         started = time.perf_counter()
         num_rows = max(size.num_decodes for size in sizes) + MAX_MIXED_CHUNKS
         logits = torch.empty((num_rows, self.model.config.vocab_size), dtype=self.model.dtype, device=self.model.device)
         with torch.cuda.stream(self._stream):
             for size in sorted(sizes, key=sum, reverse=True):
                 self._mixed_graphs[size] = self._capture_mixed_size(size, logits)
+                if size.num_decodes == 0:
+                    self._mixed_graphs[size].least_tokens = lowest(self._measured_least_tokens(size))
         self._stream.synchronize()
         return time.perf_counter() - started
 
@@ -335,6 +341,20 @@ class CudaRunner(ModelRunner):
         run()
         parts = self._capture_parts(run, self._first_layers if size.num_decodes == 0 else [0])
         return MixedGraph(parts, inputs, plan, logits)
+
+    def _measured_least_tokens(self, size: MixedSize) -> int:
+        """Return :func:`least_tokens` of a graph of prefill alone."""
+        chunks = [self._trial(size.num_tokens)]
+        self._eager(chunks, ())  # sets libraries up
+        self._stream.synchronize()
+        started = time.perf_counter()
+        self._eager(chunks, ())
+        launched = time.perf_counter()
+        self._stream.synchronize()
+        replayed = time.perf_counter()
+        self._replay_mixed(chunks, size, ())
+        self._stream.synchronize()
+        return least_tokens(size.num_tokens, launched - started, time.perf_counter() - replayed)
 
     def _trial(self, num_tokens: int) -> ScheduledChunk:
         """Return a chunk to capture a graph with: the first block of each group, over and over."""

@@ -1,9 +1,12 @@
 """Sizes of the steps for which the runner captures CUDA graphs. Pure arithmetic, without torch."""
 
+import math
 from typing import NamedTuple
 
 MAX_MIXED_CHUNKS = 4  # prefill chunks in a step with a graph
-MAX_TOKENS_ALONE = 512  # more keep a GPU busy for longer than it takes to launch them
+TOKENS_ALONE = (64, 128, 256, 512, 1024, 2048)  # of prefill alone
+MAX_TOKENS_ALWAYS = 512  # a replay of so many is used for any smaller step as well
+MAX_PADDING = 0.02  # share of a step that a replay may compute for nothing where the device is the slower one
 
 
 def batch_sizes(max_num_seqs: int) -> list[int]:
@@ -23,6 +26,18 @@ def mixed_sizes(max_num_seqs: int, max_tokens: int, max_tokens_alone: int) -> li
     """Return the sizes worth a graph: prefill beside decode in quarters of ``max_tokens``, and prefill alone."""
     tokens = {-(-max_tokens * quarter // 4) for quarter in (1, 2, 3, 4)}
     decodes = [size for size in (8, 16, 32, 64, 128) if size < max_num_seqs] + [max_num_seqs]
-    alone = {min(size, max_tokens_alone) for size in (64, 128, 256, MAX_TOKENS_ALONE)}
+    alone = {min(size, max_tokens_alone) for size in TOKENS_ALONE}
     sizes = {MixedSize(num_decodes, num_tokens) for num_decodes in decodes for num_tokens in tokens}
     return sorted(sizes | {MixedSize(0, num_tokens) for num_tokens in alone})
+
+
+def least_tokens(num_tokens: int, launch_seconds: float, replay_seconds: float) -> int:
+    """Return the fewest tokens for which to replay a graph of ``num_tokens``, rather than to launch a step kernel by
+    kernel.
+
+    ``launch_seconds``: of the host, for such a step; ``replay_seconds``: until the device is done. A launched step
+    takes the longer of the host's time, which hardly depends on its tokens, and of the device's.
+    """
+    if num_tokens <= MAX_TOKENS_ALWAYS or replay_seconds <= launch_seconds:
+        return 1
+    return math.ceil(num_tokens * (1 - MAX_PADDING))

@@ -18,7 +18,7 @@ class DecodeGraph:
     logits: Tensor
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class MixedGraph:
     """One captured :class:`MixedSize` of S tokens."""
 
@@ -26,3 +26,4 @@ class MixedGraph:
     inputs: Tensor  # int64 [(4 + N) * S + R]: those of :class:`DecodeGraph`, then the rows to sample
     plan: FixedLayerPlans
     logits: Tensor  # [R, vocab], shared by all mixed graphs
+    least_tokens: int = 1  # steps with fewer prefill tokens are quicker without it

@@ -54,12 +54,14 @@ class Operations:
 
     def state(self) -> dict[str, Any]:
         """Return the pause as JSON. It is ``settled`` once all routers follow, nothing runs that it ends, awaits or
-        freezes, and no worker is frozen that it doesn't freeze. What workers do is known from their heartbeats."""
+        freezes, and no worker is frozen that it doesn't freeze. What workers do is known from heartbeats that they
+        have sent since they were told."""
         pause, peers = self._core.pause, self._core.peers
         num_running = len(self._core.requests) + peers.num_running
         linked = [record for record in self._fleet.membership.records() if record.is_linked]
         frozen = sorted(record.info.party.engine_id for record in linked if record.load.frozen)
-        is_settled = len(frozen) == len(linked) if pause.freezes else not (frozen or (pause.is_on and num_running))
+        is_still = pause.freezes or not (pause.is_on and num_running)
+        is_settled = is_still and all(pause.is_followed(record) for record in linked)
         return {
             "paused": pause.is_on,
             "mode": pause.mode,

@@ -245,9 +245,8 @@ class Peers:
 
     def stamp(self, mode: str, now: float) -> None:
         """Number a pause ("": a resumption) that an operator has asked this router for."""
-        if not self.is_alone:
-            self.pause = PauseStamp(_next_number(self.pause.number, now), self._name, mode)  # type: ignore[arg-type]
-            self.is_urgent = True
+        self.pause = PauseStamp(_next_number(self.pause.number, now), self._name, mode)  # type: ignore[arg-type]
+        self.is_urgent = not self.is_alone
 
     def stamp_reset(self, now: float) -> None:
         """Number a reset of the prefix caches that an operator has asked this router for."""

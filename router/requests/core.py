@@ -342,7 +342,7 @@ class RouterCore:
         """Pause, or change the mode of the pause: requests that were frozen go on, or end."""
         if mode is self.pause.mode:
             return
-        self.pause.begin(mode, now)
+        self.pause.begin(mode, now, self.peers.pause.number)
         self.waiting_room.wait_for(self.deadline_seconds, now)
         if mode is PauseMode.KEEP:
             self.requests.freeze(now)
@@ -355,7 +355,7 @@ class RouterCore:
     def _resume(self, now: float) -> None:
         if not self.pause.is_on:
             return
-        self.pause.end()
+        self.pause.end(self.peers.pause.number)
         self.requests.thaw(now)
         self.waiting_room.wait_for(None, now)
         self._serve_waiting(now)

@@ -2,6 +2,7 @@
 
 import mmap
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -36,6 +37,7 @@ def test_a_short_storm_changes_no_answer_and_leaves_nothing(transport: str) -> N
     assert done.returncode == 0, done.stdout + done.stderr[-4000:]
     assert "ok   all requests complete with the quiet run's tokens" in done.stdout
     assert "ok   answers repeat on a quiet system" in done.stdout and "0 answers differ by near-ties" in done.stdout
+    assert re.search(r"reads of KV .*: [1-9]\d* direct; links: \S+", done.stdout), done.stdout
 
 
 def test_sigterm_in_a_storm_leaves_no_frozen_worker() -> None:
@@ -134,6 +136,12 @@ class TestMetrics:
         metrics = Metrics.parse(self.page())
         assert metrics.held() == [] and metrics.ready == {"decode-0"} and metrics.free_or_cached() == {"decode-0": 8}
         assert metrics.labelled("ladder_steps_total") == {"reason=worker_lost,rung=local": 2.0}
+        assert metrics.reads_by_path() == {} and metrics.transports() == []
+
+    def test_paths_of_reads(self) -> None:
+        link = 'splitserve_link_bytes_per_second{peer="prefill-0",role="decode",transport="cma",worker="decode-0"} 2e9'
+        metrics = Metrics.parse(self.page(reads_direct_total=3, reads_mapped_total=0, reads_in_flight=1) + "\n" + link)
+        assert metrics.reads_by_path() == {"direct": 3} and metrics.transports() == ["cma"]
 
     @pytest.mark.parametrize("gauge", HELD_GAUGES)
     def test_whatever_is_held_is_seen(self, gauge: str) -> None:

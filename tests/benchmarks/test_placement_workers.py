@@ -39,7 +39,7 @@ def test_both_policies_serve_all_requests(folder: Path, monkeypatch: pytest.Monk
     for row in rows.values():
         assert row["requests"] == 16 and len(row["round_p50_ms"]) == 2, row
         assert row["ttft_p99_ms"] >= row["ttft_p50_ms"] > 0 and row["queue_p99_ms"] > 0
-        assert row["prefill_tokens_per_second"] > 0
+        assert row["cluster_prompt_tokens_per_second"] > 0
     assert rows["least-loaded"]["local_share"] == 0 and rows["least-loaded"]["ttft_p50_below"] == 0
     assert rows["cost"]["cached_share"] > 0, "turns begin alike"
 

@@ -124,10 +124,11 @@ def test_requests_that_are_frozen_go_on_with_the_same_tokens(
     client = threading.Thread(target=lambda: answers.extend(complete_all(started.url, bodies, at_once=True)))
     client.start()
     wait_until(lambda: worker_metrics(started.url)["decode-0"]["num_running"] > 4)
-    operate = [["pause", "--mode", "keep"], ["pause", "--mode", "keep"], ["reset-prefix-cache"]]
-    for arguments in operate:
+    keep = ["pause", "--mode", "keep"]
+    for arguments in (keep, ["resume", "--no-wait"], keep, keep, ["reset-prefix-cache"]):
         assert main([*arguments, "--against", started.url]) == 0
-    paused, again, reset = capsys.readouterr().out.splitlines()
+    first, resumed, paused, again, reset = capsys.readouterr().out.splitlines()
+    assert first.startswith("paused (keep)") and resumed.startswith("not paused")
     assert paused == again and paused.startswith("paused (keep)"), "nothing moves"
     assert reset == "reset: decode-0, prefill-0"
     counts = [worker_metrics(started.url)["decode-0"] for _ in range(2)]

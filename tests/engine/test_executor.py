@@ -52,6 +52,7 @@ class GatedRunner:
         self.launch_errors: dict[int, Exception] = {}
         self.step_errors: dict[int, Exception] = {}
         self.launched: list[Step] = []
+        self.is_open = False  # steps end at once
         self.changed = threading.Condition()
 
     def launch(self, plan: StepPlan) -> Step:
@@ -59,6 +60,8 @@ class GatedRunner:
         with self.changed:
             step = Step(token, self.step_errors.get(token))
             self.launched.append(step)
+            if self.is_open:
+                step.release.set()
             self.changed.notify_all()
         if token in self.launch_errors:
             raise self.launch_errors[token]
@@ -66,6 +69,13 @@ class GatedRunner:
 
     def run(self, plan: StepPlan) -> StepOutput:
         return self.launch(plan).wait()
+
+    def open(self) -> None:
+        """Let all steps end, later ones as well."""
+        with self.changed:
+            self.is_open = True
+            for step in self.launched:
+                step.release.set()
 
     def wait_launched(self, number: int) -> None:
         with self.changed:
@@ -100,6 +110,10 @@ class Driver:
         assert result is not None, "it woke the loop before the result was there"
         return result
 
+    def close(self) -> None:
+        self.runner.open()
+        self.executor.close(PATIENCE_SECONDS)
+
     def failure(self) -> StepFailure:
         outcome = self.result().outcome
         assert isinstance(outcome, StepFailure)
@@ -110,9 +124,7 @@ class Driver:
 def driver() -> Iterator[Driver]:
     driver = Driver()
     yield driver
-    for step in driver.runner.launched:
-        step.release.set()
-    driver.executor.close(10)
+    driver.close()
 
 
 class TestOverlapped:
@@ -226,9 +238,7 @@ class TestOneAtATime:
         driver.executor.close(10)
         driver.executor = StepExecutor(driver.runner, driver.woken.release)
         yield driver
-        for step in driver.runner.launched:
-            step.release.set()
-        driver.executor.close(10)
+        driver.close()
 
     def test_one_step_after_another(self, driver: Driver) -> None:
         driver.runner.step_errors[6] = ValueError("no finite logits")
@@ -292,9 +302,7 @@ class TestLateLaunch:
         driver.executor.close(10)
         driver.executor = OverlappedExecutor(driver.runner, driver.woken.release, pace=pace)
         yield driver
-        for step in driver.runner.launched:
-            step.release.set()
-        driver.executor.close(10)
+        driver.close()
 
     def test_there_is_no_room_beside_a_step_until_it_is_time(self, driver: Driver, pace: SetPace) -> None:
         pace.wait = 3600.0

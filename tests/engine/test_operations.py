@@ -33,32 +33,32 @@ class TestFreeze:
         worker.hear(ROUTER, local(KEY))
         plan = worker.plan()
         assert plan is not None
-        worker.hear(ROUTER, SetFrozen(True))
+        worker.hear(ROUTER, SetFrozen(True, 1))
         assert worker.plan() is None and worker.core.load().frozen == 0, "a step is still in flight"
         worker.commit(plan)
         assert worker.plan() is None and worker.core.load().frozen == 1
-        worker.hear(ROUTER, SetFrozen(True))
+        worker.hear(ROUTER, SetFrozen(True, 1))
         held = worker.core.state.blocks.pool.count(BlockState.REFERENCED)
         assert held == 3 and worker.core.load().requests_tracked == 1
-        worker.hear(ROUTER, SetFrozen(False))
+        worker.hear(ROUTER, SetFrozen(False, 2))
         assert [delta.position for delta in tokens(worker.run())] == [0, 1, 2, 3, 4]
-        worker.hear(ROUTER, SetFrozen(False))
+        worker.hear(ROUTER, SetFrozen(False, 2))
         assert worker.core.load().frozen == 0
         worker.assert_idle()
 
     def test_time_stands_still_for_requests(self, worker: Worker) -> None:
         worker.hear(ROUTER, local(KEY, seconds=10.0))
         worker.tick(9.0)
-        worker.hear(ROUTER, SetFrozen(True))
+        worker.hear(ROUTER, SetFrozen(True, 1))
         worker.wait(100.0)
         assert not sent(worker.tick(), RequestFailed)
-        worker.hear(ROUTER, SetFrozen(False))
+        worker.hear(ROUTER, SetFrozen(False, 2))
         assert not sent(worker.tick(0.9), RequestFailed), "a second of its ten was left"
         assert sent(worker.tick(0.2), RequestFailed)
 
     def test_it_ends_with_another_router_and_not_with_its_own(self, worker: Worker) -> None:
         worker.hear(ROUTER, local(KEY))
-        worker.hear(ROUTER, SetFrozen(True))
+        worker.hear(ROUTER, SetFrozen(True, 1))
         worker.core.on_routers({ROUTER}, worker.now)
         assert worker.plan() is None
         worker.core.on_routers({Party("router", 99)}, worker.now)
@@ -69,7 +69,7 @@ class TestFreeze:
         other = Party("router-1", 5)
         worker.hear(ROUTER, local(KEY))
         for router in (ROUTER, other):
-            worker.hear(router, SetFrozen(True))
+            worker.hear(router, SetFrozen(True, 1))
         worker.core.on_routers({Party("router", 99), other}, worker.now)
         assert worker.plan() is None
         worker.core.on_routers({Party("router", 99), Party("router-1", 99)}, worker.now)
@@ -87,15 +87,46 @@ class TestFreeze:
     def test_either_of_two_routers_ends_it(self, worker: Worker) -> None:
         worker.hear(ROUTER, local(KEY))
         for router in (ROUTER, Party("router-1", 5)):
-            worker.hear(router, SetFrozen(True))
-        worker.hear(ROUTER, SetFrozen(False))
+            worker.hear(router, SetFrozen(True, 1))
+        worker.hear(ROUTER, SetFrozen(False, 2))
         assert worker.plan() is not None
 
+    def test_the_newest_number_holds_in_whatever_order_the_routers_messages_come(self, worker: Worker) -> None:
+        other = Party("router-1", 5)
+        worker.hear(ROUTER, local(KEY))
+        for router, message in (
+            (ROUTER, SetFrozen(True, 1)),
+            (other, SetFrozen(True, 3)),
+            (ROUTER, SetFrozen(False, 2)),
+        ):
+            worker.hear(router, message)
+            assert worker.plan() is None, "the end of the freeze before"
+        assert (worker.core.load().frozen, worker.core.load().freeze_number) == (1, 3)
+        worker.hear(ROUTER, SetFrozen(False, 4))
+        assert worker.plan() is not None and worker.core.load().freeze_number == 4
+
+    def test_each_number_is_reported_at_once(self, worker: Worker) -> None:
+        for number, is_frozen in enumerate((True, False, True, True), start=1):
+            worker.hear(ROUTER, SetFrozen(is_frozen, number))
+            assert worker.core.take_news() and worker.core.load().freeze_number == number
+            assert worker.core.load().frozen == is_frozen
+        worker.hear(ROUTER, SetFrozen(True, 4))
+        assert not worker.core.take_news(), "it came twice"
+
+    def test_a_router_that_is_not_known_yet_counts_once_it_is(self, worker: Worker) -> None:
+        early = Party("router-1", 5)
+        worker.hear(ROUTER, local(KEY))
+        worker.core.on_routers({ROUTER}, worker.now)
+        worker.hear(early, SetFrozen(True, 1))
+        assert worker.core.load().frozen == 0, "it may be one of the past"
+        worker.core.on_routers({ROUTER, early}, worker.now)
+        assert worker.core.load().frozen == 1
+
     def test_a_request_that_comes_meanwhile_waits(self, worker: Worker) -> None:
-        worker.hear(ROUTER, SetFrozen(True))
+        worker.hear(ROUTER, SetFrozen(True, 1))
         worker.hear(ROUTER, local(KEY))
         assert worker.run() == [] or not tokens(worker.run())
-        worker.hear(ROUTER, SetFrozen(False))
+        worker.hear(ROUTER, SetFrozen(False, 2))
         assert len(tokens(worker.run())) == 5
 
 

@@ -16,6 +16,7 @@ _RANK = """
 import mmap, random, sys, time
 import torch
 from splitserve.kernels.triton import all_reduce as ar, operations as triton_ops, peer_memory as pm
+from whole_elements import make_whole
 
 path, rank, size, capacity, start = sys.argv[1], *map(int, sys.argv[2:])
 ar.PROGRAMS, ar._BLOCK, ar._LONGEST_ROW = 2, 16, 48
@@ -23,6 +24,7 @@ num_bytes, num_flagless = ar.buffer_bytes(capacity, size), ar.flagless_bytes(cap
 with open(path, "r+b") as file:
     shared = mmap.mmap(file.fileno(), 0)
 whole = torch.frombuffer(shared, dtype=torch.uint8)
+make_whole(whole.numpy())
 stride = -(-(num_bytes + 2 * num_flagless) // 4096) * 4096
 
 def memory_at(first_byte):

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -54,6 +55,27 @@ def test_the_users_file_wins_one_shape_at_a_time(tmp_path: Path) -> None:
     assert configs.find("linear", SHAPE, 8) == {"tile": 4}
     assert configs.find("linear", SHAPE, 16) is None
     assert configs.find("linear", "other", 8) == {"tile": 3}
+
+
+def test_a_device_with_the_same_chip_fills_the_gaps(tmp_path: Path) -> None:
+    for name, tile, chip in ((DEVICE, 1, "9.0, 132"), ("Sibling", 2, "9.0, 132"), ("Stranger", 3, "9.0, 78")):
+        tuning.record(tmp_path, name, "linear", SHAPE, [entry(8 * tile, tile=tile)], chip_name=chip)
+    tuning.record(tmp_path, "Sibling", "linear", "other", [entry(8, tile=4)])
+    configs = TunedConfigs(DEVICE, [tmp_path], "9.0, 132")
+    found = [configs.find("linear", SHAPE, rows) for rows in (8, 9, 16, 17)]
+    assert [params and params["tile"] for params in found] == [1, 2, 2, None]
+    assert configs.find("linear", "other", 8) == {"tile": 4}
+    assert TunedConfigs(DEVICE, [tmp_path]).find("linear", "other", 8) is None
+    assert [each.max_rows for each in configs.entries("linear", SHAPE)] == [8]
+
+
+def test_h100_and_h200_have_the_same_chip() -> None:
+    files = [tuning.load(path) for path in sorted(tuning.SHIPPED_DIRECTORY.glob("*.json"))]
+    assert {file.device: file.chip for file in files if file} == dict.fromkeys(
+        ("NVIDIA H100 80GB HBM3", "NVIDIA H200"), "9.0, 132 multiprocessors"
+    )
+    properties = SimpleNamespace(major=9, minor=0, multi_processor_count=132)
+    assert tuning.chip(properties) == "9.0, 132 multiprocessors"
 
 
 def test_recording_keeps_what_else_is_there(tmp_path: Path) -> None:

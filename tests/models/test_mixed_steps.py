@@ -13,7 +13,7 @@ from splitserve.kernels.registry import OPERATIONS, select_kernels
 from splitserve.models.config import load_model_config
 from splitserve.models.demo import checkpoint as demo
 from splitserve.models.runner.cuda import CudaRunner
-from splitserve.models.runner.graph_sizes import MixedSize, mixed_sizes
+from splitserve.models.runner.graph_sizes import MixedSize, least_tokens, mixed_sizes
 from splitserve.models.runner.runner import ModelRunner
 from splitserve.models.weights.loader import load_model
 from splitserve.protocol.step import SampleSpec, ScheduledChunk, StepPlan
@@ -101,8 +101,14 @@ def test_graphs_of_mixed_steps_give_the_tokens_of_eager_ones(checkpoint: Path, d
         torch.testing.assert_close(runners[1].cache.groups[0][1:], runners[0].cache.groups[0][1:], rtol=2e-2, atol=5e-2)
 
 
+def test_a_longer_prefill_is_replayed_where_that_is_quicker() -> None:
+    assert least_tokens(512, launch_seconds=0.001, replay_seconds=0.1) == 1  # always
+    assert least_tokens(1024, launch_seconds=0.030, replay_seconds=0.012) == 1  # the host is slower
+    assert least_tokens(1000, launch_seconds=0.012, replay_seconds=0.023) == 980  # the device: no padding
+
+
 def test_sizes_cover_the_limits() -> None:
     beside = [MixedSize(d, t) for d in (8, 16, 32, 64) for t in (80, 160, 240, 320)]
-    assert mixed_sizes(64, 320, 2048) == [MixedSize(0, t) for t in (64, 128, 256, 512)] + beside
+    assert mixed_sizes(64, 320, 2048) == [MixedSize(0, t) for t in (64, 128, 256, 512, 1024, 2048)] + beside
     assert max(mixed_sizes(48, 512, 100)) == MixedSize(48, 512)
     assert mixed_sizes(1, 3, 100) == [MixedSize(0, 64), MixedSize(0, 100), *(MixedSize(1, t) for t in (1, 2, 3))]

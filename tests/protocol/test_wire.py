@@ -134,7 +134,7 @@ EXAMPLES: list[Body] = [
     ReadClock(12.5),
     ClockReading(12.5, 99.25),
     Profile("p0", 128, 30.0),
-    SetFrozen(True),
+    SetFrozen(True, 5),
     ResetPrefixCache(3),
     PrefixCacheReset(3),
     RouterReport(

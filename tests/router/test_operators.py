@@ -57,11 +57,16 @@ def test_faults_of_bodies_are_named(running) -> None:
     assert status == 409 and '"force": true' in answer["error"]["message"]
 
 
+def told(worker) -> list[bool]:
+    """The freezes and ends of freezes that a worker was sent."""
+    return [body.frozen for body in worker.received if isinstance(body, SetFrozen)]
+
+
 def test_a_request_waits_for_the_end_of_a_pause(running) -> None:
     router, workers = running
     status, _, state = router.request("POST", "/admin/pause", {"mode": "keep"}, **OPERATOR)
     assert (status, state["paused"], state["mode"]) == (200, True, "keep")
-    wait_until(lambda: SetFrozen(True) in workers["d0"].received and SetFrozen(True) in workers["p0"].received)
+    wait_until(lambda: told(workers["d0"]) == told(workers["p0"]) == [True])
     wait_until(lambda: router.request("GET", "/admin/pause", **OPERATOR)[2]["settled"])
     assert router.request("GET", "/admin/pause", **OPERATOR)[2]["workers_frozen"] == ["d0", "p0"]
     assert router.request("GET", "/ready")[0] == 503
@@ -75,7 +80,7 @@ def test_a_request_waits_for_the_end_of_a_pause(running) -> None:
     assert status == 200 and not state["paused"] and state["mode"] is None
     client.join()
     assert answers[0][0] == 200
-    wait_until(lambda: SetFrozen(False) in workers["d0"].received)
+    wait_until(lambda: told(workers["d0"]) == [True, False])
     assert router.request("GET", "/ready")[0] == 200
 
 

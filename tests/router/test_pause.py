@@ -43,6 +43,11 @@ def pause(core: Core, mode: PauseMode) -> None:
     core.handle(PauseRequests(mode))
 
 
+def frozen(core: Core) -> list[bool]:
+    """The states that workers were sent."""
+    return [effect.body.frozen for effect in core.of(Send) if isinstance(effect.body, SetFrozen)]
+
+
 def deadline(core: Core) -> float:
     [at] = [effect.at for effect in core.of(SetTimer) if effect.timer == Timer(TimerKind.DEADLINE, "r")]
     return at
@@ -95,13 +100,13 @@ def test_keep_freezes_each_worker_and_moves_the_deadline() -> None:
     core = Core(PREFILL, DECODE)
     request = core.submit()
     pause(core, PauseMode.KEEP)
-    assert [effect.body for effect in core.of(Send)] == [SetFrozen(True)] * 2
+    assert frozen(core) == [True] * 2
     assert {effect.to for effect in core.of(Send)} == {PREFILL, DECODE}
     pause(core, PauseMode.KEEP)
     assert core.effects == [PauseIsFollowed()], "pausing twice changes nothing"
     core.now += 1000.0
     core.handle(ResumeRequests())
-    assert [effect.body for effect in core.of(Send)] == [SetFrozen(False)] * 2
+    assert frozen(core) == [False] * 2
     assert deadline(core) == request.arrived_at + DEADLINE_SECONDS + 1000.0
     core.handle(ResumeRequests())
     assert core.effects == [PauseIsFollowed()], "resuming twice changes nothing"
@@ -114,11 +119,13 @@ def test_a_worker_that_comes_or_comes_back_is_frozen_before_it_gets_a_request() 
     core.lose(MIXED)
     other = Party("mixed-1", 4)
     sends = [effect.body for effect in core_join(core, other) if isinstance(effect, Send)]
-    assert sends[0] == SetFrozen(True) and len(sends) == 2, "the lost worker's request goes on there, frozen"
+    assert isinstance(sends[0], SetFrozen) and sends[0].frozen and len(sends) == 2, (
+        "the lost worker's request goes on there, frozen"
+    )
     core.handle(ResumeRequests())
-    assert [(effect.to, effect.body) for effect in core.of(Send)] == [(other, SetFrozen(False))]
-    sends = [effect.body for effect in core_join(core, Party("mixed-2", 5)) if isinstance(effect, Send)]
-    assert sends == [SetFrozen(False)], "it may have missed the end of the pause"
+    assert [effect.to for effect in core.of(Send)] == [other] and frozen(core) == [False]
+    core_join(core, Party("mixed-2", 5))
+    assert frozen(core) == [False], "it may have missed the end of the pause"
 
 
 def core_join(core: Core, worker: Party) -> list[Effect]:
@@ -128,10 +135,10 @@ def core_join(core: Core, worker: Party) -> list[Effect]:
 def test_a_freeze_that_a_link_does_not_take_is_sent_again() -> None:
     core = Core(MIXED)
     pause(core, PauseMode.KEEP)
-    core.handle(NotSent(MIXED, SetFrozen(True)))
+    core.handle(NotSent(MIXED, SetFrozen(True, 1)))
     assert core.core.timers() == {Timer(TimerKind.FREEZE, "")}
     core.fire(TimerKind.FREEZE, "")
-    assert [effect.body for effect in core.of(Send)] == [SetFrozen(True)]
+    assert frozen(core) == [True]
     assert not core.core.timers()
 
 
@@ -142,31 +149,71 @@ def test_another_mode_ends_the_freeze(after: PauseMode) -> None:
     pause(core, PauseMode.KEEP)
     core.now += 5.0
     pause(core, after)
-    assert SetFrozen(False) in [effect.body for effect in core.of(Send)]
+    assert frozen(core) == [False]
     assert request.state.ended is (after is PauseMode.ABORT)
     assert core.core.pause.since == core.now - 5.0
+
+
+class Seen:
+    """An operator's view of a core, which hears heartbeats."""
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+        self._operations = Operations(core.core, cast(Fleet, SimpleNamespace(membership=core.membership)), core.handle)
+
+    def number(self) -> int:
+        """The number that the workers were sent last."""
+        return max(effect.body.number for effect in self._core.of(Send) if isinstance(effect.body, SetFrozen))
+
+    def heartbeat(self, *workers: Party, frozen: bool, number: int) -> tuple[bool, list[str]]:
+        """Return whether the state has settled by these workers' heartbeats, and which workers are frozen."""
+        for worker in workers:
+            load = WorkerLoad(frozen=int(frozen), freeze_number=number)
+            self._core.membership.heartbeat(worker, load, self._core.now)
+        state = self._operations.state()
+        return state["settled"], state["workers_frozen"]
 
 
 def test_a_pause_or_its_end_is_settled_once_the_workers_say_that_they_follow() -> None:
     core = Core(PREFILL, DECODE)
     core.membership.drain(PREFILL)  # it finishes its requests, unless it is frozen
-    operations = Operations(core.core, cast(Fleet, SimpleNamespace(membership=core.membership)), core.handle)
-
-    def seen(frozen: int, *workers: Party) -> tuple[bool, list[str]]:
-        for worker in workers:
-            core.membership.heartbeat(worker, WorkerLoad(frozen=frozen), core.now)
-        state = operations.state()
-        return state["settled"], state["workers_frozen"]
-
-    assert seen(0, PREFILL, DECODE) == (True, [])
+    seen = Seen(core)
+    assert seen.heartbeat(PREFILL, DECODE, frozen=False, number=0) == (True, [])
     pause(core, PauseMode.KEEP)
-    assert seen(1, DECODE) == (False, ["decode-0"])
-    assert seen(1, PREFILL) == (True, ["decode-0", "prefill-0"])
+    number = seen.number()
+    assert seen.heartbeat(DECODE, frozen=True, number=number) == (False, ["decode-0"])
+    assert seen.heartbeat(PREFILL, frozen=True, number=number) == (True, ["decode-0", "prefill-0"])
     core.handle(ResumeRequests())
-    assert seen(0, PREFILL) == (False, ["decode-0"]), "decode's heartbeat is late"
+    number = seen.number()
+    assert seen.heartbeat(PREFILL, frozen=False, number=number) == (False, ["decode-0"]), "decode's heartbeat is late"
     pause(core, PauseMode.WAIT)
-    assert seen(0) == (False, ["decode-0"])
-    assert seen(0, DECODE) == (True, [])
+    assert seen.heartbeat(frozen=False, number=number) == (False, ["decode-0"])
+    assert seen.heartbeat(DECODE, frozen=False, number=number) == (True, [])
+
+
+def test_a_heartbeat_of_an_earlier_freeze_settles_no_later_one() -> None:
+    core = Core(MIXED)
+    seen, earlier = Seen(core), 0
+    for _ in range(2):
+        pause(core, PauseMode.KEEP)
+        number = seen.number()
+        assert number > earlier
+        assert seen.heartbeat(frozen=True, number=0) == (False, ["mixed-0"] if earlier else [])
+        assert seen.heartbeat(MIXED, frozen=bool(earlier), number=earlier)[0] is False, "it was sent before"
+        assert seen.heartbeat(MIXED, frozen=True, number=number) == (True, ["mixed-0"])
+        earlier = number
+        core.handle(ResumeRequests())
+        assert seen.heartbeat(MIXED, frozen=True, number=earlier) == (False, ["mixed-0"])
+
+
+def test_a_resumption_is_not_settled_by_a_worker_that_has_not_heard_of_the_freeze() -> None:
+    core = Core(MIXED)
+    seen = Seen(core)
+    pause(core, PauseMode.KEEP)
+    core.handle(ResumeRequests())
+    number = seen.number()
+    assert seen.heartbeat(MIXED, frozen=False, number=0)[0] is False
+    assert seen.heartbeat(MIXED, frozen=False, number=number) == (True, [])
 
 
 class TestResets:

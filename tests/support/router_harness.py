@@ -61,8 +61,12 @@ class RouterProcess:
         settings.setdefault("port", 0)
         config = RouterConfig(model=str(model_dir), served_model_name="tiny", **settings)
         self.process = ForkedRouter(config)
-        self.membership = self._event("membership")["endpoint"]
-        self.url = self._event("listening")["url"]
+        try:
+            self.membership = self._event("membership")["endpoint"]
+            self.url = self._event("listening")["url"]
+        except BaseException:  # nobody has it yet who would stop it
+            self.process.kill()
+            raise
 
     def _event(self, name: str) -> dict[str, str]:
         line = self.process.stdout.readline()

@@ -6,6 +6,8 @@ import msgspec
 import pytest
 
 from splitserve.common.bounded import ExpiringMap
+from splitserve.decode.incoming import Incoming
+from splitserve.decode.reads import ReadsInFlight
 from splitserve.decode.sink import SinkSide
 from splitserve.engine.block_manager import BlockManager
 from splitserve.engine.core import EngineCore
@@ -206,19 +208,20 @@ def partial_block_published(patch: pytest.MonkeyPatch) -> None:
 def quarantine_ends_with_the_deadline(patch: pytest.MonkeyPatch) -> None:
     original = SinkSide._fail
 
-    def fail(self: SinkSide, incoming: Any, handover: SinkHandover, now: float) -> None:
+    def fail(self: SinkSide, incoming: Incoming, handover: SinkHandover, now: float) -> None:
         overdue = {read_id: read for read_id, read in handover.reads_in_flight.items() if now >= read.deadline}
         for read_id in overdue:
             del handover.reads_in_flight[read_id]
         original(self, incoming, handover, now)
 
-    def on_read_result(self: SinkSide, result: ReadResult, now: float) -> None:
-        if result.read_id in self._quarantined_reads or self._reads[result.read_id].handover.reads_in_flight:  # type: ignore[union-attr]
-            heard(self, result, now)
+    def end_known(self: ReadsInFlight, result: ReadResult) -> Incoming | None:
+        waits = self.owner(result.read_id)
+        is_known = waits is None or waits.handover is None or bool(waits.handover.reads_in_flight)
+        return end(self, result) if is_known else None
 
-    heard = SinkSide.on_read_result
+    end = ReadsInFlight.end
     patch.setattr(SinkSide, "_fail", fail)
-    patch.setattr(SinkSide, "on_read_result", on_read_result)
+    patch.setattr(ReadsInFlight, "end", end_known)
 
 
 # ---- leases, grants, releases ----

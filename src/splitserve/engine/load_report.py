@@ -38,6 +38,7 @@ def load_of(
         tier_blocks=tiers.num_blocks,
         tiers=tiers.report(state.block_bytes),
         frozen=int(is_frozen),
+        freeze_number=state.freeze_number,
         requests_tracked=len(state.sequences) + sum(part.num_live for part in parts),
     )
     for part in parts:

@@ -6,38 +6,54 @@ from splitserve.engine.state import EngineState
 from splitserve.protocol.messages.operators import PrefixCacheReset, ResetPrefixCache, SetFrozen
 from splitserve.protocol.request import Party
 
+MAX_ROUTERS = 64
+"""Routers whose last SetFrozen is kept."""
+NOT_FROZEN = SetFrozen(False, 0)
+
 
 class Operations:
     """The freeze of a core, and the reset of what it has cached."""
 
     def __init__(self, state: EngineState) -> None:
         self._state = state
-        self._frozen_by: set[Party] = set()  # routers that hold the freeze
+        self._told: dict[Party, SetFrozen] = {}  # the last one of each router
+        self._routers: Set[Party] = frozenset()  # that this worker is registered with; empty: not known yet
 
     def on_set_frozen(self, message: SetFrozen, sender: Party, now: float) -> None:
-        """Freeze, or go on. A second message with the same wish has no effect. Of several routers each sends its wish;
-        the last message counts, since they agree in the end."""
-        if not message.frozen:
-            self.thaw(now)
-            return
-        self._frozen_by.add(sender)
-        if not self._state.is_frozen:
-            self._state.frozen_since = now
-            self._state.has_news = True
+        """Freeze, or go on. Each of several routers sends the state that it knows, and their messages come in any
+        order: the one with the greatest number holds."""
+        self._told.pop(sender, None)
+        self._told[sender] = message
+        if len(self._told) > MAX_ROUTERS:
+            del self._told[next(iter(self._told))]
+        self._follow(now)
 
     def on_routers(self, routers: Set[Party], now: float) -> None:
-        """Go on if other routers have taken the place of all that hold the freeze: they are not paused."""
-        if self._frozen_by and routers:
-            self._frozen_by &= routers
-            if not self._frozen_by:
-                self.thaw(now)
+        """Forget routers whose place others have taken. If they alone held a freeze, it ends: the others are not
+        paused."""
+        if routers and routers != self._routers:
+            self._routers = frozenset(routers)
+            self._told = {router: message for router, message in self._told.items() if router in routers}
+            self._follow(now)
 
-    def thaw(self, now: float) -> None:
+    def _follow(self, now: float) -> None:
+        """Begin or end the freeze as the newest message says, and let the next heartbeat report its number soon. One of
+        a router that isn't known yet counts once it is."""
+        known = [each for router, each in self._told.items() if not self._routers or router in self._routers]
+        newest = max(known, key=lambda each: each.number, default=NOT_FROZEN)
+        if newest.frozen and not self._state.is_frozen:
+            self._state.frozen_since = now
+            self._state.has_news = True
+        elif not newest.frozen and self._state.is_frozen:
+            self._thaw(now)
+        if self._state.freeze_number != newest.number:
+            self._state.freeze_number = newest.number
+            self._state.has_news = True
+
+    def _thaw(self, now: float) -> None:
         """End the freeze. The time that it took doesn't count against the requests' deadlines."""
-        self._frozen_by.clear()
         since = self._state.frozen_since
-        if since is None:
-            return
+        assert since is not None
         for sequence in self._state.sequences.values():
             sequence.deadline += now - since
         self._state.frozen_since = None

@@ -52,6 +52,7 @@ class EngineState:
     deltas: dict[Party, list[TokenDelta]] = field(default_factory=dict)  # new tokens by router, until the next flush
     is_draining: bool = False  # new requests are rejected, those that are here go on
     frozen_since: float | None = None  # the begin of a freeze: no step begins, no request's time passes
+    freeze_number: int = 0  # of the SetFrozen that holds; 0 before the first
     has_news: bool = False  # the next heartbeat is sent at once
 
     def __post_init__(self) -> None:

@@ -170,6 +170,7 @@ class WorkerLoad(WorkerCounters, frozen=True, kw_only=True):  # type: ignore[mis
     peers_ready: Annotated[Count, Gauge("Workers that this worker can read from")] = 0
     tier_blocks: Annotated[Count, Gauge("Blocks that can be loaded, over all tiers but the shared one")] = 0
     frozen: Annotated[int, msgspec.Meta(ge=0, le=1), Gauge("1 while a pause keeps the requests frozen, else 0")] = 0
+    freeze_number: Count = 0  # of the SetFrozen that holds; 0 before the first
     step_error: Annotated[NonNegative, Gauge("Mean error of the predicted times of recent steps, as a ratio")] = 0.0
     minute_error: Annotated[
         NonNegative, Gauge("Error of the step time of the last minute in all, predicted before it, as a ratio")

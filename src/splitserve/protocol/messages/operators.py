@@ -6,9 +6,11 @@ from splitserve.protocol.wire_numbers import Count
 
 class SetFrozen(Message, frozen=True):
     """Begin or end a freeze: a frozen worker runs no step, and keeps its requests with their KV. The request's time
-    stands still meanwhile; hand-overs go on. A freeze ends with the router that began it."""
+    stands still meanwhile; hand-overs go on. A freeze ends with the router that began it. ``number``: that of the pause
+    or the resumption that wants it (PauseStamp); of those of several routers the greatest holds."""
 
     frozen: bool
+    number: Count
 
 
 class ResetPrefixCache(Message, frozen=True):

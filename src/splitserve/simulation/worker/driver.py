@@ -133,7 +133,7 @@ class SimWorker:
 
     def changed_blocks(self, result: ReadResult) -> tuple[SinkHandover, int, list[int]] | None:
         """Return a read's hand-over and the indices of its blocks whose generations differ from the offered ones."""
-        incoming = sink_of(self.core).sink._reads.get(result.read_id)
+        incoming = sink_of(self.core).sink.reads.owner(result.read_id)
         if incoming is None or incoming.handover is None:
             return None
         read = incoming.handover.reads_in_flight[result.read_id]

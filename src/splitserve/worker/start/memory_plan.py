@@ -1,5 +1,6 @@
 """The memory that a GPU has left for KV blocks, beside weights and steps."""
 
+import contextlib
 import gc
 import logging
 
@@ -10,7 +11,7 @@ from splitserve.kvconnector.layout.memory import TORCH_DTYPES
 from splitserve.kvconnector.layout.shape import num_blocks_for
 from splitserve.models.decoder import RunnableModel
 from splitserve.models.runner.cuda import CudaRunner
-from splitserve.models.runner.graph_sizes import MAX_MIXED_CHUNKS, batch_sizes
+from splitserve.models.runner.graph_sizes import MAX_MIXED_CHUNKS, TOKENS_ALONE, MixedSize, batch_sizes
 from splitserve.protocol.config import EngineConfig
 from splitserve.protocol.memory_records import LayoutRecord
 from splitserve.protocol.step import SampleSpec, ScheduledChunk, StepPlan
@@ -24,7 +25,7 @@ _GIB = 1 << 30
 def free_kv_bytes(model: RunnableModel, layout: LayoutRecord, engine: EngineConfig) -> int:
     """Return ``gpu_memory_utilization`` of the device, less weights, other processes, and what steps and graphs need.
 
-    The largest prefill step and the largest decode graph are run over a little KV memory, and measured. The logits of
+    The largest steps and graphs of prefill and of decode are run over a little KV memory, and measured. The logits of
     all other graphs are added: they don't share memory, unless several ranks gather them, where that is more than
     enough. Raises :class:`ConfigError` if nothing is left.
     """
@@ -65,4 +66,7 @@ def _try_largest_steps(model: RunnableModel, layout: LayoutRecord, engine: Engin
     runner.run(StepPlan([ScheduledChunk([0] * num_tokens, 0, range(num_blocks), _GREEDY)]))
     if not engine.enforce_eager:
         runner.capture([engine.max_num_seqs])
+        if engine.capture_mixed_steps:
+            with contextlib.suppress(NotImplementedError):
+                runner.capture_mixed([MixedSize(0, min(num_tokens, TOKENS_ALONE[-1]))])
     return blocks.nbytes

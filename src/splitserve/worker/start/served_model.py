@@ -105,7 +105,7 @@ def load_served_model(
         memory = KVMemory(layout, plan.num_blocks, device)
     limits = _step_limits(engine, plan)
     gates = load_gates(layout, device) if engine.host_kv_memory_bytes and engine.enable_prefix_caching else None
-    runner = _make_runner(model, memory, limits, engine, clock=clock, gates=gates)
+    runner = _make_runner(model, memory, limits, engine, clock=clock, gates=gates, group=group)
     with clock.phase("warm-up"):
         warm_up(runner, limits)
     progress("kv_memory", _describe_memory(memory, plan))
@@ -204,6 +204,7 @@ def _make_runner(
     *,
     clock: StartClock,
     gates: LoadGates | None,
+    group: Collectives,
 ) -> ModelRunner:
     if model.device.type != "cuda":
         return ModelRunner(model, memory.kernel_views, model_dir=Path(engine.model))
@@ -219,14 +220,14 @@ def _make_runner(
         with clock.phase("CUDA graphs"):
             runner.capture()
             if engine.capture_mixed_steps:
-                _capture_mixed(runner, limits)
+                _capture_mixed(runner, limits, group)
     return runner
 
 
-def _capture_mixed(runner: CudaRunner, limits: StepLimits) -> None:
+def _capture_mixed(runner: CudaRunner, limits: StepLimits, group: Collectives) -> None:
     beside = limits.max_num_prefill_tokens_beside_decode
     try:
-        runner.capture_mixed(mixed_sizes(limits.max_num_seqs, beside, limits.longest_chunk))
+        runner.capture_mixed(mixed_sizes(limits.max_num_seqs, beside, limits.longest_chunk), group.lowest)
     except NotImplementedError as problem:
         logger.info("steps with prefill are launched kernel by kernel: %s", problem)
 
