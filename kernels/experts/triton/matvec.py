@@ -13,7 +13,7 @@ from torch import Tensor
 from splitserve.kernels.experts.launch import ExpertLaunch
 from splitserve.kernels.experts.triton.activation import ACTIVATION_NUMBERS, activate
 from splitserve.kernels.experts.weights import ExpertWeights
-from splitserve.kernels.triton.launch import overlapped, prefetch, wait, wait_first
+from splitserve.kernels.triton.launch import overlapped, wait, wait_alone
 
 
 def narrow_gate_up(x: Tensor, experts: Tensor, weights: ExpertWeights, launch: ExpertLaunch) -> Tensor:
@@ -46,8 +46,7 @@ def narrow_down(
         inner, weights.down, inner if scales is None else scales, inner if bias is None else bias, experts, factors,
         out, weights.first, weights.num_experts, HIDDEN=hidden_size, INNER=inner_size, TOP_K=top_k,
         GROUP=weights.group(weights.down, scales), HAS_SCALES=scales is not None,
-        HAS_BIAS=bias is not None, BLOCK_N=launch.down_block_n, BLOCK_K=launch.down_block_k,
-        AHEAD=triton.next_power_of_2(inner_size), num_warps=launch.num_warps,
+        HAS_BIAS=bias is not None, BLOCK_N=launch.down_block_n, BLOCK_K=launch.down_block_k, num_warps=launch.num_warps,
         **overlapped(inner.device),
     )  # fmt: skip
     return out
@@ -105,7 +104,7 @@ def _narrow_gate_up_kernel(
     BLOCK_K: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ):
-    wait_first(OVERLAPPED)
+    wait_alone(OVERLAPPED)
     pair = tl.program_id(1).to(tl.int64)
     expert = (tl.load(experts_ptr + pair) - first).to(tl.int64)
     if (expert < 0) | (expert >= num_experts):
@@ -149,17 +148,11 @@ def _narrow_down_kernel(
     HAS_BIAS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    AHEAD: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ):
     token = tl.program_id(1).to(tl.int64)
     outputs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     safe = tl.where(outputs < HIDDEN, outputs, 0)
-    if OVERLAPPED:  # the experts are known before the activations are
-        for choice in tl.static_range(TOP_K):
-            expert = (tl.load(experts_ptr + token * TOP_K + choice) - first).to(tl.int64)
-            is_own = (expert >= 0) & (expert < num_experts)
-            prefetch(weight_ptr + (tl.where(is_own, expert, 0) * HIDDEN + safe) * INNER, 0, INNER, AHEAD)
     wait(OVERLAPPED)
     total, biases = tl.zeros((BLOCK_N, BLOCK_K), dtype=tl.float32), tl.zeros((BLOCK_N,), dtype=tl.float32)
     for choice in tl.static_range(TOP_K):  # without branches: loads of several choices are in flight at once

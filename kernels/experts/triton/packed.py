@@ -17,7 +17,7 @@ from splitserve.kernels.experts.triton.activation import ACTIVATION_NUMBERS, act
 from splitserve.kernels.experts.triton.mxfp4 import packed_product
 from splitserve.kernels.experts.triton.sorting import SortedPairs
 from splitserve.kernels.experts.weights import ExpertWeights
-from splitserve.kernels.triton.launch import overlapped, prefetch, wait, wait_first
+from splitserve.kernels.triton.launch import overlapped, wait, wait_alone
 
 _COLUMNS_OF_A_PAIR = 8  # matrix instructions take no fewer
 
@@ -64,8 +64,7 @@ def packed_down(
         inner, words, scales, inner if bias is None else bias, factors, out, num_pairs,
         weights.first, weights.num_experts, **tiles, HIDDEN=hidden_size, INNER=inner_size, PADDED=4 * words.shape[2],
         HAS_BIAS=bias is not None, PAIRED=_is_paired(inner), BLOCK_N=launch.down_block_n, BLOCK_K=launch.down_block_k,
-        SPLIT_K=split_k, AHEAD=triton.next_power_of_2(triton.cdiv(words.shape[2], split_k)),
-        num_warps=launch.down_num_warps or launch.num_warps,
+        SPLIT_K=split_k, num_warps=launch.down_num_warps or launch.num_warps,
         num_stages=launch.down_num_stages or launch.num_stages, **overlapped(inner.device),
     )  # fmt: skip
     return out
@@ -128,7 +127,7 @@ def _gate_up_kernel(
     BLOCK_K: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ):
-    wait_first(OVERLAPPED)
+    wait_alone(OVERLAPPED)
     expert, pairs = _pairs_of(pairs_ptr, experts_ptr, num_pairs, first, SORTED, BLOCK_M)
     if (expert < 0) | (expert >= num_experts):
         return
@@ -178,16 +177,8 @@ def _down_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     SPLIT_K: tl.constexpr,
-    AHEAD: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ):
-    outputs, part = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.program_id(2)
-    is_row = outputs < HIDDEN
-    if OVERLAPPED and not SORTED:  # the experts are known before the activations are
-        ahead = (tl.load(experts_ptr + tl.program_id(1)) - first).to(tl.int64)
-        ahead = tl.where((ahead < 0) | (ahead >= num_experts), 0, ahead)
-        row_ahead = words_ptr + (ahead * HIDDEN + tl.where(is_row, outputs, 0)) * (PADDED // 4)
-        prefetch(row_ahead, part * (PADDED // SPLIT_K // 4), PADDED // 4, AHEAD)
     wait(OVERLAPPED)
     expert, pairs = _pairs_of(pairs_ptr, experts_ptr, num_pairs, first, SORTED, BLOCK_M)
     if (expert < 0) | (expert >= num_experts):
@@ -195,6 +186,8 @@ def _down_kernel(
     has_pair = pairs < num_pairs
     safe_pairs = tl.where(has_pair, pairs, tl.min(pairs, 0)).to(tl.int64)
     ALL_ROWS: tl.constexpr = HIDDEN % BLOCK_N == 0
+    outputs, part = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.program_id(2)
+    is_row = outputs < HIDDEN
     total = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
     words_at = words_ptr + (expert * HIDDEN + outputs) * (PADDED // 4)
     scales_at = scales_ptr + expert * (HIDDEN * ((PADDED + 127) // 128)) + outputs
