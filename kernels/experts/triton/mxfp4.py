@@ -51,7 +51,8 @@ def packed_product(
         has_block = number < (PADDED + 127) // 128
         all_scales = _load(scales_of_block, is_row[:, None], has_block[None, :], ALL_ROWS, ALL_BLOCKS)
         for quarter in tl.static_range(4):
-            at = tl.max_contiguous(tl.multiple_of(block + width * quarter + words % 32, 8), 8)
+            # Copies of 16 bytes would pass by the L1 cache, where other programs of the expert find the line
+            at = tl.max_contiguous(tl.multiple_of(block + width * quarter + words % 32, 4), 4)
             in_x = has_word
             if SIZE != PADDED:
                 in_x &= at < SIZE
