@@ -29,15 +29,18 @@ class Referee:
         self._model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64).eval()
         eos = self._model.generation_config.eos_token_id or ()
         self._eos_ids = {eos} if isinstance(eos, int) else set(eos)
+        self._judged: dict[tuple[object, ...], str] = {}
 
     def problem(self, body: dict[str, Any], answer: Answer) -> str:
-        """Describe why ``answer`` can't be an answer to ``body`` even with near-ties; "" if it can."""
+        """Describe why ``answer`` can't be an answer to ``body``, its case's, even with near-ties; "" if it can."""
         if answer.error:
             return f"failed: {answer.error}"
         if (answer.prompt_tokens, answer.completion_tokens) != (len(body["prompt"]), len(answer.token_ids)):
             return "its usage isn't that of its tokens"
-        wrong = self._wrong_token(body, answer.token_ids)
-        return wrong or self._wrong_end(body, answer)
+        key = (answer.case, *answer.token_ids, answer.finish_reason)  # a storm repeats its answers
+        if key not in self._judged:
+            self._judged[key] = self._wrong_token(body, answer.token_ids) or self._wrong_end(body, answer)
+        return self._judged[key]
 
     @torch.inference_mode()
     def _logits(self, body: dict[str, Any], token_ids: list[int]) -> Tensor:

@@ -86,11 +86,11 @@ def test_wrong_tokens_are_found_at_the_bound_of_bfloat16(
 @pytest.mark.parametrize("number", [0, 3], ids=["greedy", "sampled"])
 @pytest.mark.parametrize(("share", "passes"), [(0.5, True), (4.0, False)])
 def test_a_gap_decides(
-    number: int, share: float, passes: bool, cases: list[Case], answers: list[Answer], referee: Referee,
+    number: int, share: float, passes: bool, cases: list[Case], answers: list[Answer], tiny_qwen3: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """The scores of two tokens lie apart by a share of the bound: by raising one until it's that far from winning."""
-    case, answer = cases[number], answers[number]
+    case, answer, referee = cases[number], answers[number], Referee(tiny_qwen3)
     index, logits = 7, referee._logits(cases[number].body, answer.token_ids).clone()
     drawn, other = answer.token_ids[index], (answer.token_ids[index] + 1) % 1500
 
