@@ -54,7 +54,7 @@ def by_quarters(blocks: Tensor) -> Tensor:
 
 def _words(numbers: Tensor, block: int) -> Tensor:
     """Return the words int16 [R, K / 4] of ``numbers`` [R, K], in blocks of ``block``."""
-    quarters = numbers.unflatten(-1, (-1, 4, block // 4))  # [R, K / block, 4, block / 4]
+    quarters = numbers.reshape(len(numbers), -1, 4, block // 4)  # [R, K / block, 4, block / 4]
     words = torch.zeros_like(quarters[..., 0, :], dtype=torch.int32)
     for quarter, bits in enumerate(QUARTER_BITS):
         for place, bit in zip((3, 2, 1, 0), bits, strict=True):
@@ -82,4 +82,5 @@ def shifted_scales(scales: Tensor) -> Tensor:
     if rest:
         last = scales[..., whole:] + SCALE_SHIFT
         groups = torch.cat((groups, last.repeat_interleave(BLOCK // rest, -1)), -1)
-    return groups.transpose(1, 2).unflatten(1, (-1, 4)).transpose(2, 3).contiguous().view(torch.int32).squeeze(-1)
+    quarters = groups.reshape(*groups.shape[:2], -1, 4)  # [N, R, blocks, 4]
+    return quarters.transpose(1, 2).contiguous().view(torch.int32).squeeze(-1)
