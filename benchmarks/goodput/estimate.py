@@ -37,7 +37,7 @@ class Goodput:
 
     @property
     def words(self) -> str:
-        qualifier = {"crossed": "", "at least": "at least ", "below": "below "}[self.kind]
+        qualifier = {"crossed": "", "at least": "at least ", "below": "less than "}[self.kind]
         return f"{qualifier}{self.rate:.3g} requests/s"
 
 

@@ -37,7 +37,10 @@ class ArmResult:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """``first`` against ``second``: the ratio of their goodputs, and the difference in requests per second."""
+    """``first`` against ``second``: the ratio of their goodputs, and the difference in requests per second.
+
+    ``is_known``: whether the probes tell which of the two is more. Where they bracket only one, the ratio is a bound.
+    """
 
     first: str
     second: str
@@ -45,6 +48,7 @@ class Difference:
     ratio_interval: Interval
     difference: float
     difference_interval: Interval
+    is_known: bool
 
     @property
     def is_clear(self) -> bool:
@@ -87,20 +91,19 @@ def judge(
         ArmResult(name, measured_goodput(found, objectives), interval(resampled[name]))
         for name, found in probes.items()
     )
-    rates = {result.name: result.goodput.rate for result in results}
+    goodputs = {result.name: result.goodput for result in results}
     mixed = [name for name in probes if (arm := arms[name]) is not None and arm.is_mixed]
     split = [name for name in probes if (arm := arms[name]) is not None and not arm.is_mixed]
     against = None
     if mixed and split:
-        best = (max(split, key=rates.__getitem__), max(mixed, key=rates.__getitem__))
-        against = _difference(best[0], best[1], rates, resampled)
+        against = _difference(_best(split, goodputs), _best(mixed, goodputs), goodputs, resampled)
     numbers = [arm.num_workers for arm in arms.values() if arm is not None]
     return Verdict(
         objectives=objectives,
         num_devices=max(numbers, default=0),
         arms=results,
         split_against_mixed=against,
-        effects=tuple(_effects(arms, rates, resampled)),
+        effects=tuple(_effects(arms, goodputs, resampled)),
         sweep=tuple(_sweep(mixed, split, probes, objectives, seed)) if mixed and split else (),
     )
 
@@ -109,7 +112,8 @@ def sentence(verdict: Verdict) -> str:
     """Return the verdict in a sentence."""
     against = verdict.split_against_mixed
     if against is None:
-        best = max(verdict.arms, key=lambda arm: arm.goodput.rate)
+        name = _best([arm.name for arm in verdict.arms], {arm.name: arm.goodput for arm in verdict.arms})
+        best = next(arm for arm in verdict.arms if arm.name == name)
         return f"{best.name} holds {best.goodput.words} ({best.interval.words})."
     by_name = {arm.name: arm for arm in verdict.arms}
     first, second = by_name[against.first], by_name[against.second]
@@ -122,16 +126,13 @@ def sentence(verdict: Verdict) -> str:
 
 def _comparison(against: Difference, first: Goodput, second: Goodput) -> str:
     """Return how the first goodput compares, in words. What the probes only bound is called a bound."""
+    if not against.is_known:
+        return "the probes don't tell whether that is more than"
     percent = 100 * (against.ratio - 1)
     if not against.is_clear:
         return f"not clearly different from (ratio {against.ratio_interval.words})"
     words = f"{abs(percent):.0f}% {'more' if percent > 0 else 'less'} than"
-    kinds = (first.kind, second.kind)
-    if kinds == ("crossed", "crossed"):
-        return words
-    bounds = {("at least", "crossed"), ("crossed", "below"), ("at least", "below")}
-    is_bound = kinds in bounds if percent > 0 else kinds[::-1] in bounds
-    return f"at least {words}" if is_bound else f"perhaps {words} (the probes don't bracket both)"
+    return words if first.kind == second.kind == "crossed" else f"at least {words}"
 
 
 def losing_region(verdict: Verdict) -> str:
@@ -159,22 +160,30 @@ def crossing(sweep: Sequence[SweepPoint], ratio: float) -> float | None:
     return max((point.itl_ms for point in sweep if point.is_known and point.ratio >= ratio), default=None)
 
 
+def _best(names: Sequence[str], goodputs: Mapping[str, Goodput]) -> str:
+    """Return the arm with the highest goodput; of one that held no rate none is known."""
+    return max(names, key=lambda name: (goodputs[name].kind != "below", goodputs[name].rate))
+
+
 def _difference(
-    first: str, second: str, rates: Mapping[str, float], resampled: Mapping[str, NDArray[np.float64]]
+    first: str, second: str, goodputs: Mapping[str, Goodput], resampled: Mapping[str, NDArray[np.float64]]
 ) -> Difference:
     ones, others = resampled[first], np.maximum(resampled[second], 1e-9)
+    one, other = goodputs[first], goodputs[second]
+    lower, higher = (other, one) if one.rate > other.rate else (one, other)
     return Difference(
         first=first,
         second=second,
-        ratio=rates[first] / max(rates[second], 1e-9),
+        ratio=one.rate / max(other.rate, 1e-9),
         ratio_interval=interval(ones / others),
-        difference=rates[first] - rates[second],
+        difference=one.rate - other.rate,
         difference_interval=interval(ones - others),
+        is_known=lower.kind != "at least" and higher.kind != "below",
     )
 
 
 def _effects(
-    arms: Mapping[str, Arm | None], rates: Mapping[str, float], resampled: Mapping[str, NDArray[np.float64]]
+    arms: Mapping[str, Arm | None], goodputs: Mapping[str, Goodput], resampled: Mapping[str, NDArray[np.float64]]
 ) -> list[Difference]:
     """Return the effects of routing, with and without disaggregation, and of disaggregation, with either policy.
 
@@ -182,8 +191,9 @@ def _effects(
     """
 
     def best(*, mixed: bool, policy: str) -> str | None:
-        found = [n for n, arm in arms.items() if n in rates and arm and arm.is_mixed == mixed and arm.policy == policy]
-        return max(found, key=rates.__getitem__, default=None)
+        named = [(name, arm) for name, arm in arms.items() if name in goodputs and arm is not None]
+        found = [name for name, arm in named if arm.is_mixed == mixed and arm.policy == policy]
+        return _best(found, goodputs) if found else None
 
     policies = (LOAD_POLICY, PREFIX_POLICY)
     corners = {(mixed, policy): best(mixed=mixed, policy=policy) for mixed in (True, False) for policy in policies}
@@ -197,7 +207,7 @@ def _effects(
     for one, other in wanted:
         first, second = corners[one], corners[other]
         if first is not None and second is not None:
-            found.append(_difference(first, second, rates, resampled))
+            found.append(_difference(first, second, goodputs, resampled))
     return found
 
 
@@ -212,18 +222,17 @@ def _sweep(
     for factor in SWEEP_FACTORS:
         changed = replace(objectives, itl_ms=objectives.itl_ms * factor)
         goodputs = {name: measured_goodput(probes[name], changed) for name in (*mixed, *split)}
-        rates = {name: goodput.rate for name, goodput in goodputs.items()}
-        best_mixed, best_split = max(mixed, key=rates.__getitem__), max(split, key=rates.__getitem__)
+        best_mixed, best_split = _best(mixed, goodputs), _best(split, goodputs)
         two = {name: probes[name] for name in (best_mixed, best_split)}
         resampled = resampled_goodputs(two, changed, seed, SWEEP_RESAMPLES)
-        both = _difference(best_split, best_mixed, rates, resampled)
+        both = _difference(best_split, best_mixed, goodputs, resampled)
         points.append(
             SweepPoint(
                 itl_ms=changed.itl_ms,
                 best_mixed=best_mixed,
                 best_split=best_split,
-                mixed_goodput=rates[best_mixed],
-                split_goodput=rates[best_split],
+                mixed_goodput=goodputs[best_mixed].rate,
+                split_goodput=goodputs[best_split].rate,
                 ratio=both.ratio,
                 ratio_interval=both.ratio_interval,
                 is_known=all(goodputs[name].kind == "crossed" for name in (best_mixed, best_split)),

@@ -40,7 +40,7 @@ def run_link(run: Run) -> str:
 
 
 def commit(run: Run) -> str:
-    return run.commit or f"**{NO_COMMIT}**"
+    return run.commit[:12] or f"**{NO_COMMIT}**"
 
 
 def awake(run: Run) -> str:

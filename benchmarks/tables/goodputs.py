@@ -12,7 +12,7 @@ CONDITIONS = (
     "arrangement's twin, from a short load before the first probe. A report has the plots and every probe."
 )
 
-
+QUALIFIERS = {"crossed": "", "at least": "at least ", "below": "less than "}
 HEADERS = ("run", "load and objectives", "arrangement", "goodput, requests/s", "simulated", "of the best", "commit")
 
 
@@ -32,12 +32,12 @@ def _rows(runs: Sequence[Run], name: Callable[[Run], str]) -> list[list[str]]:
         verdict, conditions = run.content["verdict"], run.content["conditions"]
         twins = {row["arm"]: row.get("simulated_goodput") for row in run.content["probes"]}
         simulated = {name: number(rate) for name, rate in twins.items() if rate is not None}
-        best = max(arm["goodput"]["rate"] for arm in verdict["arms"])
+        held = [arm["goodput"]["rate"] for arm in verdict["arms"] if arm["goodput"]["kind"] != "below"]
         for arm in verdict["arms"]:
-            rate = arm["goodput"]["rate"]
-            least = "at least " if arm["goodput"]["kind"] == "at least" else ""
-            found = f"{least}{number(rate)} {_interval(arm['interval'])}"
-            cells = [arm["name"], found, simulated.get(arm["name"], "not simulated"), percent(rate / best)]
+            rate, kind = arm["goodput"]["rate"], arm["goodput"]["kind"]
+            found = f"{QUALIFIERS[kind]}{number(rate)} {_interval(arm['interval'])}"
+            of_best = percent(rate / max(held)) if held and kind != "below" else "not known"
+            cells = [arm["name"], found, simulated.get(arm["name"], "not simulated"), of_best]
             rows.append([name(run), _load(run, conditions), *cells, commit(run)])
     return rows
 
@@ -48,11 +48,16 @@ def effects(runs: Sequence[Run]) -> Section:
     for run in of_bench(runs, "goodput"):
         verdict = run.content["verdict"]
         for pair in filter(None, (verdict["split_against_mixed"], *verdict["effects"])):
+            if not pair["is_known"]:
+                continue
             ratio = f"{pair['ratio']:.2f} {_interval(pair['ratio_interval'], '.2f')}"
             difference = f"{pair['difference']:+.1f} {_interval(pair['difference_interval'], '+.1f')}"
             rows.append([_run(run), pair["first"], pair["second"], ratio, difference])
     headers = ["run", "arrangement", "against", "ratio of goodputs", "difference, requests/s"]
-    text = "The first row of a run is its best disaggregated arrangement against its best mixed one, if it has both."
+    text = (
+        "The first row of a run is its best disaggregated arrangement against its best mixed one, if it has both. "
+        "Pairs of which the probes don't tell which is better are left out."
+    )
     return Section("Effects of disaggregation and of routing", text, headers, rows)
 
 
@@ -64,7 +69,8 @@ def _load(run: Run, conditions: Mapping[str, Any]) -> str:
     temperature = conditions["temperature"]
     drawn = f"temperature {temperature}, top-p {conditions['top_p']}" if temperature else "greedy"
     objectives = f"p{conditions['percentile']:.0f} of TTFT {conditions['ttft_ms']:.0f} ms and of ITL "
-    devices = run.gpus if run.gpus != "none" else f"{run.content['verdict']['num_devices']} workers on CPU"
+    num_devices = run.content["verdict"]["num_devices"]
+    devices = f"{num_devices} x {run.gpu}" if run.gpus != "none" else f"{num_devices} workers on CPU"
     if memory := conditions["settings"].get("kv_memory"):
         devices += f" with {memory / 2**30:g} GiB of KV each"
     requests = f"{conditions['num_requests']} requests a probe"

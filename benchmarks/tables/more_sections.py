@@ -105,9 +105,11 @@ def all_reduce(runs: Sequence[Run]) -> Section:
     for run in of_bench(runs, "all-reduce"):
         for result in run.content["results"]:
             times = [number(result["microseconds"][n]) if n in result["microseconds"] else "-" for n in WAYS]
-            rows.append([f"{result['num_bytes'] // 1024} KiB", *times, result["best"], run_link(run), commit(run)])
-    text = "`bench all-reduce`: sums over 2 ranks, microseconds of one in a CUDA graph, nothing else on the GPUs."
-    return Section("Sums over ranks", text, ["size", *WAYS, "best", "run", "commit"], rows)
+            ranks = f"{run.content['ranks']} x {run.gpu}"
+            size = f"{result['num_bytes'] // 1024} KiB"
+            rows.append([ranks, size, *times, result["best"], run_link(run), commit(run)])
+    text = "`bench all-reduce`: microseconds of a sum over ranks in a CUDA graph, nothing else on the GPUs."
+    return Section("Sums over ranks", text, ["ranks", "size", *WAYS, "best", "run", "commit"], rows)
 
 
 WAYS = ("nccl", "flagless", "one-shot")

@@ -21,6 +21,10 @@ class ExpertLaunch:
     down_block_k: int = 128
     num_warps: int = 4
     num_stages: int = 3
+    # Of the second product with weights in MXFP4 alone:
+    down_num_warps: int = 0  # 0: as the first product
+    down_num_stages: int = 0  # likewise
+    down_split_k: int = 1  # programs that share a row's elements; the sum over choices adds up their parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +41,11 @@ _PLAIN = _Defaults(
 )
 _PACKED = _Defaults(
     8,
-    ExpertLaunch(1, 32, 256, 64, 256),
+    ExpertLaunch(1, 32, 256, 64, 256, down_split_k=2),
     (
         (16, ExpertLaunch(16, 64, 128, 128, 128)),
         (64, ExpertLaunch(32, 64, 128, 128, 128)),
-        (inf, ExpertLaunch(64, 128, 64, 256, 64, 8)),
+        (inf, ExpertLaunch(64, 128, 128, 256, 128, 8)),
     ),
 )
 

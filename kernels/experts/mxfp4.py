@@ -16,8 +16,8 @@ SCALE_SHIFT = 62
 """What is added to scales: with it, ``2 ** -126`` times an element times its scale is ``2 ** -64`` times its value."""
 MAX_EXPONENT = 254
 """Of a finite number in bfloat16."""
-SCALE_ALIGNMENT = 16
-"""Bytes of which a row of scales has a whole number."""
+BLOCK = 128
+"""Elements of a row whose quarters lie side by side in words."""
 
 
 def dequantised(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
@@ -28,26 +28,44 @@ def dequantised(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.ldexp(values[numbers.int()], exponents).to(dtype)
 
 
-def by_quarters(blocks: Tensor) -> Tensor:
-    """Return ``blocks`` uint8 [N, R, K / 2] in the order that the Triton kernels read, int16 [N, R, K / 4].
+def padded_size(size: int) -> int:
+    """Return the elements of a row of ``size`` as the Triton kernels read it: its last block has 32, 64 or 128."""
+    return size + MXFP4_GROUP if size % BLOCK == BLOCK - MXFP4_GROUP else size
 
-    Word ``i`` of a group has its elements ``i``, ``8 + i``, ``16 + i`` and ``24 + i``. An element of the first three
-    quarters lies such that a shift and a mask leave it as a bfloat16 that is ``2 ** 126`` times too small.
+
+def by_quarters(blocks: Tensor) -> Tensor:
+    """Return ``blocks`` uint8 [N, R, K / 2] in the order that the Triton kernels read, int16 [N, R, P / 4].
+
+    P is :func:`padded_size`; the padding is zeros. Word ``i`` of a block of B elements, 128 or what is left of the row,
+    has elements ``i``, ``B / 4 + i``, ``B / 2 + i`` and ``3 * B / 4 + i``. An element of the first three quarters lies
+    such that a shift and a mask leave it as a bfloat16 that is ``2 ** 126`` times too small.
     """
-    ordered = torch.empty((*blocks.shape[:-1], blocks.shape[-1] // 2), dtype=torch.int16, device=blocks.device)
+    size = 2 * blocks.shape[-1]
+    padded = padded_size(size)
+    whole = padded // BLOCK * BLOCK
+    ordered = torch.empty((*blocks.shape[:-1], padded // 4), dtype=torch.int16, device=blocks.device)
     for source, target in zip(blocks, ordered, strict=True):  # one matrix at a time: memory for all may not be there
-        numbers = torch.stack((source & 15, source >> 4), -1).reshape(len(source), -1, 4, MXFP4_GROUP // 4)
-        words = torch.zeros_like(numbers[..., 0, :], dtype=torch.int32)  # [R, K / 32, 8]
-        for quarter, bits in enumerate(QUARTER_BITS):
-            for place, bit in zip((3, 2, 1, 0), bits, strict=True):
-                words |= (numbers[..., quarter, :].int() >> place & 1) << bit
-        target.copy_(words.flatten(-2))  # the highest bit becomes the sign
+        numbers = torch.stack((source & 15, source >> 4), -1).flatten(-2)  # [R, K]
+        numbers = torch.nn.functional.pad(numbers, (0, padded - size))
+        target[:, : whole // 4] = _words(numbers[:, :whole], BLOCK)
+        target[:, whole // 4 :] = _words(numbers[:, whole:], max(padded - whole, 4))
     return ordered
 
 
+def _words(numbers: Tensor, block: int) -> Tensor:
+    """Return the words int16 [R, K / 4] of ``numbers`` [R, K], in blocks of ``block``."""
+    quarters = numbers.reshape(len(numbers), -1, 4, block // 4)  # [R, K / block, 4, block / 4]
+    words = torch.zeros_like(quarters[..., 0, :], dtype=torch.int32)
+    for quarter, bits in enumerate(QUARTER_BITS):
+        for place, bit in zip((3, 2, 1, 0), bits, strict=True):
+            words |= (quarters[..., quarter, :].int() >> place & 1) << bit
+    return words.flatten(-2).to(torch.int16)  # the highest bit becomes the sign
+
+
 def shifted_scales(scales: Tensor) -> Tensor:
-    """Return ``scales`` uint8 [N, R, K / 32] as the Triton kernels read them: plus ``SCALE_SHIFT``, and with zeros up
-    to a whole number of 16 bytes, so that each row is aligned.
+    """Return ``scales`` uint8 [N, R, K / 32] as the Triton kernels read them, int32 [N, blocks, R].
+
+    The bytes of a number, from the lowest one on, are the scales of its block's quarters, plus ``SCALE_SHIFT``.
 
     Raises ValueError for a scale above ``2 ** 65``.
     """
@@ -56,4 +74,13 @@ def shifted_scales(scales: Tensor) -> Tensor:
             f"a scale of MXFP4 is 2**{int(scales.max()) - _BIAS}; at most 2**{MAX_EXPONENT - SCALE_SHIFT - _BIAS} is "
             "allowed: is this a tensor of scales?"
         )
-    return torch.nn.functional.pad(scales + SCALE_SHIFT, (0, -scales.shape[-1] % SCALE_ALIGNMENT))
+    num_groups = scales.shape[-1]
+    rest = padded_size(num_groups * MXFP4_GROUP) % BLOCK
+    whole = num_groups - rest // MXFP4_GROUP
+    groups = scales[..., :whole] + SCALE_SHIFT
+    groups = torch.nn.functional.pad(groups, (0, -whole % 4))  # a last block of 96 is padded to 128
+    if rest:
+        last = scales[..., whole:] + SCALE_SHIFT
+        groups = torch.cat((groups, last.repeat_interleave(BLOCK // rest, -1)), -1)
+    quarters = groups.reshape(*groups.shape[:2], -1, 4)  # [N, R, blocks, 4]
+    return quarters.transpose(1, 2).contiguous().view(torch.int32).squeeze(-1)

@@ -22,6 +22,11 @@ from splitserve.kernels.tuning.tunables import ExpertSizes, TuneTarget, num_copi
 MAX_ROWS = 16384
 _MAX_SHARED_BYTES = 225_000
 _FP8_TOLERANCE = 0.15  # roundings of FP8 are up to a sixteenth, and follow each other
+_MAX_SPLIT_K = 4
+_DOUBLED = ("block_m", "block_n", "block_k", "down_block_n", "down_block_k", "num_warps")
+_COUNTED = ("num_stages",)
+_DOUBLED_OF_PACKED = ("down_num_warps",)
+_COUNTED_OF_PACKED = ("down_num_stages", "down_split_k")
 _SCALE = 120  # of groups in MXFP4: 2 ** (120 - 127)
 _STARTS = (
     ExpertLaunch(1, 4, 1024, 2, 1024),
@@ -32,12 +37,16 @@ _STARTS = (
     ExpertLaunch(128, 128, 64, 256, 64, num_warps=8),
 )
 
-_PACKED_STARTS = (
-    ExpertLaunch(1, 32, 256, 64, 256),
-    ExpertLaunch(16, 64, 128, 128, 128),
-    ExpertLaunch(32, 64, 128, 128, 128),
-    ExpertLaunch(64, 128, 64, 256, 64, num_warps=8),
-    ExpertLaunch(128, 128, 128, 256, 128, num_warps=8),
+_PACKED_STARTS = tuple(
+    replace(launch, down_num_warps=launch.num_warps, down_num_stages=launch.num_stages)
+    for launch in (
+        ExpertLaunch(1, 32, 256, 64, 256, down_split_k=2),
+        ExpertLaunch(8, 64, 128, 64, 256),
+        ExpertLaunch(16, 64, 128, 128, 128),
+        ExpertLaunch(32, 64, 128, 128, 128),
+        ExpertLaunch(64, 128, 128, 256, 128, num_warps=8),
+        ExpertLaunch(128, 128, 128, 256, 128, num_warps=8, num_stages=2),
+    )
 )
 
 
@@ -119,19 +128,20 @@ class ExpertsCase:
 
     def _neighbours(self, launch: ExpertLaunch) -> list[ExpertLaunch]:
         found = []
-        for name in ("block_m", "block_n", "block_k", "down_block_n", "down_block_k", "num_warps"):
+        for name in _DOUBLED + (_DOUBLED_OF_PACKED if self._is_mxfp4 else ()):
             value = getattr(launch, name)
             if self._is_fp8 and launch.block_m > 1 and name.endswith("block_k"):
                 continue  # tiles take a group at a time
             if name != "block_m" or value > 1:
                 found += [replace(launch, **{name: step}) for step in (value // 2, value * 2)]
-        return found + [replace(launch, num_stages=launch.num_stages + step) for step in (-1, 1)]
+        counted = _COUNTED + (_COUNTED_OF_PACKED if self._is_mxfp4 else ())
+        return found + [replace(launch, **{name: getattr(launch, name) + step}) for name in counted for step in (-1, 1)]
 
     def _fits(self, launch: ExpertLaunch) -> bool:
-        if not (1 <= launch.num_warps <= 8 and 2 <= launch.num_stages <= 6):
-            return False
         if self._is_mxfp4:
             return self._fits_packed(launch)
+        if not (1 <= launch.num_warps <= 8 and 2 <= launch.num_stages <= 6):
+            return False
         if launch.block_m == 1:
             per_thread = max(2 * launch.block_n * launch.block_k, launch.down_block_n * launch.down_block_k)
             return self._rows <= 64 and min(launch.block_n, launch.down_block_n) >= 1 and per_thread <= 1 << 14
@@ -147,14 +157,24 @@ class ExpertsCase:
 
     def _fits_packed(self, launch: ExpertLaunch) -> bool:
         """A quarter of a tile's columns is a matrix instruction's; words and vectors wait in shared memory."""
-        tiles = ((2 * launch.block_n, launch.block_k), (launch.down_block_n, launch.down_block_k))
-        if not all(64 <= rows <= 256 and 64 <= columns <= 512 for rows, columns in tiles):
+        if (launch.block_m == 1 and self._rows > 64) or not (launch.block_m == 1 or 8 <= launch.block_m <= 128):
             return False
-        if (launch.block_m == 1 and self._rows > 64) or not (launch.block_m == 1 or 16 <= launch.block_m <= 128):
+        down_warps, down_stages = launch.down_num_warps or launch.num_warps, launch.down_num_stages or launch.num_stages
+        tiles = (
+            (2 * launch.block_n, launch.block_k, launch.num_warps, launch.num_stages),
+            (launch.down_block_n, launch.down_block_k, down_warps, down_stages),
+        )
+        held = max(rows * (columns // 2 + 4 * launch.block_m) for rows, columns, _, _ in tiles)
+        if not (1 <= launch.down_split_k <= _MAX_SPLIT_K and held <= 1 << 16):
             return False
-        held = max(rows * (columns // 2 + 4 * launch.block_m) for rows, columns in tiles)
-        shared = max(columns * (rows // 2 + launch.block_m * self._x.element_size()) for rows, columns in tiles)
-        return held <= 1 << 16 and launch.num_stages * shared <= _MAX_SHARED_BYTES
+        return all(
+            64 <= rows <= 256
+            and 128 <= columns <= 512
+            and 4 <= warps <= 8
+            and 2 <= stages <= 6
+            and stages * columns * (rows // 2 + launch.block_m * self._x.element_size()) <= _MAX_SHARED_BYTES
+            for rows, columns, warps, stages in tiles
+        )
 
     def calls(self) -> Sequence[Callable[[], Tensor]]:
         return [partial(self._call, TritonExperts(weights)) for weights in self._weights]

@@ -58,7 +58,7 @@ class ExpertWeights:
     @property
     def inner_size(self) -> int:
         """I, of this rank."""
-        return self.down.shape[2] * (2 if self.is_mxfp4 else 1)
+        return self.gate_up.shape[1] // 2
 
     @property
     def is_mxfp4(self) -> bool:

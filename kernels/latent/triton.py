@@ -234,7 +234,6 @@ def prepare_latent(
     )
 
 
-# length: a third of it declares arguments.
 @triton.jit
 def _prepare_kernel(
     query_ptr,
@@ -269,25 +268,8 @@ def _prepare_kernel(
     if tl.program_id(1) == 0:
         slot = tl.load(slots_ptr + token)
         if slot >= 0:
-            column = tl.arange(0, RANK_PADDED)
-            is_column = column < RANK
-            source = latent_ptr + token * latent_stride
-            x = tl.load(source + column, mask=is_column, other=0.0)
-            wide = x.to(tl.float32)
-            scale = 1.0 / tl.sqrt(tl.sum(wide * wide, 0) / RANK + eps)
-            weight = tl.load(norm_ptr + column, mask=is_column, other=0.0)
-            target = kv_ptr + slot * (RANK + ROTATED)
-            tl.store(
-                target + column,
-                (((wide * scale).to(x.dtype) * weight).to(tl.float32)).to(kv_ptr.dtype.element_ty),
-                mask=is_column,
-            )
-            first = tl.load(source + RANK + half, mask=is_half, other=0.0).to(tl.float32)
-            second = tl.load(source + RANK + middle + half, mask=is_half, other=0.0).to(tl.float32)
-            tl.store(target + RANK + half, (first * cos - second * sin).to(kv_ptr.dtype.element_ty), mask=is_half)
-            tl.store(
-                target + RANK + middle + half, (second * cos + first * sin).to(kv_ptr.dtype.element_ty), mask=is_half
-            )
+            source, target = latent_ptr + token * latent_stride, kv_ptr + slot * (RANK + ROTATED)
+            _write_latent(source, target, norm_ptr, eps, cos, sin, is_half, RANK, RANK_PADDED, ROTATED, HALF)
     else:
         head = (tl.program_id(1) - 1) * HEADS + tl.arange(0, HEADS)
         inside = (head[:, None] < NUM_HEADS) & is_half[None, :]
@@ -297,3 +279,34 @@ def _prepare_kernel(
         dtype = query_ptr.dtype.element_ty
         tl.store(at, (first * cos[None, :] - second * sin[None, :]).to(dtype), mask=inside)
         tl.store(at + middle, (second * cos[None, :] + first * sin[None, :]).to(dtype), mask=inside)
+
+
+@triton.jit
+def _write_latent(
+    source,
+    target,
+    norm_ptr,
+    eps,
+    cos,
+    sin,
+    is_half,
+    RANK: tl.constexpr,
+    RANK_PADDED: tl.constexpr,
+    ROTATED: tl.constexpr,
+    HALF: tl.constexpr,
+):
+    """Write one token's latent to its slot: the normed part, then the rotated key that all heads share."""
+    half = tl.arange(0, HALF)
+    middle: tl.constexpr = ROTATED // 2
+    column = tl.arange(0, RANK_PADDED)
+    is_column = column < RANK
+    x = tl.load(source + column, mask=is_column, other=0.0)
+    wide = x.to(tl.float32)
+    scale = 1.0 / tl.sqrt(tl.sum(wide * wide, 0) / RANK + eps)
+    weight = tl.load(norm_ptr + column, mask=is_column, other=0.0)
+    dtype = target.dtype.element_ty
+    tl.store(target + column, ((wide * scale).to(x.dtype) * weight).to(tl.float32).to(dtype), mask=is_column)
+    first = tl.load(source + RANK + half, mask=is_half, other=0.0).to(tl.float32)
+    second = tl.load(source + RANK + middle + half, mask=is_half, other=0.0).to(tl.float32)
+    tl.store(target + RANK + half, (first * cos - second * sin).to(dtype), mask=is_half)
+    tl.store(target + RANK + middle + half, (second * cos + first * sin).to(dtype), mask=is_half)

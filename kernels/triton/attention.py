@@ -32,6 +32,7 @@ from splitserve.kernels.triton.sampling import to_device
 from splitserve.kernels.tuning.decode_launch import decode_launch
 
 _MIN_DOT = 16  # least number of rows of a matrix instruction
+JOINED_AT_ONCE = tl.constexpr(8192)  # elements of parts that are in registers together
 
 
 class TritonPagedAttention:
@@ -285,18 +286,25 @@ def _join_parts(
     PARTS_PADDED: tl.constexpr,
 ):
     """Fill the heads of a group together, from their first ``num_parts`` parts. Padding repeats the last head."""
-    row, part, column = tl.arange(0, GROUP_PADDED), tl.arange(0, PARTS_PADDED), tl.arange(0, DIM)
+    row, every, column = tl.arange(0, GROUP_PADDED), tl.arange(0, PARTS_PADDED), tl.arange(0, DIM)
     head = first_head + tl.minimum(row, GROUP - 1)
-    lse_at = lse_ptr + head * PARTS
-    is_part = (part < num_parts)[None, :]
-    lse = tl.load(lse_at[:, None] + part[None, :], mask=is_part, other=float("-inf"), cache_modifier=".cg")
-    top = tl.max(lse, 1)
-    whole = tl.sum(tl.exp2(lse - top[:, None]), 1)
-    mask = (row < GROUP)[:, None] & (column < HEAD_DIM)[None, :]
-    partial_at = partial_ptr + (head * (PARTS * HEAD_DIM))[:, None] + column[None, :]
+    lse_at = (lse_ptr + head * PARTS)[:, None]
+    is_part = (every < num_parts)[None, :]
+    all_lse = tl.load(lse_at + every[None, :], mask=is_part, other=float("-inf"), cache_modifier=".cg")
+    top = tl.max(all_lse, 1)
+    whole = tl.sum(tl.exp2(all_lse - top[:, None]), 1)
+    partial_at = (partial_ptr + head * (PARTS * HEAD_DIM))[:, None, None] + column[None, None, :]
     out = tl.zeros((GROUP_PADDED, DIM), tl.float32)
-    for index in tl.range(0, num_parts, loop_unroll_factor=4):  # loads of several parts are in flight at once
-        weight = tl.exp2(tl.load(lse_at + index, cache_modifier=".cg") - top) / whole
-        partial = tl.load(partial_at + index * HEAD_DIM, mask=mask, other=0.0, cache_modifier=".cg")
-        out += partial * weight[:, None]
-    tl.store(out_ptr + head[:, None] * HEAD_DIM + column[None, :], out.to(out_ptr.dtype.element_ty), mask=mask)
+    # Loads of several parts are in flight at once
+    AT_ONCE: tl.constexpr = min(PARTS_PADDED, max(1, JOINED_AT_ONCE // (GROUP_PADDED * DIM)))
+    for first in range(0, num_parts, AT_ONCE):
+        part = first + tl.arange(0, AT_ONCE)
+        there = (part < num_parts)[None, :]
+        lse = tl.load(lse_at + part[None, :], mask=there, other=float("-inf"), cache_modifier=".cg")
+        weight = tl.exp2(lse - top[:, None]) / whole[:, None]
+        within = there[:, :, None] & (column < HEAD_DIM)[None, None, :]
+        partial = tl.load(partial_at + part[None, :, None] * HEAD_DIM, mask=within, other=0.0, cache_modifier=".cg")
+        out += tl.sum(partial * weight[:, :, None], 1)
+    mask = (row < GROUP)[:, None] & (column < HEAD_DIM)[None, :]
+    out_at = out_ptr + head[:, None] * HEAD_DIM + column[None, :]
+    tl.store(out_at, out.to(out_ptr.dtype.element_ty), mask=mask)

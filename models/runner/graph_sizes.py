@@ -6,7 +6,6 @@ from typing import NamedTuple
 MAX_MIXED_CHUNKS = 4  # prefill chunks in a step with a graph
 TOKENS_ALONE = (64, 128, 256, 512, 1024, 2048)  # of prefill alone
 MAX_TOKENS_ALWAYS = 512  # a replay of so many is used for any smaller step as well
-MAX_PADDING = 0.02  # share of a step that a replay may compute for nothing where the device is the slower one
 
 
 def batch_sizes(max_num_seqs: int) -> list[int]:
@@ -31,13 +30,13 @@ def mixed_sizes(max_num_seqs: int, max_tokens: int, max_tokens_alone: int) -> li
     return sorted(sizes | {MixedSize(0, num_tokens) for num_tokens in alone})
 
 
-def least_tokens(num_tokens: int, launch_seconds: float, replay_seconds: float) -> int:
+def least_tokens(num_tokens: int, launch_seconds: float, launched_seconds: float, replay_seconds: float) -> int:
     """Return the fewest tokens for which to replay a graph of ``num_tokens``, rather than to launch a step kernel by
-    kernel.
+    kernel; more than ``num_tokens``: none.
 
-    ``launch_seconds``: of the host, for such a step; ``replay_seconds``: until the device is done. A launched step
-    takes the longer of the host's time, which hardly depends on its tokens, and of the device's.
+    Of a step of ``num_tokens``: ``launch_seconds`` of the host, which hardly depend on the tokens, ``launched_seconds``
+    until the device is done, and ``replay_seconds``, the same for the graph, whose attention may be another one.
     """
     if num_tokens <= MAX_TOKENS_ALWAYS or replay_seconds <= launch_seconds:
         return 1
-    return math.ceil(num_tokens * (1 - MAX_PADDING))
+    return math.ceil(num_tokens * replay_seconds / launched_seconds)

@@ -27,7 +27,7 @@ SHARED_MEMORY = Path("/dev/shm")
 def test_a_short_storm_changes_no_answer_and_leaves_nothing(transport: str) -> None:
     times = [text for name, seconds in SHORT_TIMES.items() for text in (f"--{name}-seconds", str(seconds))]
     command = [sys.executable, "-m", "splitserve.orchestration.cli.main", "bench", "chaos", "--transport", transport]
-    command += ["--duration", "5", "--warm-up", "0", "--cases", "6", "--streams", "8", "--pause-seconds", "0.4"]
+    command += ["--duration", "3", "--warm-up", "0", "--cases", "6", "--streams", "8", "--pause-seconds", "0.4"]
     command += ["--seed", "2", "--no-check-times", *times]  # which kills, drains and freezes a worker
     if transport == "tcp":
         # A frozen process that goes on may be aborted by UCX's own time-out. In so short a storm that can hit the last

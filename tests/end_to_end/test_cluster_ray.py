@@ -291,6 +291,7 @@ def right_tokens_or_none(url: str, checkpoint: Path) -> list[list[int]] | None:
         return None
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("left_alone")
 def test_each_node_has_an_lmcache_server(
     raylets: Cluster, tiny_qwen3: Path, tmp_path: Path, state: Path, caplog: pytest.LogCaptureFixture

@@ -50,7 +50,13 @@ def references(tiny_qwen3: Path, tiny_llama: Path) -> dict[Path, list[Reference]
     return found
 
 
-@pytest.mark.parametrize("running", EACH, indirect=True, ids="-".join, scope="module")
+@pytest.mark.parametrize(
+    "running",
+    [*EACH[:-1], pytest.param(EACH[-1], marks=pytest.mark.slow)],  # families are compared in one process, too
+    indirect=True,
+    ids="-".join,
+    scope="module",
+)
 def test_greedy_tokens_are_those_of_transformers(
     running: tuple[LocalCluster, Path], references: dict[Path, list[Reference]]
 ) -> None:

@@ -77,17 +77,23 @@ def expert_problems(launch: ExpertLaunch, sizes: dict[str, int], item_bytes: int
 
 def packed_problems(launch: ExpertLaunch, shared: int) -> Iterator[str]:
     """Rows of the weight are the left operand: 4 bits an element in shared memory, in registers a quarter at a time."""
-    if launch.block_m not in (1, 16, 32, 64, 128):
-        yield f"block_m is {launch.block_m}, not 1, 16, 32, 64 or 128"
-    tiles = ((2 * launch.block_n, launch.block_k), (launch.down_block_n, launch.down_block_k))
-    if not all(is_power(number) and 64 <= number <= 512 for tile in tiles for number in tile):
-        yield f"tiles of {tiles[0]} and {tiles[1]} aren't of powers of two from 64 to 512"
+    if launch.block_m not in (1, 8, 16, 32, 64, 128):
+        yield f"block_m is {launch.block_m}, not 1, 8, 16, 32, 64 or 128"
+    warps, stages = launch.down_num_warps or launch.num_warps, launch.down_num_stages or launch.num_stages
+    if warps not in (4, 8) or not 1 <= stages <= 8 or not 1 <= launch.down_split_k <= 4:
+        yield f"down projections with {warps} warps, {stages} stages, {launch.down_split_k} parts"
     vectors = max(8, launch.block_m)  # of one pair: eight columns
-    taken = launch.num_stages * max(columns * (rows // 2 + 2 * vectors) for rows, columns in tiles)
-    if taken > shared:
-        yield f"{taken} bytes of shared memory, the device has {shared}"
-    if (held := max(rows * vectors for rows, _ in tiles) // (32 * launch.num_warps)) > MAX_THREAD_ELEMENTS:
-        yield f"{held} sums for each thread, at most {MAX_THREAD_ELEMENTS} fit its registers"
+    for rows, columns, num_warps, num_stages in (
+        (2 * launch.block_n, launch.block_k, launch.num_warps, launch.num_stages),
+        (launch.down_block_n, launch.down_block_k, warps, stages),
+    ):
+        if not (is_power(rows) and is_power(columns) and 64 <= rows <= 512 and 128 <= columns <= 512):
+            yield f"a tile of {rows} by {columns} isn't of powers of two up to 512, from 64 and 128"
+        taken = num_stages * columns * (rows // 2 + 2 * vectors)
+        if taken > shared:
+            yield f"{taken} bytes of shared memory, the device has {shared}"
+        if (held := rows * vectors // (32 * num_warps)) > MAX_THREAD_ELEMENTS:
+            yield f"{held} sums for each thread, at most {MAX_THREAD_ELEMENTS} fit its registers"
 
 
 def linear_problems(
@@ -221,7 +227,9 @@ ONE_ROW = {"block_m": 1, "block_n": 4, "block_k": 1024, "num_warps": 4}
         (EXPERTS, 16, {"block_m": 1, "block_n": 64, "block_k": 1024}, "1024 elements for each thread"),
         (EXPERTS, 16, {"block_n": 8}, "take 16 rows"),
         (EXPERTS, 16, {"block_k": 1024, "num_stages": 4}, "393216 bytes of shared memory"),
-        (MXFP4, 16, {"block_n": 16}, "(32, 128) and (64, 128) aren't of powers of two from 64 to 512"),
+        (MXFP4, 16, {"block_n": 16}, "a tile of 32 by 128 isn't of powers of two"),
+        (MXFP4, 16, {"down_block_k": 64}, "a tile of 64 by 64 isn't of powers of two"),
+        (MXFP4, 16, {"down_num_stages": 9}, "down projections with 4 warps, 9 stages, 1 parts"),
         (MXFP4, 16, {"block_m": 128, "block_n": 128, "num_stages": 2}, "256 sums for each thread"),
         (MXFP4, 16, {"block_m": 128, "block_k": 512, "num_stages": 2}, "294912 bytes of shared memory"),
         (LINEAR, 16, {"block_k": 512, "num_stages": 5}, "245760 bytes of shared memory"),

@@ -22,6 +22,8 @@ ME = Party("decode-0", 22)
 SIZES = (1, 2, 4)
 PAIRS = [(8, x, y) for x in SIZES for y in SIZES] + [(2, x, y) for x in SIZES for y in SIZES if 4 in (x, y)]
 PAIRS += [(6, 3, 2), (6, 2, 3)]  # some ranks read different numbers of heads from two
+OFTEN = {(8, 2, 2), (8, 1, 4), (8, 4, 2), (2, 1, 4), (2, 4, 1), (2, 4, 4), *PAIRS[-2:]}
+"""Heads split and joined, shared by ranks or not, in both directions: the other pairs are slow tests."""
 
 
 class Sources:
@@ -131,9 +133,19 @@ def paths(num_heads: int, prefill: int, decode: int) -> list[ReadPath]:
 
 @pytest.mark.parametrize(
     ("path", "num_heads", "prefill", "reader"),
-    [(path, heads, x, (heads, y)) for heads, x, y in PAIRS for path in paths(heads, x, y)],
+    [
+        pytest.param(
+            path,
+            heads,
+            x,
+            (heads, y),
+            id=f"{heads} heads, {x} to {y}, {path}",
+            marks=[] if (heads, x, y) in OFTEN else pytest.mark.slow,
+        )
+        for heads, x, y in PAIRS
+        for path in paths(heads, x, y)
+    ],
     indirect=["reader"],
-    ids=[f"{heads} heads, {x} to {y}, {path}" for heads, x, y in PAIRS for path in paths(heads, x, y)],
 )
 def test_every_head_arrives(
     num_heads: int,

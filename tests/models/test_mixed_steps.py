@@ -12,8 +12,10 @@ from host_runner import HostRunner
 from splitserve.kernels.registry import OPERATIONS, select_kernels
 from splitserve.models.config import load_model_config
 from splitserve.models.demo import checkpoint as demo
+from splitserve.models.runner import cuda
 from splitserve.models.runner.cuda import CudaRunner
 from splitserve.models.runner.graph_sizes import MixedSize, least_tokens, mixed_sizes
+from splitserve.models.runner.graphs import MixedGraph
 from splitserve.models.runner.runner import ModelRunner
 from splitserve.models.weights.loader import load_model
 from splitserve.protocol.step import SampleSpec, ScheduledChunk, StepPlan
@@ -102,9 +104,41 @@ def test_graphs_of_mixed_steps_give_the_tokens_of_eager_ones(checkpoint: Path, d
 
 
 def test_a_longer_prefill_is_replayed_where_that_is_quicker() -> None:
-    assert least_tokens(512, launch_seconds=0.001, replay_seconds=0.1) == 1  # always
-    assert least_tokens(1024, launch_seconds=0.030, replay_seconds=0.012) == 1  # the host is slower
-    assert least_tokens(1000, launch_seconds=0.012, replay_seconds=0.023) == 980  # the device: no padding
+    assert least_tokens(512, 0.001, 0.05, 0.1) == 1  # always
+    assert least_tokens(1024, launch_seconds=0.030, launched_seconds=0.031, replay_seconds=0.012) == 1
+    # The device is slower than the host: a replay saves the gaps, which pay for little padding
+    assert least_tokens(1000, launch_seconds=0.012, launched_seconds=0.025, replay_seconds=0.024) == 960
+    assert least_tokens(1000, launch_seconds=0.012, launched_seconds=0.023, replay_seconds=0.024) > 1000
+
+
+class Device:
+    """A clock, and a device's stream on which steps take ``seconds``; the host is done after ``host_seconds``."""
+
+    def __init__(self) -> None:
+        self.now = self.ends_at = 0.0
+
+    def run(self, host_seconds: float, seconds: float) -> None:
+        self.now += host_seconds
+        self.ends_at = self.now - host_seconds + seconds
+
+    def synchronize(self) -> None:
+        self.now = max(self.now, self.ends_at)
+
+
+def test_the_runner_measures_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, runner = Device(), HostRunner.__new__(HostRunner)
+    monkeypatch.setattr(cuda.time, "perf_counter", lambda: device.now)
+    runner._stream = device  # type: ignore[assignment]
+    monkeypatch.setattr(runner, "_trial", lambda num_tokens: num_tokens)
+    monkeypatch.setattr(runner, "_eager", lambda _chunks, _gates: device.run(0.012, 0.025))
+    monkeypatch.setattr(runner, "_replay_mixed", lambda *_: device.run(0.001, 0.024))
+    assert runner._measured_least_tokens(MixedSize(0, 1000)) == 960
+    runner._mixed_graphs = {
+        MixedSize(0, 512): MixedGraph({}, *[torch.empty(0)] * 3),  # type: ignore[arg-type]
+        MixedSize(0, 1000): MixedGraph({}, *[torch.empty(0)] * 3, least_tokens=960),  # type: ignore[arg-type]
+    }
+    sizes = [runner._mixed_size([chunk(0, count, [1])]) for count in (2, 512, 513, 959, 960, 1000, 1001)]
+    assert sizes == [MixedSize(0, 512)] * 2 + [None] * 2 + [MixedSize(0, 1000)] * 2 + [None]
 
 
 def test_sizes_cover_the_limits() -> None:

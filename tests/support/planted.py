@@ -24,6 +24,7 @@ class Finding:
 
 
 FOUND_AT = {
+    "a_second_freeze_begins_anew": 3,
     "any_acknowledgement_counts": 30,
     "attempts_without_end": 8,
     "biases_lost_on_a_retry": 4,
@@ -41,11 +42,15 @@ FOUND_AT = {
     "moves_are_not_told": 8,
     "old_attempts_heard": 18,
     "other_incarnations_served": 19,
-    "other_tokens_believed": 33,
+    "other_tokens_believed": 53,
     "partial_block_published": 44,
     "prefill_workers_decode": 7,
-    "slots_are_not_pinned": 30,
+    "reads_outlive_their_handover": 78,
+    "resets_are_forgotten": 9,
+    "slot_generations_unchecked": 6,
+    "slots_are_not_pinned": 40,
     "slots_keep_their_generation": 24,
+    "the_last_worker_drains": 5,
     "token_of_a_failed_load_counts": 8,
 }
 """Indices of the schedules that find plants which others do not: the search begins there, to be short."""

@@ -25,7 +25,7 @@ def growth(checkpoint: Path, dtype: str) -> float:
     return float(done.stdout)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_numbers_of_tokens_not_seen_before_add_no_memory(tiny_qwen3: Path, dtype: str) -> None:
     if reason := linear.onednn_unavailable_reason(torch.device("cpu"), getattr(torch, dtype)):
         pytest.skip(reason)

@@ -13,38 +13,53 @@ _TWO_TO_126 = tl.constexpr(2.0**126)
 
 
 @triton.jit
-def packed_product(x_at, words_at, scales_at, total, SIZE: tl.constexpr, BLOCK_K: tl.constexpr, PAIRED: tl.constexpr):
-    """Return float32 ``total`` [N, M] plus the products of N rows of a weight with M vectors.
+def packed_product(
+    x_at, words_at, scales_at, row_stride, is_row, total, part, SIZE: tl.constexpr, PADDED: tl.constexpr,
+    SPLIT_K: tl.constexpr, BLOCK_K: tl.constexpr, PAIRED: tl.constexpr, ALL_ROWS: tl.constexpr,
+):  # fmt: skip
+    """Return float32 ``total`` [N, M] plus the products of N rows of a weight with M vectors, of part ``part`` of
+    ``SPLIT_K``.
 
-    ``x_at`` [M], ``words_at`` and ``scales_at`` [N] point to vectors and rows of ``SIZE`` elements, a whole number of
-    groups. ``PAIRED``: elements become bfloat16, two at once; otherwise they become x's dtype by way of float32.
+    ``x_at`` [M] and ``words_at`` [N] point to vectors and rows of ``SIZE`` elements, padded to ``PADDED``
+    (:func:`splitserve.kernels.experts.mxfp4.padded_size`); ``scales_at`` [N] to the scales of the rows' first blocks,
+    with ``row_stride`` up to the next ones. ``is_row`` [N]: the rows that there are, which is not read if ``ALL_ROWS``.
+    ``PAIRED``: elements become bfloat16, two at once; otherwise they become x's dtype by way of float32.
     """
     NUM_ROWS: tl.constexpr = total.shape[0]
     WORDS: tl.constexpr = BLOCK_K // 4
-    GROUPS: tl.constexpr = BLOCK_K // 32
-    words, groups = tl.arange(0, WORDS), tl.arange(0, GROUPS)
-    columns = words // 8 * 32 + words % 8
+    BLOCKS: tl.constexpr = BLOCK_K // 128
+    REST: tl.constexpr = PADDED % 128
+    PART_K: tl.constexpr = (PADDED + SPLIT_K * BLOCK_K - 1) // (SPLIT_K * BLOCK_K) * BLOCK_K
+    ALL_WORDS: tl.constexpr = PADDED == SPLIT_K * PART_K
+    ALL_BLOCKS: tl.constexpr = (PADDED + 127) // 128 * 128 == SPLIT_K * PART_K
+    words, blocks = tl.arange(0, WORDS), tl.arange(0, BLOCKS)
     if PAIRED:
         total *= 1 / _TWO_TO_64
-    for start in range(0, SIZE, BLOCK_K):
+    for offset in range(0, PART_K, BLOCK_K):
+        start = part * PART_K + offset
+        block = start
+        if BLOCKS > 1:
+            block += words // 32 * 128
+        width = 32
+        if REST > 0:
+            width = tl.where(block + 128 <= PADDED, 32, REST // 4)
+        has_word = words < (PADDED - start) // 4
         packed_at = words_at[:, None] + (start // 4 + words)[None, :]
-        if SIZE % BLOCK_K == 0:
-            packed = tl.load(packed_at)
-        else:
-            packed = tl.load(packed_at, mask=(start + columns < SIZE)[None, :], other=0)
-        scales = tl.load(scales_at[:, None] + (start // 32 + groups)[None, :])  # beyond the row: zeros, or unused
-        if PAIRED:
-            scales = (scales.to(tl.uint16) << 7).to(tl.bfloat16, bitcast=True)
-        else:
-            scales = (scales.to(tl.uint32) << 23).to(tl.float32, bitcast=True)
-        scales = tl.reshape(tl.broadcast_to(scales[:, :, None], (NUM_ROWS, GROUPS, 8)), (NUM_ROWS, WORDS))
+        packed = _load(packed_at, is_row[:, None], has_word[None, :], ALL_ROWS, ALL_WORDS)
+        number = start // 128 + blocks
+        scales_of_block = scales_at[:, None] + number[None, :] * row_stride
+        has_block = number < (PADDED + 127) // 128
+        all_scales = _load(scales_of_block, is_row[:, None], has_block[None, :], ALL_ROWS, ALL_BLOCKS)
         for quarter in tl.static_range(4):
-            # Copies of 16 bytes would pass by the L1 cache, where the other quarters find the rest of a line
-            at = tl.max_contiguous(start + 8 * quarter + columns, 4)
-            if SIZE % BLOCK_K == 0:
-                x = tl.load(x_at[None, :] + at[:, None])
-            else:
-                x = tl.load(x_at[None, :] + at[:, None], mask=(at < SIZE)[:, None], other=0.0)
+            # Copies of 16 bytes would pass by the L1 cache, where other programs of the expert find the line
+            at = tl.max_contiguous(tl.multiple_of(block + width * quarter + words % 32, 4), 4)
+            in_x = has_word
+            if SIZE != PADDED:
+                in_x &= at < SIZE
+            x = _load(x_at[None, :] + at[:, None], in_x[:, None], in_x[:, None], ALL_WORDS and SIZE == PADDED, True)
+            scales = (all_scales >> (8 * quarter)) & 255
+            scales = scales * 0x00800080 if PAIRED else (scales << 23).to(tl.float32, bitcast=True)
+            scales = tl.reshape(tl.broadcast_to(scales[:, :, None], (NUM_ROWS, BLOCKS, 32)), (NUM_ROWS, WORDS))
             if PAIRED:
                 total = tl.dot(_paired(packed, scales, quarter), x, total)
             else:
@@ -56,28 +71,45 @@ def packed_product(x_at, words_at, scales_at, total, SIZE: tl.constexpr, BLOCK_K
 
 
 @triton.jit
+def _load(at, first, second, ALL_FIRST: tl.constexpr, ALL_SECOND: tl.constexpr):
+    """Load what both masks let through, zeros elsewhere; a mask that is all true isn't read."""
+    if ALL_FIRST and ALL_SECOND:
+        values = tl.load(at)
+    elif ALL_FIRST:
+        values = tl.load(at, mask=second, other=0)
+    elif ALL_SECOND:
+        values = tl.load(at, mask=first, other=0)
+    else:
+        values = tl.load(at, mask=first & second, other=0)
+    return values
+
+
+@triton.jit
 def _paired(words, scales, QUARTER: tl.constexpr):
-    """Return a quarter's elements times ``scales``, bfloat16; two neighbours share a register in each instruction."""
+    """Return a quarter's elements times ``scales``, bfloat16; two neighbours share a register in each instruction.
+
+    ``scales`` are int32, twice the bfloat16; the neighbours have the same one, and the second's isn't read.
+    """
     if QUARTER == 0:
         values = tl.inline_asm_elementwise(
             "{ .reg .b32 t; and.b32 t, $1, 0x81C081C0; mul.rn.bf16x2 $0, t, $2; }",
-            "=r,r,r", [words, scales], dtype=tl.bfloat16, is_pure=True, pack=2,
+            "=r,r,r,r", [words, scales], dtype=tl.bfloat16, is_pure=True, pack=2,
         )  # fmt: skip
     elif QUARTER == 1:
         values = tl.inline_asm_elementwise(
             "{ .reg .b32 t; shl.b32 t, $1, 3; and.b32 t, t, 0x81C081C0; mul.rn.bf16x2 $0, t, $2; }",
-            "=r,r,r", [words, scales], dtype=tl.bfloat16, is_pure=True, pack=2,
+            "=r,r,r,r", [words, scales], dtype=tl.bfloat16, is_pure=True, pack=2,
         )  # fmt: skip
     elif QUARTER == 2:
         values = tl.inline_asm_elementwise(
             "{ .reg .b32 t; shl.b32 t, $1, 6; and.b32 t, t, 0x81C081C0; mul.rn.bf16x2 $0, t, $2; }",
-            "=r,r,r", [words, scales], dtype=tl.bfloat16, is_pure=True, pack=2,
+            "=r,r,r,r", [words, scales], dtype=tl.bfloat16, is_pure=True, pack=2,
         )  # fmt: skip
     else:
         values = tl.inline_asm_elementwise(
             "{ .reg .b32 t, u; shl.b32 t, $1, 1; and.b32 t, t, 0x80008000; shr.b32 u, $1, 4; and.b32 u, u, 0x00C000C0; "
             "or.b32 t, t, u; shr.b32 u, $1, 5; and.b32 u, u, 0x01000100; or.b32 t, t, u; mul.rn.bf16x2 $0, t, $2; }",
-            "=r,r,r", [words, scales], dtype=tl.bfloat16, is_pure=True, pack=2,
+            "=r,r,r,r", [words, scales], dtype=tl.bfloat16, is_pure=True, pack=2,
         )  # fmt: skip
     return values
 

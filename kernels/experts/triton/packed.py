@@ -31,14 +31,14 @@ def packed_gate_up(
     them.
     """
     inner_size, hidden_size, activation = weights.inner_size, x.shape[1], weights.activation
-    bias, scales = weights.gate_up_bias, weights.gate_up_scales
+    bias, scales, words = weights.gate_up_bias, weights.gate_up_scales, weights.gate_up.view(torch.int16)
     assert scales is not None
     out = torch.empty((experts.numel(), inner_size), dtype=x.dtype, device=x.device)
     num_tiles, tiles = _tiles(experts, ordered)
     _gate_up_kernel[(triton.cdiv(inner_size, launch.block_n), num_tiles)](
-        x, weights.gate_up.view(torch.int16), scales, x if bias is None else bias, out, experts.numel(), weights.first,
+        x, words, scales, x if bias is None else bias, out, experts.numel(), weights.first,
         weights.num_experts, activation.limit or 0.0, activation.sigmoid_factor, activation.up_offset, **tiles,
-        HIDDEN=hidden_size, INNER=inner_size, NUM_SCALES=scales.shape[2], TOP_K=experts.shape[1],
+        HIDDEN=hidden_size, PADDED=4 * words.shape[2], INNER=inner_size, TOP_K=experts.shape[1],
         HAS_BIAS=bias is not None, INTERLEAVED=activation.interleaved, HAS_LIMIT=activation.limit is not None,
         FUNCTION=ACTIVATION_NUMBERS[activation.function], PAIRED=_is_paired(x), BLOCK_N=launch.block_n,
         BLOCK_K=launch.block_k, num_warps=launch.num_warps, num_stages=launch.num_stages, **overlapped(x.device),
@@ -50,19 +50,22 @@ def packed_down(
     inner: Tensor, experts: Tensor, factors: Tensor, ordered: SortedPairs | None, weights: ExpertWeights,
     launch: ExpertLaunch,
 ) -> Tensor:  # fmt: skip
-    """Return the products [T * k, hidden] of all pairs of the rank's experts, times their factors [T, k]; those of
-    other pairs are undefined. They are in float32 where pairs aren't sorted, else in the dtype of ``inner``."""
+    """Return the products [T * k * S, hidden] of all pairs of the rank's experts, times their factors [T, k], each in
+    ``S = launch.down_split_k`` parts; those of other pairs are undefined. They are in float32 where pairs aren't sorted
+    or there are parts, else in the dtype of ``inner``."""
     num_pairs, inner_size = inner.shape
-    hidden_size, bias, scales = weights.down.shape[1], weights.down_bias, weights.down_scales
+    hidden_size, bias, split_k = weights.down.shape[1], weights.down_bias, launch.down_split_k
+    scales, words = weights.down_scales, weights.down.view(torch.int16)
     assert scales is not None
-    dtype = torch.float32 if ordered is None else inner.dtype
-    out = torch.empty((num_pairs, hidden_size), dtype=dtype, device=inner.device)
+    dtype = torch.float32 if ordered is None or split_k > 1 else inner.dtype
+    out = torch.empty((num_pairs * split_k, hidden_size), dtype=dtype, device=inner.device)
     num_tiles, tiles = _tiles(experts, ordered)
-    _down_kernel[(triton.cdiv(hidden_size, launch.down_block_n), num_tiles)](
-        inner, weights.down.view(torch.int16), scales, inner if bias is None else bias, factors, out, num_pairs,
-        weights.first, weights.num_experts, **tiles, HIDDEN=hidden_size, INNER=inner_size, NUM_SCALES=scales.shape[2],
+    _down_kernel[(triton.cdiv(hidden_size, launch.down_block_n), num_tiles, split_k)](
+        inner, words, scales, inner if bias is None else bias, factors, out, num_pairs,
+        weights.first, weights.num_experts, **tiles, HIDDEN=hidden_size, INNER=inner_size, PADDED=4 * words.shape[2],
         HAS_BIAS=bias is not None, PAIRED=_is_paired(inner), BLOCK_N=launch.down_block_n, BLOCK_K=launch.down_block_k,
-        num_warps=launch.num_warps, num_stages=launch.num_stages, **overlapped(inner.device),
+        SPLIT_K=split_k, num_warps=launch.down_num_warps or launch.num_warps,
+        num_stages=launch.down_num_stages or launch.num_stages, **overlapped(inner.device),
     )  # fmt: skip
     return out
 
@@ -110,8 +113,8 @@ def _gate_up_kernel(
     pairs_ptr,
     experts_ptr,
     HIDDEN: tl.constexpr,
+    PADDED: tl.constexpr,
     INNER: tl.constexpr,
-    NUM_SCALES: tl.constexpr,
     TOP_K: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     INTERLEAVED: tl.constexpr,
@@ -131,14 +134,19 @@ def _gate_up_kernel(
     has_pair = pairs < num_pairs
     one = tl.min(pairs, 0)
     tokens = (tl.where(has_pair, pairs, one) // TOP_K).to(tl.int64)
+    ALL_ROWS: tl.constexpr = INNER % BLOCK_N == 0
     local = tl.program_id(0) * 2 * BLOCK_N + tl.arange(0, 2 * BLOCK_N)  # an output's gate, then its up
-    local = tl.where(local < 2 * INNER, local, 0)
-    rows = expert * 2 * INNER + (local if INTERLEAVED else local // 2 + local % 2 * INNER)
+    is_row = local < 2 * INNER
+    row = local if INTERLEAVED else local // 2 + local % 2 * INNER
     total = tl.zeros((2 * BLOCK_N, BLOCK_M), dtype=tl.float32)
-    words_at, scales_at = words_ptr + rows * (HIDDEN // 4), scales_ptr + rows * NUM_SCALES
-    total = packed_product(x_ptr + tokens * HIDDEN, words_at, scales_at, total, HIDDEN, BLOCK_K, PAIRED)
+    words_at = words_ptr + (expert * 2 * INNER + row) * (PADDED // 4)
+    scales_at = scales_ptr + expert * (2 * INNER * ((PADDED + 127) // 128)) + row
+    total = packed_product(
+        x_ptr + tokens * HIDDEN, words_at, scales_at, 2 * INNER, is_row, total, 0, HIDDEN, PADDED, 1, BLOCK_K, PAIRED,
+        ALL_ROWS,
+    )  # fmt: skip
     if HAS_BIAS:
-        total += tl.load(bias_ptr + rows).to(tl.float32)[:, None]
+        total += tl.load(bias_ptr + expert * 2 * INNER + row, mask=is_row, other=0.0).to(tl.float32)[:, None]
     gate, up = tl.split(tl.permute(tl.reshape(total, (BLOCK_N, 2, BLOCK_M)), (0, 2, 1)))
     inner = activate(gate, up, limit, sigmoid_factor, up_offset, HAS_LIMIT, FUNCTION)
     outputs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -161,13 +169,14 @@ def _down_kernel(
     experts_ptr,
     HIDDEN: tl.constexpr,
     INNER: tl.constexpr,
-    NUM_SCALES: tl.constexpr,
+    PADDED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     PAIRED: tl.constexpr,
     SORTED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    SPLIT_K: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ):
     wait(OVERLAPPED)
@@ -176,13 +185,19 @@ def _down_kernel(
         return
     has_pair = pairs < num_pairs
     safe_pairs = tl.where(has_pair, pairs, tl.min(pairs, 0)).to(tl.int64)
-    outputs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    rows = expert * HIDDEN + tl.where(outputs < HIDDEN, outputs, 0)
+    ALL_ROWS: tl.constexpr = HIDDEN % BLOCK_N == 0
+    outputs, part = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.program_id(2)
+    is_row = outputs < HIDDEN
     total = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
-    words_at, scales_at = words_ptr + rows * (INNER // 4), scales_ptr + rows * NUM_SCALES
-    total = packed_product(inner_ptr + safe_pairs * INNER, words_at, scales_at, total, INNER, BLOCK_K, PAIRED)
+    words_at = words_ptr + (expert * HIDDEN + outputs) * (PADDED // 4)
+    scales_at = scales_ptr + expert * (HIDDEN * ((PADDED + 127) // 128)) + outputs
+    total = packed_product(
+        inner_ptr + safe_pairs * INNER, words_at, scales_at, HIDDEN, is_row, total, part, INNER, PADDED, SPLIT_K,
+        BLOCK_K, PAIRED, ALL_ROWS,
+    )  # fmt: skip
     if HAS_BIAS:
-        total += tl.load(bias_ptr + rows).to(tl.float32)[:, None]
+        has_bias = outputs < tl.where(part == 0, HIDDEN, 0)
+        total += tl.load(bias_ptr + expert * HIDDEN + outputs, mask=has_bias, other=0.0).to(tl.float32)[:, None]
     total *= tl.load(factors_ptr + safe_pairs)[None, :]
-    at = out_ptr + safe_pairs[None, :] * HIDDEN + outputs[:, None]
-    tl.store(at, total.to(out_ptr.dtype.element_ty), mask=has_pair[None, :] & (outputs < HIDDEN)[:, None])
+    at = out_ptr + (safe_pairs * SPLIT_K + part)[None, :] * HIDDEN + outputs[:, None]
+    tl.store(at, total.to(out_ptr.dtype.element_ty), mask=has_pair[None, :] & is_row[:, None])

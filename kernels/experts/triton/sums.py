@@ -17,9 +17,10 @@ _BLOCK = 1024
 def sum_choices(
     products: Tensor, experts: Tensor, first: int, num_experts: int, residual: Tensor | None = None
 ) -> Tensor:
-    """Return the sum of each token's products [T * k, hidden] -> float32 [T, hidden]; or add it, rounded to the dtype
-    of ``residual`` [T, hidden], to that, and return the latter."""
+    """Return the sum of each token's products [T * k * S, hidden], which are in S parts, -> float32 [T, hidden]; or add
+    it, rounded to the dtype of ``residual`` [T, hidden], to that, and return the latter."""
     num_tokens, top_k = experts.shape
+    num_parts = products.shape[0] // experts.numel()
     hidden_size = products.shape[1]
     if residual is None:
         out = torch.empty((num_tokens, hidden_size), dtype=torch.float32, device=products.device)
@@ -29,7 +30,7 @@ def sum_choices(
     block = min(_BLOCK, triton.next_power_of_2(hidden_size))
     _sum_kernel[(num_tokens, triton.cdiv(hidden_size, block))](
         products, experts, out, first, num_experts, HIDDEN=hidden_size, TOP_K=top_k,
-        ADDS=residual is not None, BLOCK=block, num_warps=4, **overlapped(products.device),
+        PARTS=num_parts, ADDS=residual is not None, BLOCK=block, num_warps=4, **overlapped(products.device),
     )  # fmt: skip
     return out
 
@@ -54,6 +55,7 @@ def _sum_kernel(
     num_experts,
     HIDDEN: tl.constexpr,
     TOP_K: tl.constexpr,
+    PARTS: tl.constexpr,
     ADDS: tl.constexpr,
     BLOCK: tl.constexpr,
     OVERLAPPED: tl.constexpr,
@@ -67,7 +69,9 @@ def _sum_kernel(
         expert = tl.load(experts_ptr + pair) - first
         is_own = (expert >= 0) & (expert < num_experts)
         inside = columns < tl.where(is_own, HIDDEN, 0)
-        total += tl.load(products_ptr + pair * HIDDEN + columns, mask=inside, other=0.0).to(tl.float32)
+        for part in tl.static_range(PARTS):
+            row = pair * PARTS + part
+            total += tl.load(products_ptr + row * HIDDEN + columns, mask=inside, other=0.0).to(tl.float32)
     out_at, inside = out_ptr + token * HIDDEN + columns, columns < HIDDEN
     if ADDS:
         total = total.to(out_ptr.dtype.element_ty).to(tl.float32) + tl.load(out_at, mask=inside).to(tl.float32)

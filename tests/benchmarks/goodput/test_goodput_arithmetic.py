@@ -134,6 +134,24 @@ def test_the_verdict_names_the_better_arm_and_by_how_much() -> None:
     assert "not clearly different" in sentence(judged(10.0, 10.0))
 
 
+def test_what_the_probes_only_bound_is_called_a_bound() -> None:
+    assert "holds at least 16 requests/s: at least 700% more than" in sentence(judged(10.0, 1.0))
+    assert "holds 4 requests/s: at least 300% more than" in sentence(judged(50.0, 5.0))  # less than 1 request/s
+
+
+def test_an_arm_that_held_no_rate_is_not_the_better_one() -> None:
+    """It was probed at higher rates than the other arm, and failed at all of them."""
+    arms = {name: parse_arm(name) for name in ("2M:least-loaded", "1P1D:least-loaded", "1P1D:cost")}
+    rates = {"2M:least-loaded": (1.0, 2.0, 4.0), "1P1D:least-loaded": (1.0, 1.5), "1P1D:cost": (50.0, 100.0)}
+    probes = {name: [Probe(rate, outcome(1.0, 10.0 * rate)) for rate in found] for name, found in rates.items()}
+    verdict = judge(arms, probes, OBJECTIVES, seed=0)
+    assert verdict.split_against_mixed is not None and verdict.split_against_mixed.first == "1P1D:least-loaded"
+    del arms["1P1D:least-loaded"], probes["1P1D:least-loaded"]
+    verdict = judge(arms, probes, OBJECTIVES, seed=0)
+    assert verdict.split_against_mixed is not None and not verdict.split_against_mixed.is_known
+    assert "holds less than 50 requests/s: the probes don't tell whether that is more than" in sentence(verdict)
+
+
 def test_the_losing_region_follows_from_the_same_probes() -> None:
     verdict = judged(mixed_itl=10.0, split_itl=5.0)
     known = [point for point in verdict.sweep if point.is_known]

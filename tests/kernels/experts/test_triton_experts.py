@@ -301,10 +301,13 @@ def test_fp8_in_blocks(block_m: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, NARROW])
-@pytest.mark.parametrize("block_m", [1, 16])
-def test_mxfp4(dtype: torch.dtype, block_m: int) -> None:
-    """Numbers of groups are no multiples of tiles; each group has a scale of its own, and one expert no token."""
-    hidden, inner, generator = 96, 160, torch.Generator().manual_seed(0)
+@pytest.mark.parametrize(
+    ("sizes", "block_m", "split_k"),
+    [((96, 160), 1, 1), ((256, 224), 1, 2), ((192, 320), 16, 1), ((256, 224), 16, 3), ((96, 160), 8, 1)],
+)
+def test_mxfp4(dtype: torch.dtype, sizes: tuple[int, int], block_m: int, split_k: int) -> None:
+    """Last blocks have all sizes; each group has a scale of its own, and one expert no token."""
+    (hidden, inner), generator = sizes, torch.Generator().manual_seed(0)
 
     def random_bytes(low: int, high: int, *shape: int) -> Tensor:
         return torch.randint(low, high, shape, dtype=torch.uint8, generator=generator).to(DEVICE)
@@ -328,7 +331,8 @@ def test_mxfp4(dtype: torch.dtype, block_m: int) -> None:
     )
     num_tokens = 5 if block_m == 1 else 17
     x, (experts, factors) = rand(num_tokens, hidden).to(dtype), choices(num_tokens, 4, 2)
-    with tuning.forced("experts", {**TILES, "block_k": 64, "down_block_k": 64, "block_m": block_m}):
+    blocks = {"block_k": 256, "down_block_k": 128, "block_m": block_m, "down_split_k": split_k, "down_num_warps": 2}
+    with tuning.forced("experts", {**TILES, **blocks}):
         actual = TritonExperts(stored)(x, experts, factors)
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
     assert_same(actual, reference.LoopedExperts(wide)(x, experts, factors), tolerance)
@@ -352,7 +356,7 @@ def test_every_number_in_mxfp4(dtype: torch.dtype, block_m: int) -> None:
     x, experts = torch.eye(32, device=DEVICE).to(dtype), torch.zeros((32, 1), dtype=torch.int32, device=DEVICE)
     expected = mxfp4.dequantised(blocks[0], scales[0], dtype).float().t()  # [column, row]
     expected = reference.activate(expected, GatedActivation()).to(dtype)
-    launch = ExpertLaunch(block_m, 32, 64)
+    launch = ExpertLaunch(block_m, 32, 128)
     ordered = None if block_m == 1 else sort_pairs(experts, 0, 1, block_m)
     actual = packed_gate_up(x, experts, ordered, weights, launch)
     torch.testing.assert_close(actual, expected, rtol=1e-5 if dtype == torch.float32 else 1e-2, atol=1e-30)
