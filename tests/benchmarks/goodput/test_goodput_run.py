@@ -23,7 +23,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     parent = tmp_path_factory.mktemp("results")
     with Clusters(side_by_side=True) as clusters, pytest.MonkeyPatch.context() as patch:
         patch.setattr(bench, "Clusters", lambda **_options: contextlib.nullcontext(clusters))
-        patch.setattr("splitserve.benchmarks.goodput.probe.LEAST_OF_A_PART", 50)  # enough steps for a fit
         status = main([*OPTIONS, "--max-seconds", "0.001", "--max-probes", "1", "--result-dir", str(parent)])
         [made] = parent.iterdir()
         assert status == 130 and len(list((made / "probes").iterdir())) == 1  # its time was up after one probe
