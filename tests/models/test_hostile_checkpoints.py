@@ -236,7 +236,7 @@ def test_a_template_that_cannot_be_compiled_is_an_error_at_the_start(tmp_path: P
 def test_renderings_are_right_in_any_order_and_after_a_kill():
     async def run() -> None:
         others = set(psutil.Process().children())  # multiprocessing's helper, for one
-        renderer = Renderer(TemplateSource(CHAT_TEMPLATE, {}, "x"))
+        renderer = Renderer(TemplateSource(CHAT_TEMPLATE, {}, "x"), render_seconds=20.0)
         await renderer.start()
         try:
             for _ in range(3):
