@@ -40,7 +40,9 @@ def run_link(run: Run) -> str:
 
 
 def commit(run: Run) -> str:
-    return run.commit[:12] or f"**{NO_COMMIT}**"
+    """Return a cell with the run's commit, whose hash is cut to twelve digits, and whether there were changes."""
+    digest, plus, changes = run.commit.partition("+")
+    return digest[:12] + plus + changes or f"**{NO_COMMIT}**"
 
 
 def awake(run: Run) -> str:
