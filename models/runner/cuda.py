@@ -304,7 +304,7 @@ class CudaRunner(ModelRunner):
         with torch.cuda.stream(self._stream):
             for size in sorted(sizes, key=sum, reverse=True):
                 self._mixed_graphs[size] = self._capture_mixed_size(size, logits)
-                if size.num_decodes == 0:
+                if size.is_long:
                     self._mixed_graphs[size].least_tokens = lowest(self._measured_least_tokens(size))
         self._stream.synchronize()
         return time.perf_counter() - started

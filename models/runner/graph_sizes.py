@@ -20,6 +20,11 @@ class MixedSize(NamedTuple):
     num_decodes: int
     num_tokens: int
 
+    @property
+    def is_long(self) -> bool:
+        """Return whether it is prefill alone, of so many tokens that a replay needn't be quicker."""
+        return self.num_decodes == 0 and self.num_tokens > MAX_TOKENS_ALWAYS
+
 
 def mixed_sizes(max_num_seqs: int, max_tokens: int, max_tokens_alone: int) -> list[MixedSize]:
     """Return the sizes worth a graph: prefill beside decode in quarters of ``max_tokens``, and prefill alone."""
@@ -37,6 +42,6 @@ def least_tokens(num_tokens: int, launch_seconds: float, launched_seconds: float
     Of a step of ``num_tokens``: ``launch_seconds`` of the host, which hardly depend on the tokens, ``launched_seconds``
     until the device is done, and ``replay_seconds``, the same for the graph, whose attention may be another one.
     """
-    if num_tokens <= MAX_TOKENS_ALWAYS or replay_seconds <= launch_seconds:
+    if replay_seconds <= launch_seconds:
         return 1
     return math.ceil(num_tokens * replay_seconds / launched_seconds)
