@@ -28,17 +28,21 @@ class Probe:
     outcome: Outcome
 
 
+QUALIFIERS = {"crossed": "", "at least": "at least ", "below": "less than "}
+"""Words before a rate, by the kind of goodput: interpolated; all probes held; none held."""
+
+
 @dataclass(frozen=True, slots=True)
 class Goodput:
-    """The highest rate at which the objectives hold; ``kind`` says what the probes show of it."""
+    """The highest rate at which the objectives hold; ``kind``, of :data:`QUALIFIERS`, says what the probes show of
+    it."""
 
     rate: float
-    kind: str  # "crossed": interpolated; "at least": all probes held; "below": none held
+    kind: str
 
     @property
     def words(self) -> str:
-        qualifier = {"crossed": "", "at least": "at least ", "below": "less than "}[self.kind]
-        return f"{qualifier}{self.rate:.3g} requests/s"
+        return f"{QUALIFIERS[self.kind]}{self.rate:.3g} requests/s"
 
 
 @dataclass(frozen=True, slots=True)

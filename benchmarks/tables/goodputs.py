@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from splitserve.benchmarks.goodput.estimate import QUALIFIERS
 from splitserve.benchmarks.tables.cells import Section, commit, number, of_bench, percent, run_link
 from splitserve.benchmarks.tables.runs import Run
 
@@ -12,7 +13,6 @@ CONDITIONS = (
     "arrangement's twin, from a short load before the first probe. A report has the plots and every probe."
 )
 
-QUALIFIERS = {"crossed": "", "at least": "at least ", "below": "less than "}
 HEADERS = ("run", "load and objectives", "arrangement", "goodput, requests/s", "simulated", "of the best", "commit")
 
 

@@ -39,7 +39,7 @@ LaunchT = TypeVar("LaunchT")  # a frozen dataclass of launch parameters
 
 
 class DeviceProperties(Protocol):
-    """What :func:`torch.cuda.get_device_properties` returns."""
+    """Properties of a device that name its chip, as :func:`torch.cuda.get_device_properties` returns them."""
 
     major: int
     minor: int

@@ -75,7 +75,7 @@ def test_any_other_token_is_found(cases: list[Case], answers: list[Answer], refe
 def test_wrong_tokens_are_found_at_the_bound_of_bfloat16(
     cases: list[Case], answers: list[Answer], tiny_qwen3: Path
 ) -> None:
-    """Of single wrong tokens one in a hundred is near enough; never all of an answer from the middle on."""
+    """Answers are wrong from the middle on. A single wrong token is near enough in one case of a hundred."""
     lenient = Referee(tiny_qwen3, NEAR_TIE_SHARES["bfloat16"])
     for case, answer in zip(cases, answers, strict=True):
         middle = len(answer.token_ids) // 2
