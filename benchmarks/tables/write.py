@@ -82,6 +82,7 @@ SECTIONS: Sequence[Callable[[Sequence[Run]], Section]] = (
     results_more.pace,
     results_more.throughput,
     results_more.tier_copies,
+    results_more.starts,
     results_more.awake_cores,
     results_more.chaos,
     results_more.later_turns,

@@ -7,6 +7,7 @@ import subprocess
 from pathlib import Path
 
 import psutil
+import pytest
 
 from cluster_load import bodies, right_tokens, steady_load
 from command_line import command, splitserve
@@ -113,12 +114,15 @@ def test_a_cluster_that_ends_by_itself_says_why(tiny_qwen3: Path, tmp_path: Path
     assert not processes_of(state / "default") and not state.exists()
 
 
-def test_an_up_that_is_interrupted_leaves_nothing(tiny_qwen3: Path, tmp_path: Path, state: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_up_that_is_interrupted_leaves_nothing(
+    number: signal.Signals, tiny_qwen3: Path, tmp_path: Path, state: Path
+) -> None:
     spec = write_spec(tmp_path / "spec.yaml", tiny_qwen3)
     with subprocess.Popen(command("up", "--spec", spec), stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None and process.stdout.readline().startswith("splitserve ")
         wait_until(lambda: processes_of(state / "default"), "no process was started")
-        process.send_signal(signal.SIGINT)
+        process.send_signal(number)
         assert process.wait(PATIENCE_SECONDS) == 130
     wait_until(lambda: not state.exists(), "something is left of it")
     assert not processes_of(state / "default")
