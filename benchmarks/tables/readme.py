@@ -98,6 +98,8 @@ def step_rows(runs: Sequence[Run]) -> Iterable[list[str]]:
         found = [(run, each) for run, phase, each in every if phase == "prefill" and each["tokens"] == tokens]
         share = values(found, "gemm_share", percent, high=True)
         texts = [f"{values(found, 'ms')} ms", f"{share} of the GEMM rate"]
+        if turns := [(run, each) for run, each in found if each.get("beside_share")]:
+            texts.append(f"{values(turns, 'beside_share', percent, high=True)} of that of products beside it")
         yield figure(f"prefill of {tokens} tokens", "1 GPU, idle, without HTTP", found, *texts)
 
 

@@ -52,6 +52,8 @@ def steps(runs: Sequence[Run]) -> Section:
             )
         else:
             share = extent([f["gemm_share"] for f in figures], percent, high=True)
+            if beside := [each for f in figures if (each := f.get("beside_share"))]:
+                share += f"; beside {extent(beside, percent, high=True)}"
             rows.append(
                 [model, gpu, f"prefill {size}", extent([f["ms"] for f in figures]), "-", "-", share, "-", labels]
             )
@@ -59,7 +61,8 @@ def steps(runs: Sequence[Run]) -> Section:
     text = (
         "`bench engine`: one GPU, nothing else on it, greedy unless said, without HTTP. Shares are of what the same "
         "run measured: a floor is the time to read weights and KV once, at the bandwidth of a large copy (read and "
-        "written) or of an operation that only reads. Best to worst of the runs."
+        "written) or of an operation that only reads. *Beside*: of products that take turns with the prefills, "
+        "as long as these; the others are a short burst's. Best to worst of the runs."
     )
     return Section("Steps on one GPU", text, headers, rows)
 

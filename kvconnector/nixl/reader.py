@@ -20,7 +20,7 @@ from collections.abc import Generator, Sequence
 
 from splitserve.kvconnector.nixl.agent import Transfer, TransferError
 from splitserve.kvconnector.nixl.block_reads import STAGING, BlockReads, Read
-from splitserve.kvconnector.nixl.mapped_reads import FirstCopies
+from splitserve.kvconnector.nixl.mapped_reads import MappedRead
 from splitserve.kvconnector.nixl.peer_access import LocalSide, PeerAccess
 from splitserve.kvconnector.transfer.device_copies import Done, Pending
 from splitserve.protocol.handover.reads import ReadCommand, ReadPath, ReadResult
@@ -35,7 +35,7 @@ class PeerReader:
         self._data = BlockReads(self.access)
         self._staging_is_free = True
         self.active: list[Read] = []
-        self.waiting: deque[tuple[ReadCommand, ReadPath, FirstCopies | None]] = deque()
+        self.waiting: deque[tuple[ReadCommand, ReadPath, MappedRead | None]] = deque()
 
     @property
     def is_busy(self) -> bool:
@@ -47,9 +47,9 @@ class PeerReader:
         time."""
         return 0.0 if self.waiting else min((read.pending.due_at for read in self.active), default=0.0)
 
-    def read(self, command: ReadCommand, path: ReadPath, first: FirstCopies | None = None) -> None:
-        """Queue a read, to be posted by the next :meth:`poll` with enough room. ``first``: those of its copies that are
-        in flight already."""
+    def read(self, command: ReadCommand, path: ReadPath, first: MappedRead | None = None) -> None:
+        """Queue a read, to be posted by the next :meth:`poll` with enough room. ``first``: the read, if some of its
+        copies are in flight already."""
         self.waiting.append((command, self.access.only_path(command.group) or path, first))
 
     def _can_not(self, path: ReadPath) -> bool:
@@ -66,8 +66,8 @@ class PeerReader:
             command, path, first = self.waiting.popleft()
             if self._can_not(path):
                 path = self._data.other_path
-            began = time.monotonic() if first is None else first.started
-            read = Read(command, path, path, began, Done(), self.access.generations.free_rows.pop(), first)
+            now, scratch_row = time.monotonic(), self.access.generations.free_rows.pop()
+            read = Read(command, path, path, first.started if first else now, now, Done(), scratch_row, first)
             read.steps = self._steps(read)
             self._staging_is_free = self._staging_is_free and path not in STAGING
             self.active.append(read)
@@ -121,7 +121,7 @@ class PeerReader:
             generations = self.access.generations.landed(command.remote_blocks, read.scratch_row, command.group)
         self.access.generations.free_rows.append(read.scratch_row)
         seconds = time.monotonic() - read.started_at
-        return ReadResult(command.read_id, error, generations, seconds, digests, read.path)
+        return ReadResult(command.read_id, error, generations, seconds, digests, read.path, read.stages())
 
     # ---- steps of a read ----
 
@@ -138,6 +138,7 @@ class PeerReader:
                 if not checks:  # created while the data is in flight, posted when it has landed
                     checks = self.access.make_checks(command.remote_blocks, read.scratch_row, command.group)
                 yield pending
+            read.copied_at = time.monotonic()
             checks = checks or self.access.make_checks(command.remote_blocks, read.scratch_row, command.group)
             for check in checks:
                 yield check.post()

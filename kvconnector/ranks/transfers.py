@@ -9,6 +9,7 @@ here.
 
 import contextlib
 import logging
+import select
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -243,9 +244,11 @@ class RankTransfers:
 
     def run(self) -> None:
         """Execute commands until rank 0 orders the end or is gone. Raises the connector's failure."""
+        waiting = select.poll()  # once: Connection.poll makes one each time, after a command has come
+        waiting.register(self._channel.fileno(), select.POLLIN)
         try:
             while not self._has_ended:
-                if self._channel.poll(CHECK_SECONDS):
+                if waiting.poll(CHECK_SECONDS * 1e3):
                     self._carry_out(_commands.decode(self._channel.recv_bytes()))
                 self._pass_events_on()  # raises if a thread of the connector has failed
         except (EOFError, OSError):

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from splitserve.benchmarks.kv.handover import devices, layout_of, main, parse_pair
+from splitserve.benchmarks.kv.handover_ranks import STAGES
 from splitserve.common.errors import ConfigError
 from splitserve.protocol.memory_records import LayoutRecord
 
@@ -32,6 +33,10 @@ def test_pairs_of_ranks_on_cpu(tmp_path: Path) -> None:
     for each in results:
         assert each["handover_gb_per_second"] * each["handover_ms"] * 1e6 == pytest.approx(each["bytes_per_rank"])
         assert each["handover_p99_ms"] >= each["handover_ms"] > 0
+        if each["path"] != "naive":
+            assert len(each["stages_us_of_ranks"]) == each["decode_tp"]
+            for stages in (each["stages_us"], *each["stages_us_of_ranks"]):
+                assert list(stages) == list(STAGES) and stages["verified"] > stages["copied"] > 0
 
 
 def test_ranks_with_fewer_heads_than_ranks_share_them() -> None:

@@ -163,6 +163,7 @@ def test_every_head_arrives(
         assert result.error is None
         assert list(result.generations) == [FIRST_GENERATION + block_id for block_id in remote[:count]]
         assert result.path is path
+        assert 0.0 <= result.stages.woken < result.stages.copied <= result.seconds
         reader.assert_holds(local[:count], remote[:count])
 
 
