@@ -74,6 +74,7 @@ SECTIONS: Sequence[Callable[[Sequence[Run]], Section]] = (
     lambda runs: results_sections.last_chunk(runs, *TAIL_CHUNK_PAIR),
     results_sections.served,
     results_sections.reads,
+    results_sections.stages,
     results_sections.steps,
     results_sections.serving,
     results_more.tensor_parallel,

@@ -2,7 +2,6 @@
 
 import itertools
 import logging
-import time
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -18,7 +17,6 @@ from splitserve.protocol.handover.reads import ReadCommand, ReadPath, ReadStages
 logger = logging.getLogger(__name__)
 
 STAGING = (ReadPath.STAGED, ReadPath.GATHERED)
-_PRACTICE_SECONDS = 0.00005  # before the data's end: time for a good part of a warm-up read of generations
 
 
 @dataclass(slots=True, eq=False)
@@ -75,13 +73,8 @@ class BlockReads:
             return
         if read.path.is_through_mapping:
             assert self._access.mapped is not None
-            data = read.mapped = self._access.mapped.read(local_blocks, remote_blocks, read.path, read.mapped)
-            if data.expected_at > time.monotonic() + _PRACTICE_SECONDS:
-                # A warm-up: too early to validate anything, but there is time now, and the read that counts then takes
-                # half as long. Posting it also completes it; over TCP, where it does not, a slow source is waited for
-                # twice.
-                yield from self._access.read_generations(remote_blocks, read.scratch_row)
-            yield data
+            read.mapped = self._access.mapped.read(local_blocks, remote_blocks, read.path, read.mapped)
+            yield read.mapped
             return
         local, remote = (np.asarray(ids, dtype=np.int32) for ids in (local_blocks, remote_blocks))
         if read.path is ReadPath.GATHERED and not (yield from self._read_gathered(local_blocks, remote)):

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from splitserve.benchmarks.kv.handover_ranks import STAGES
 from splitserve.benchmarks.tables import more_sections as results_more
 from splitserve.benchmarks.tables import readme as results_readme
 from splitserve.benchmarks.tables import sections as results_sections
@@ -128,6 +129,23 @@ def test_a_changed_file_is_noticed(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     monkeypatch.setattr(results_table, "read_runs", lambda: kept)
     assert results_table.main(["--check"]) == 1
     assert capsys.readouterr().out.count("is out of date") == 3
+
+
+def test_stages_of_hand_overs_have_a_table_where_runs_have_them() -> None:
+    old = {"prefill_tp": 4, "decode_tp": 2, "prompt_tokens": 4096, "path": "mapped", "pool": "fresh"}
+    old |= {"handover_ms": 1.1, "handover_p99_ms": 1.3, "share_of_copy": 0.7, "bytes_per_rank": 10**8}
+    new = {**old, "one_rank": False, "ranks_per_device": 2, "copy_streams": 1}
+    new["stages_us"] = {name: 100.0 + index for index, name in enumerate(STAGES)}
+    runs = [run("handover", "1127T000001", results=[old, new])]
+    section = results_sections.stages(runs)
+    [row] = section.rows
+    assert len(row) == len(section.headers)
+    assert row[:7] == ["4:2", "2 x H200", "2", "4096", "fresh", "mapped, one stream", "default"]
+    shown = dict(zip(section.headers, row, strict=True))
+    assert shown["thread awake"] == number(new["stages_us"]["woken"])
+    assert shown["GPU copied for"] == number(new["stages_us"]["copying"])
+    assert set(results_sections.STAGES) == set(STAGES), "of the bench"
+    assert [row[5] for row in results_sections.reads(runs).rows] == ["mapped", "mapped, one stream"]
 
 
 def started(ready: float, weights: float, place: str = "local") -> dict[str, Any]:

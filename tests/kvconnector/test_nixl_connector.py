@@ -160,7 +160,7 @@ def test_generations_that_were_read_before_the_data_was_there_do_not_count() -> 
     try:
         wait_until(lambda: reader.poll() == [] and reader.active[0].pending is data)
         generations = reader.access.generations.scratch[reader.active[0].scratch_row]
-        assert generations[3] == FIRST_GENERATION + 3, "they were read for practice"
+        assert generations[3] == FIRST_GENERATION + 3, "they were read to warm up"
         source.tell("3")
         data.is_done.return_value = True
         results: list[ReadResult] = []
