@@ -209,11 +209,16 @@ def run(options: argparse.Namespace, device: str) -> Iterator[dict[str, Any]]:
                         "transport": link.transport,
                         "link_gb_per_second": link.bytes_per_second / 1e9,
                         **(measured := measure(arm, sinks, layouts[1], options.repeats)),
-                        "threads": 1 if ReadPath(measured["path"]).is_through_mapping else settings.num_threads,
+                        "threads": 1 if are_through_mapping(measured["path"]) else settings.num_threads,
                     }
             if options.naive and (num_sources, num_sinks) == (1, 1):
                 for num_tokens in options.prompt_tokens:
                     yield common | measure_naive(sinks, layouts[1], num_tokens, 3, options.seed)
+
+
+def are_through_mapping(paths: str) -> bool:
+    """Return whether no rank used a transport; ``paths``: those that ranks took, with ``+`` between them."""
+    return all(ReadPath(path).is_through_mapping for path in paths.split("+"))
 
 
 HEADERS = ["prompt", "block", "tp", "pool", "path", "threads", "MB/rank", "ms", "p99 ms", "GB/s", "copy GB/s", "share"]
