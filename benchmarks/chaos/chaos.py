@@ -216,7 +216,7 @@ def run(options: argparse.Namespace) -> Outcome:
         close_fork_servers()  # which live on for the next cluster of this process
         outcome.checks["no process, thread, handle or shared memory left over"] = leftovers.found()
         is_exact = options.device == "cpu" and options.dtype == "float32"
-        check_answers(outcome, None if is_exact else Referee(model, NEAR_TIE_SHARES[options.dtype]))
+        check_answers(outcome, None if is_exact else Referee(model, NEAR_TIE_SHARES[options.dtype], options.device))
     if options.check_times:
         check_recovery(outcome, options)
     return outcome

@@ -21,12 +21,15 @@ float64, over 1,800 rows: at most 1.5e-5 in float32, 0.22 in bfloat16 with one l
 
 
 class Referee:
-    """The checkpoint at ``path`` in float64, by transformers: of the code under test it uses only the draws'
-    definition."""
+    """The checkpoint at ``path`` in float64 on ``device``, by transformers: of the code under test it uses only the
+    draws' definition."""
 
-    def __init__(self, path: str | Path, near_tie_share: float = NEAR_TIE_SHARES["float32"]) -> None:
+    def __init__(
+        self, path: str | Path, near_tie_share: float = NEAR_TIE_SHARES["float32"], device: str = "cpu"
+    ) -> None:
         self._near_tie_share = near_tie_share
-        self._model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64).eval()
+        self._device = device
+        self._model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64).eval().to(device)
         eos = self._model.generation_config.eos_token_id or ()
         self._eos_ids = {eos} if isinstance(eos, int) else set(eos)
         self._judged: dict[tuple[object, ...], str] = {}
@@ -46,7 +49,7 @@ class Referee:
     def _logits(self, body: dict[str, Any], token_ids: list[int]) -> Tensor:
         """Return the logits from which each of ``token_ids`` and the next token are drawn, float64 [tokens + 1,
         vocab]."""
-        logits: Tensor = self._model(torch.tensor([body["prompt"] + token_ids])).logits[0]
+        logits: Tensor = self._model(torch.tensor([body["prompt"] + token_ids], device=self._device)).logits[0]
         return logits[len(body["prompt"]) - 1 :]
 
     def _wrong_token(self, body: dict[str, Any], token_ids: list[int]) -> str:

@@ -23,6 +23,7 @@ RESULTS_DIRECTORY = _PACKAGE_FOLDER / "results"  # in a checkout: the kept resul
 COMMIT_VARIABLE = "SPLITSERVE_COMMIT"  # names the commit of a copy without git
 UNKNOWN_COMMIT = "unknown"
 _ARCHIVED_COMMIT = _PACKAGE_FOLDER / "COMMIT"  # filled in by git archive
+_FOLDER_OPTIONS = frozenset(("--result-dir", "--continue"))
 _COMMANDS = frozenset(("plan", "simulate"))  # that keep results, and are no benches
 _PACKAGES = (
     "torch",
@@ -77,7 +78,7 @@ def write_result(name: str, argv: Sequence[str], data: dict[str, Any], directory
     now = datetime.datetime.now(datetime.UTC)
     result = {
         "bench": name,
-        "command": ["splitserve", *(() if name in _COMMANDS else ("bench",)), name, *argv],
+        "command": ["splitserve", *(() if name in _COMMANDS else ("bench",)), name, *without_folders(argv)],
         "time": now.isoformat(timespec="seconds"),
         "versions": versions(),
         "machine": machine(),
@@ -88,6 +89,19 @@ def write_result(name: str, argv: Sequence[str], data: dict[str, Any], directory
     path = folder / f"{name}-{now:%Y%m%dT%H%M%S}-{os.getpid()}.json"
     path.write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=1) + b"\n")
     return path
+
+
+def without_folders(argv: Sequence[str]) -> list[str]:
+    """Return the arguments but those that name folders of the machine, which say nothing about what was measured."""
+    kept: list[str] = []
+    is_value = False
+    for argument in argv:
+        option, _, value = argument.partition("=")
+        is_folder = option in _FOLDER_OPTIONS
+        if not is_folder and not is_value:
+            kept.append(argument)
+        is_value = is_folder and not value
+    return kept
 
 
 def versions() -> dict[str, str]:

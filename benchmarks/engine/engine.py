@@ -54,12 +54,14 @@ _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 _KV_RESERVE_BYTES = 12 << 30  # for activations of the longest prefill, graphs and workspaces
 _WARM_UP_STEPS = 4
 _PROFILED_STEPS = 10
+_PREFILLS_OF_A_ROUND = 4
+_PRODUCT_SIZE = 8192  # rows and columns of the large product
 _NUM_PROMPT_TOKENS = 1000  # that penalties know of each sequence
 _DECODE_HEADERS = (
     "batch", "context", "step ms", "copy floor ms", "share", "read floor ms", "share", "busy share", "sampling",
     "least", "most", "beyond greedy", "experts hit",
 )  # fmt: skip
-_PREFILL_HEADERS = ("tokens", "ms", "tokens/s", "GEMM share", "least", "most")
+_PREFILL_HEADERS = ("tokens", "ms", "tokens/s", "GEMM share", "least", "most", "share beside")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -123,10 +125,27 @@ def _case(text: str) -> tuple[int, int]:
 
 def measure_ceilings() -> Ceilings:
     """Measure copy bandwidth (read + write), read bandwidth and bf16 GEMM rate of the current device."""
-    left, right = (torch.randn(8192, 8192, device="cuda").to(torch.bfloat16) for _ in range(2))
+    left, right = _factors()
     gemm_seconds = _median_seconds(lambda: left @ right)
     device = torch.device("cuda", torch.cuda.current_device())
-    return Ceilings(_copy_rate(), read_bandwidth(device), 2 * 8192**3 / gemm_seconds)
+    return Ceilings(_copy_rate(), read_bandwidth(device), 2 * _PRODUCT_SIZE**3 / gemm_seconds)
+
+
+def _factors() -> list[torch.Tensor]:
+    return [torch.randn(_PRODUCT_SIZE, _PRODUCT_SIZE, device="cuda").to(torch.bfloat16) for _ in range(2)]
+
+
+def _product_rate(seconds: float, burst_rate: float) -> float:
+    """Return the operations per second of as many large products as take ``seconds`` at ``burst_rate``."""
+    flops = 2 * _PRODUCT_SIZE**3
+    count = max(1, round(seconds * burst_rate / flops))
+    left, right = _factors()
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    for _ in range(count):
+        left @ right
+    torch.cuda.synchronize()
+    return count * flops / (time.perf_counter() - started)
 
 
 def _copy_rate() -> float:
@@ -319,19 +338,20 @@ class EngineBench:
         tokens = torch.randint(0, self._config.vocab_size, (num_tokens,)).tolist()
         plan = StepPlan([ScheduledChunk(tokens, case.start, table, spec, other_tables=others)])
         runner = self._runner
-        rounds = []
+        rounds, beside = [], []
         runner.run(plan)
         for _ in range(self._arguments.repeat):
             seconds = []
-            for _ in range(4):
+            for _ in range(_PREFILLS_OF_A_ROUND):
                 started = time.perf_counter()
                 runner.run(plan)
                 seconds.append(time.perf_counter() - started)
             rounds.append(statistics.median(seconds))
+            beside.append(_product_rate(sum(seconds), self._ceilings.gemm_flops_per_second))
         if self._arguments.profile:
             self._profile(f"prefill {num_tokens}", lambda: runner.run(plan), 1)
         flops = prefill_flops(self._config, num_tokens, case.start)
-        return [prefill_figure(num_tokens, flops, rounds, self._ceilings)]
+        return [prefill_figure(num_tokens, flops, rounds, self._ceilings, beside)]
 
     def _prefilled(self, num_tokens: int) -> Sequences:
         prefix = self._arguments.prefix

@@ -41,6 +41,7 @@ class PrefillFigure:
     gemm_share: float  # floating-point operations over time, as a share of the large product's rate
     least_ms: float = 0.0
     most_ms: float = 0.0
+    beside_share: float = 0.0  # of the product's rate in the same rounds, for as long as the prefills: median; 0: no
 
 
 def decode_figure(
@@ -78,8 +79,14 @@ def decode_figure(
     )
 
 
-def prefill_figure(num_tokens: int, flops: int, seconds: Sequence[float], ceilings: Ceilings) -> PrefillFigure:
-    """Compare prefills with the rate of the large product; ``seconds``: of one in each round."""
+def prefill_figure(
+    num_tokens: int, flops: int, seconds: Sequence[float], ceilings: Ceilings, beside: Sequence[float] = ()
+) -> PrefillFigure:
+    """Compare prefills with the rate of the large product; ``seconds``: of one in each round; ``beside``: the product's
+    operations per second in the same rounds."""
     middle = median(seconds)
     share = flops / middle / ceilings.gemm_flops_per_second
-    return PrefillFigure(num_tokens, 1e3 * middle, num_tokens / middle, share, 1e3 * min(seconds), 1e3 * max(seconds))
+    beside_share = median(flops / own / rate for own, rate in zip(seconds, beside, strict=True)) if beside else 0.0
+    return PrefillFigure(
+        num_tokens, 1e3 * middle, num_tokens / middle, share, 1e3 * min(seconds), 1e3 * max(seconds), beside_share
+    )

@@ -22,7 +22,14 @@ import msgspec
 
 from splitserve.benchmarks.common.arguments import finite, positive, positive_seconds
 from splitserve.benchmarks.common.charts import require_matplotlib
-from splitserve.benchmarks.common.report import machine, results_directory, table, versions, write_result
+from splitserve.benchmarks.common.report import (
+    machine,
+    results_directory,
+    table,
+    versions,
+    without_folders,
+    write_result,
+)
 from splitserve.benchmarks.engine.engine_options import add_engine_options, engine_config, model_of
 from splitserve.benchmarks.goodput.arms import FORMS, Arm, check_equal_devices, default_arms, parse_arm
 from splitserve.benchmarks.goodput.charts import Charts
@@ -179,7 +186,7 @@ def _write(folder: Folder, conditions: Conditions, probes: Sequence[ProbeResult]
     """Write the report with its data, and print the verdict."""
     verdict, rows = verdict_of(conditions, probes), rows_of(conditions, probes)
     about = {
-        "command": shlex.join(["splitserve", "bench", "goodput", *argv]),
+        "command": shlex.join(["splitserve", "bench", "goodput", *without_folders(argv)]),
         "versions": ", ".join(f"{name} {version}" for name, version in versions().items()),
         "machine": ", ".join(f"{name}: {value}" for name, value in machine().items()),
         **{name.replace("_", " "): str(value) for name, value in msgspec.to_builtins(conditions).items()},

@@ -43,6 +43,7 @@ if has transfer; then
   timeout 90 $C bench handover --device cuda --prompt-tokens 1024 4096 --block-size 16 64 --path auto direct gathered mapped --repeats 15 --save --result-dir $OUT 2>&1 | sed -n '/^prompt/,$p'
   mark "transfer: pairs of ranks (they share GPUs where there are too few)"
   timeout 150 $C bench handover --device cuda --prompt-tokens 1024 4096 --tp 1:2 2:1 2:2 4:2 2:4 --repeats 15 --save --result-dir $OUT 2>&1 | sed -n '/^prompt/,$p'
+  timeout 120 $C bench handover --device cuda --prompt-tokens 1024 4096 --tp 2:1 4:2 2:4 --path mapped --copy-streams 1 2 --repeats 15 --save --result-dir $OUT 2>&1 | sed -n '/^prompt/,$p'
   timeout 120 $C bench handover --device cuda --prompt-tokens 4096 --tp 1:2 2:1 --path auto mapped staged gathered layers --repeats 10 --save --result-dir $OUT 2>&1 | sed -n '/^prompt/,$p'
 fi
 

@@ -24,7 +24,7 @@ from splitserve.benchmarks.common.arguments import finite, not_negative, positiv
 from splitserve.benchmarks.common.report import add_result_options, keep_result, table
 from splitserve.benchmarks.engine.engine_options import add_switches
 from splitserve.benchmarks.kv import handover_served
-from splitserve.benchmarks.kv.handover_ranks import RankSetup, Sinks, Timing, two_workers
+from splitserve.benchmarks.kv.handover_ranks import STAGES, RankSetup, Sinks, Timing, two_workers
 from splitserve.common.cores import awake_cpus, usable_cpus
 from splitserve.common.errors import ConfigError
 from splitserve.kvconnector.layout.shape import num_blocks_for
@@ -42,7 +42,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "cpu": {"shape": "qwen3-0.6b", "dtype": "float32", "prompt_tokens": [128, 512, 2000], "block_size": [16, 32]},
     "cuda": {"shape": "llama-3.1-8b", "dtype": "bfloat16", "prompt_tokens": [1024, 4096, 8192], "block_size": [64]},
 }
-NOT_SERVED = ("threads", "split_size", "path", "poll_us", "serve_poll_us", "naive")
+NOT_SERVED = ("threads", "split_size", "path", "copy_streams", "poll_us", "serve_poll_us", "naive")
 ONLY_SERVED = ("against_mixed", "attention_backend", "model", "ray")
 NAIVE_PIECE_BYTES = 32 << 10  # pieces of a layout per layer for Llama-3.1-8B with 16 tokens per block
 
@@ -82,9 +82,11 @@ def measure(arm: Arm, sinks: Sinks, layout: LayoutRecord, repeats: int) -> dict[
     sinks.call("read", arm.local, arm.remote)
     sinks.call("check", arm.local, arm.remote)
     reads, copies, alone, path = [], [], [], ""
+    by_rank: list[list[Timing]] = []
     for _ in range(repeats):
         timings: list[Timing] = sinks.call("read", arm.local, arm.remote)
         reads.append(max(timing.seconds for timing in timings))
+        by_rank.append(timings)
         copies.append(max(map(float, sinks.call("copy", arm.local, arm.remote))))
         alone.append(float(sinks.first("copy", arm.local, arm.remote)))
         path = "+".join(sorted({timing.path for timing in timings}))
@@ -96,7 +98,14 @@ def measure(arm: Arm, sinks: Sinks, layout: LayoutRecord, repeats: int) -> dict[
         "bytes_per_rank": num_bytes,
         "path": path,
         **read_figures(num_bytes, reads, copies, alone),
+        "stages_us": stages_us([max(timings, key=lambda timing: timing.seconds) for timings in by_rank]),
+        "stages_us_of_ranks": [stages_us(timings) for timings in zip(*by_rank, strict=True)],
     }
+
+
+def stages_us(timings: Sequence[Timing]) -> dict[str, float]:
+    """Return the medians of reads' stages in microseconds, by the names of :data:`STAGES`."""
+    return {name: statistics.median(timing.stages[name] for timing in timings) * 1e6 for name in STAGES}
 
 
 def read_figures(
@@ -178,11 +187,15 @@ def run(options: argparse.Namespace, device: str) -> Iterator[dict[str, Any]]:
         ]
         with two_workers(placed[0], placed[1], options.serve_poll_us / 1e6) as sinks:
             common = {"prefill_tp": num_sources, "decode_tp": num_sinks, "one_rank": options.one_rank}
-            for threads, split_bytes, path in itertools.product(options.threads, options.split_size, options.path):
+            common["ranks_per_device"] = max(Counter(each.device for side in placed for each in side).values())
+            for threads, split_bytes, path, streams in itertools.product(
+                options.threads, options.split_size, options.path, options.copy_streams
+            ):
                 changes = {
                     "num_threads": threads,
                     "split_bytes": split_bytes,
                     "poll_seconds": options.poll_us / 1e6,
+                    "copy_streams": streams,
                 }
                 kind = MemoryKind.VRAM if device == "cuda" else MemoryKind.DRAM
                 wanted = None if path == "auto" else ReadPath(path)
@@ -192,18 +205,24 @@ def run(options: argparse.Namespace, device: str) -> Iterator[dict[str, Any]]:
                     yield {
                         **common,
                         "split_mib": settings.split_bytes // MIB,
+                        "copy_streams": settings.copy_streams,
                         "transport": link.transport,
                         "link_gb_per_second": link.bytes_per_second / 1e9,
                         **(measured := measure(arm, sinks, layouts[1], options.repeats)),
-                        "threads": 1 if ReadPath(measured["path"]).is_through_mapping else settings.num_threads,
+                        "threads": 1 if are_through_mapping(measured["path"]) else settings.num_threads,
                     }
             if options.naive and (num_sources, num_sinks) == (1, 1):
                 for num_tokens in options.prompt_tokens:
                     yield common | measure_naive(sinks, layouts[1], num_tokens, 3, options.seed)
 
 
+def are_through_mapping(paths: str) -> bool:
+    """Return whether no rank used a transport; ``paths``: those that ranks took, with ``+`` between them."""
+    return all(ReadPath(path).is_through_mapping for path in paths.split("+"))
+
+
 HEADERS = ["prompt", "block", "tp", "pool", "path", "threads", "MB/rank", "ms", "p99 ms", "GB/s", "copy GB/s", "share"]
-HEADERS += ["of one alone"]
+HEADERS += ["of one alone", "us: commanded", "woken", "queued", "copying", "copied", "verified", "noticed"]
 
 
 def row_of(result: dict[str, Any]) -> list[object]:
@@ -221,6 +240,7 @@ def row_of(result: dict[str, Any]) -> list[object]:
         f"{result['copy_gb_per_second']:.2f}",
         f"{result['share_of_copy']:.0%}",
         f"{result.get('share_of_lone_copy', result['share_of_copy']):.0%}",
+        *(f"{result['stages_us'][name]:.0f}" if "stages_us" in result else "-" for name in STAGES),
     ]
 
 
@@ -279,6 +299,14 @@ def parser() -> argparse.ArgumentParser:
         default=[0],
         metavar="SIZE",
         help="size above which reads are split; 0: as in production",
+    )
+    add(
+        "--copy-streams",
+        type=not_negative,
+        nargs="+",
+        default=[0],
+        metavar="N",
+        help="streams of copy engines' reads of heads that both sides split differently; 0: as in production",
     )
     add("--path", nargs="+", choices=["auto", *ReadPath], default=["auto"], help="paths of the data; auto: by cost")
     add("--poll-us", type=finite, default=0.0, help="time between polls of reads in flight; 0: as in production")

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 
@@ -34,6 +35,15 @@ EVENT_TIMEOUT_SECONDS = 60.0
 # Consecutive copies between GPUs: long enough that those of several ranks, which share links, overlap.
 COPIES_IN_A_ROW = 4
 START_TIMEOUT_SECONDS = 180.0
+STAGES = {
+    "commanded": "the call of the connector",
+    "woken": "from the start until the reading thread has begun",
+    "queued": "until all copies are queued",
+    "copying": "from the first copy to the last one's end, by the GPU's clock",
+    "copied": "from the start until the data has landed",
+    "verified": "until the generations have been read",
+    "noticed": "the rest: the commanding thread has the result; without a mapping also the reading thread's wake-up",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +65,12 @@ class RankSetup:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Time of a read on one rank, from the command to the verified result, and its path."""
+    """Time of a read on one rank, from the command to the verified result; its path; seconds of its stages by name, see
+    :data:`STAGES`."""
 
     seconds: float
     path: str
+    stages: dict[str, float]
 
 
 def _content(setup: RankSetup, block_ids: Sequence[int], device: torch.device) -> torch.Tensor:
@@ -116,13 +128,15 @@ class SinkRank:
         self._num_reads += 1
         started = time.perf_counter()
         self._connector.read(ReadCommand(self._num_reads, SOURCE, local, remote))
+        commanded = time.perf_counter() - started
         result = self._wait()
         seconds = time.perf_counter() - started
         if not isinstance(result, ReadResult) or result.error:
             raise RuntimeError(f"a read failed: {result}")
         if list(result.generations) != [FIRST_GENERATION + block_id for block_id in remote]:
             raise RuntimeError("a read returned the wrong generations")
-        return Timing(seconds, str(result.path))
+        stages = {"commanded": commanded, **msgspec.structs.asdict(result.stages), "verified": result.seconds}
+        return Timing(seconds, str(result.path), {**stages, "noticed": max(0.0, seconds - result.seconds)})
 
     def check(self, local: Sequence[int], remote: Sequence[int]) -> None:
         """Check all heads of all blocks. Raises RuntimeError unless they have the source's content."""

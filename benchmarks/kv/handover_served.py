@@ -19,11 +19,8 @@ import argparse
 import asyncio
 import itertools
 import json
-import os
 import random
 import statistics
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -33,6 +30,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
+from splitserve.benchmarks.common.commands import ended_on_failure, run_command
 from splitserve.benchmarks.common.report import table
 from splitserve.benchmarks.engine.engine_options import switches
 from splitserve.benchmarks.serving.load import Endpoint, run_load
@@ -49,7 +47,6 @@ OUTPUT_TOKENS = 4
 COMPARED_TOKENS = 32
 """Tokens of an answer that is compared with a mixed worker's."""
 MODES = ("one chunk", "chunks")
-COMMAND_SECONDS = 180.0
 
 
 def engine_of(options: argparse.Namespace, model: str, device: str, block_size: int, max_tokens: int) -> EngineConfig:
@@ -140,26 +137,10 @@ def running(spec: ClusterSpec, ray: str) -> Iterator[str]:
     with tempfile.TemporaryDirectory(prefix="splitserve-bench-") as directory:
         path = Path(directory) / "spec.yaml"
         path.write_bytes(msgspec.json.encode(msgspec.to_builtins(spec)))
-        run_command(directory, "up", "--ray", ray, "--spec", str(path), "--log-level", "warning")
-        try:
+        with ended_on_failure(directory):
+            run_command(directory, "up", "--ray", ray, "--spec", str(path), "--log-level", "warning")
             yield str(json.loads(run_command(directory, "status", "--json"))["url"])
-        finally:
             run_command(directory, "down")
-
-
-def run_command(state: str, *arguments: str) -> str:
-    """Run ``splitserve`` in a process of its own; returns its output. Raises :class:`SplitserveError` if it fails."""
-    done = subprocess.run(
-        [sys.executable, "-m", "splitserve.orchestration.cli.main", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=COMMAND_SECONDS,
-        check=False,
-        env={**os.environ, "SPLITSERVE_STATE_DIR": state},
-    )
-    if done.returncode:
-        raise SplitserveError(f"splitserve {' '.join(arguments)}: {done.stdout[-1000:]} {done.stderr[-2000:]}")
-    return done.stdout
 
 
 def measure(urls: Sequence[str], model: str, num_tokens: int, mode: str, options: argparse.Namespace) -> dict[str, Any]:

@@ -174,6 +174,7 @@ class Client:
 async def _receive(network_chunks: AsyncIterator[bytes], record: RequestRecord, start: float) -> None:
     """Read server-sent events up to ``[DONE]``. Raises :class:`StreamError` for an error event or an early end."""
     buffer = b""
+    bare_end: float | None = None
     async for data in network_chunks:
         now = time.perf_counter() - start
         *lines, buffer = (buffer + data).split(b"\n")
@@ -182,12 +183,18 @@ async def _receive(network_chunks: AsyncIterator[bytes], record: RequestRecord, 
                 continue
             payload = line[5:].strip()
             if payload == b"[DONE]":
-                return _check_complete(record)
-            _take(_decoder.decode(payload), record, now)
+                return _check_complete(record, bare_end)
+            if _take(_decoder.decode(payload), record, now):
+                bare_end = now
     raise StreamError("the stream ended without [DONE]")
 
 
-def _take(chunk: _Chunk, record: RequestRecord, now: float) -> None:
+def _take(chunk: _Chunk, record: RequestRecord, now: float) -> bool:
+    """Note a chunk that arrived at ``now``. Returns whether it is a bare end: a finish reason without text or ids.
+
+    A token may have no text: half of a character, a special token, an id that the tokenizer lacks. So where the
+    endpoint reports no ids, each chunk counts but a bare end.
+    """
     if chunk.error is not None:
         raise StreamError(f"error event: {_shorten(msgspec.json.encode(chunk.error).decode())}")
     if chunk.usage is not None:
@@ -195,20 +202,27 @@ def _take(chunk: _Chunk, record: RequestRecord, now: float) -> None:
         record.output_tokens = chunk.usage.completion_tokens
         details = chunk.usage.prompt_tokens_details
         record.cached_tokens = (details.cached_tokens or 0) if details else 0
+    is_bare_end = False
     for choice in chunk.choices:
         if choice.finish_reason:
             record.finish_reason = choice.finish_reason
-        num_tokens = len(choice.token_ids or ())
         if choice.token_ids:
-            record.chunk_tokens.append(num_tokens)
+            record.chunk_tokens.append(len(choice.token_ids))
             record.output_ids += choice.token_ids
-        if num_tokens or choice.text:
+        if choice.token_ids or choice.text or (choice.token_ids is None and not choice.finish_reason):
             record.chunk_seconds.append(now)
+        else:
+            is_bare_end = choice.token_ids is None
+    return is_bare_end
 
 
-def _check_complete(record: RequestRecord) -> None:
+def _check_complete(record: RequestRecord, bare_end: float | None) -> None:
+    """Complete the record of a stream that has ended. ``bare_end``: arrival of its end if that was a bare one, which
+    carried the last token if the endpoint counts one more than the chunks before it."""
     if not record.finish_reason:
         raise StreamError("the stream ended without a finish reason")
+    if bare_end is not None and record.output_tokens == len(record.chunk_seconds) + 1:
+        record.chunk_seconds.append(bare_end)
     if not record.output_tokens:  # no usage: count the received tokens
         record.output_tokens = sum(record.chunk_tokens) or len(record.chunk_seconds)
     if not record.chunk_seconds:

@@ -169,6 +169,36 @@ def tier_copies(runs: Sequence[Run]) -> Section:
     return Section("Copies to and from host memory", text, [*headers, "both ways at once", "run", "commit"], rows)
 
 
+UP_STAGES = ("command", "Ray", "router", "workers", "ready", "first token", "answer", "down")
+
+
+def starts(runs: Sequence[Run]) -> Section:
+    rows = []
+    for run in of_bench(runs, "up"):
+        options = run.content["options"]
+        counts = ((options[role], role) for role in ("prefill", "decode", "mixed"))
+        workers = ", ".join(f"{count} {role}" for count, role in counts if count)
+        model = options["shape"] or ("a checkpoint" if options["model"] else "demo")
+        device = "CPU" if run.option("--device") == "cpu" or run.gpus == "none" else run.gpus
+        for result in run.content["results"]:
+            for number_of_start, start in enumerate(result["runs"], 1):
+                seconds = [number(start[stage]) if stage in start else "-" for stage in UP_STAGES]
+                cells = [f"{model}, {workers}", device, result["place"], str(number_of_start), *seconds]
+                rows.append([run_link(run), *cells, _longest_start(start["phases"]), commit(run)])
+    headers = ["run", "cluster", "GPUs of the machine", "place", "start", *(f"{stage} s" for stage in UP_STAGES)]
+    text = (
+        "`bench up`: seconds from the start of `splitserve up` to each stage; `down` by itself. The first start builds "
+        "the kernels that the machine lacks. Phases are those of the worker that took longest; they may overlap."
+    )
+    return Section("From the command to the first token", text, [*headers, "phases of a worker", "commit"], rows)
+
+
+def _longest_start(phases: Mapping[str, Mapping[str, float]]) -> str:
+    """Describe the phases of the worker that took longest, by their sum; "-" if none are known."""
+    longest = max(phases.values(), key=lambda each: sum(each.values()), default={})
+    return ", ".join(f"{name} {seconds:.1f}" for name, seconds in longest.items()) or "-"
+
+
 def awake_cores(runs: Sequence[Run]) -> Section:
     rows = []
     for run in of_bench(runs, "awake-cores"):

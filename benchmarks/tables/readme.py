@@ -98,6 +98,8 @@ def step_rows(runs: Sequence[Run]) -> Iterable[list[str]]:
         found = [(run, each) for run, phase, each in every if phase == "prefill" and each["tokens"] == tokens]
         share = values(found, "gemm_share", percent, high=True)
         texts = [f"{values(found, 'ms')} ms", f"{share} of the GEMM rate"]
+        if turns := [(run, each) for run, each in found if each.get("beside_share")]:
+            texts.append(f"{values(turns, 'beside_share', percent, high=True)} of that of products beside it")
         yield figure(f"prefill of {tokens} tokens", "1 GPU, idle, without HTTP", found, *texts)
 
 
@@ -177,13 +179,35 @@ def rank_rows(runs: Sequence[Run]) -> Iterable[list[str]]:
     yield figure("two ranks, decode step of 64 x 1024 tokens", "2 GPUs, idle, without HTTP", found, *texts)
 
 
+def start_rows(runs: Sequence[Run]) -> Iterable[list[str]]:
+    """Yield the row of a mixed worker's starts on a GPU, if there are any but the first of a run, which builds
+    kernels."""
+    alone = {"prefill": 0, "decode": 0, "mixed": 1}
+    found = [
+        (run, start)
+        for run in of_bench(runs, "up")
+        if run.gpu != "none" and run.option("--device") != "cpu" and run.option("--dtype") in ("", "auto", "bfloat16")
+        and run.content["options"]["shape"] == SHAPE and run.content["options"].items() >= alone.items()
+        for result in run.content["results"] if result["place"] == "local"
+        for start in result["runs"][1:]
+    ]  # fmt: skip
+    if not found:
+        return
+    texts = [f"{name} {values(found, name)} s" for name in ("ready", "first token")]
+    phases = [(run, each) for run, start in found for each in start["phases"].values()]
+    names = [name for name in (phases[0][1] if phases else {}) if all(name in each for _, each in phases)]
+    if listed := ", ".join(f"{name} {values(phases, name)}" for name in names):
+        texts.append(f"phases of the worker: {listed} s")
+    yield figure("from `splitserve up` on", "1 mixed worker, 1 GPU, kernels built before", found, *texts)
+
+
 def user_rows(runs: Sequence[Run]) -> list[list[str]]:
     """Return the figures of the benches for users, except those under load."""
     return [*handover_rows(runs), *serving_rows(runs)]
 
 
 def developer_rows(runs: Sequence[Run]) -> list[list[str]]:
-    makers = (latency_rows, step_rows, rank_rows, tier_rows)
+    makers = (latency_rows, step_rows, rank_rows, tier_rows, start_rows)
     return [row for make in makers for row in make(runs)]
 
 

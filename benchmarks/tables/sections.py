@@ -52,6 +52,8 @@ def steps(runs: Sequence[Run]) -> Section:
             )
         else:
             share = extent([f["gemm_share"] for f in figures], percent, high=True)
+            if beside := [each for f in figures if (each := f.get("beside_share"))]:
+                share += f"; beside {extent(beside, percent, high=True)}"
             rows.append(
                 [model, gpu, f"prefill {size}", extent([f["ms"] for f in figures]), "-", "-", share, "-", labels]
             )
@@ -59,7 +61,8 @@ def steps(runs: Sequence[Run]) -> Section:
     text = (
         "`bench engine`: one GPU, nothing else on it, greedy unless said, without HTTP. Shares are of what the same "
         "run measured: a floor is the time to read weights and KV once, at the bandwidth of a large copy (read and "
-        "written) or of an operation that only reads. Best to worst of the runs."
+        "written) or of an operation that only reads. *Beside*: of products that take turns with the prefills, "
+        "as long as these; the others are a short burst's. Best to worst of the runs."
     )
     return Section("Steps on one GPU", text, headers, rows)
 
@@ -176,7 +179,7 @@ def reads(runs: Sequence[Run]) -> Section:
         pair = (result["prefill_tp"], result["decode_tp"])
         reader = "one rank" if one else f"{pair[1]} ranks" if max(pair) > 1 else "one"
         gpus = f"2 x {run.gpu}" if one or pair == (1, 1) else run.gpus
-        case = (*pair, reader, gpus, result["prompt_tokens"], awake(run), result["path"])
+        case = (*pair, reader, gpus, result["prompt_tokens"], awake(run), _path(result))
         cases.setdefault(case, []).append((run, result))
     rows = []
     for case, found in sorted(cases.items()):
@@ -197,6 +200,43 @@ def reads(runs: Sequence[Run]) -> Section:
         "them, so some of what they read is on their own GPU or comes over one link."
     )
     return Section("Hand-over between GPUs", text, [*headers, "MB per rank", "of a plain copy", "runs"], rows)
+
+
+def _path(result: dict[str, Any]) -> str:
+    """Return the path of a read; where heads are split differently, with the number of streams that a run chose."""
+    is_of_rows = result["path"] == "mapped" and result["prefill_tp"] != result["decode_tp"]
+    return "mapped, one stream" if is_of_rows and result.get("copy_streams") == 1 else str(result["path"])
+
+
+STAGES = {
+    "commanded": "commanded",
+    "woken": "thread awake",
+    "queued": "all copies queued",
+    "copied": "data landed",
+    "verified": "verified",
+    "noticed": "noticed after",
+    "copying": "GPU copied for",
+}
+
+
+def stages(runs: Sequence[Run]) -> Section:
+    rows = []
+    for run, result in readings(runs):
+        if "stages_us" not in result:
+            continue
+        reader = "one rank" if result["one_rank"] else f"{result['prefill_tp']}:{result['decode_tp']}"
+        shown = [number(result["stages_us"][name]) for name in STAGES]
+        rows.append(
+            [reader, run.gpus, str(result["ranks_per_device"]), str(result["prompt_tokens"]), result["pool"],
+             _path(result), awake(run), number(result["handover_ms"]), *shown, run_link(run), commit(run)]
+        )  # fmt: skip
+    headers = ["ranks", "GPUs", "ranks per GPU at most", "prompt", "blocks", "path", "cores", "median ms"]
+    text = (
+        "`bench handover`: the slowest rank's stages, medians in microseconds from a read's command, but for the last "
+        "two: from the verified result until the commanding thread has it, and by the GPU's clock from the first copy "
+        "to the end of the last one."
+    )
+    return Section("Stages of a hand-over", text, [*headers, *STAGES.values(), "run", "commit"], rows)
 
 
 def served(runs: Sequence[Run]) -> Section:

@@ -1,8 +1,9 @@
 """Attention of chunks of several query tokens as Triton kernels: flash attention over blocks.
 
-There is a program per (item, query head), where an item is a tile of queries with its context or a part of that
+There is a program per (query head, item), where an item is a tile of queries with its context or a part of that
 (:func:`splitserve.kernels.triton.plans.chunk_arrays`): a few queries over a long context keep a whole GPU busy only if
-many programs share the context. A second kernel joins parts by their log-sum-exp, in order.
+many programs share the context. Tiles of context that all rows see whole need no mask. A second kernel joins parts by
+their log-sum-exp, in order.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
@@ -30,7 +31,8 @@ def run_chunks(
 ) -> None:
     """Fill the rows of ``out`` [T, H, D] that belong to ``part``, from those of ``query`` [T, H, D]."""
     num_items, workspace = part.items.shape[1], part.workspace
-    _chunk_kernel[(num_items, shape.num_heads)](
+    # The first programs to start are those of the first, longest items.
+    _chunk_kernel[(shape.num_heads, num_items)](
         query,
         kv_layer,
         part.indptr,
@@ -111,8 +113,8 @@ def _chunk_kernel(
     SPLITS: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ):
-    item = items_ptr + tl.program_id(0)
-    head = tl.program_id(1)
+    head = tl.program_id(0)
+    item = items_ptr + tl.program_id(1)
     first_row = tl.load(item)
     start = tl.load(item + num_items)  # position of the first row
     num_rows = tl.load(item + 2 * num_items)
@@ -138,38 +140,20 @@ def _chunk_kernel(
         sink = tl.load(sinks_ptr + head) * 1.4426950408889634
         top = tl.where(first == 0, sink, top)  # in the first part, as if a token without a value had come before all
         total = tl.where(first == 0, 1.0, total)
-    inner = tl.arange(0, TILE)
-    head_offset = (head // GROUP) * (2 * BLOCK_SIZE * HEAD_DIM)
+    kv_head_ptr = kv_ptr + (head // GROUP) * (2 * BLOCK_SIZE * HEAD_DIM)
     if WINDOW:  # tiles before the first row's window hold nothing for any row
         first = tl.maximum(first, tl.maximum(start + 1 - WINDOW, 0) // TILE * TILE)
-    for tile in tl.range(first, end, TILE):
-        token = tile + inner
-        is_token = token < end
-        if BLOCK_SIZE % TILE == 0:
-            block = tl.load(table + tile // BLOCK_SIZE).to(tl.int64)
-            base = block * BLOCK_STRIDE + head_offset + (tile % BLOCK_SIZE + inner) * HEAD_DIM
-        else:
-            block = tl.load(table + token // BLOCK_SIZE, mask=is_token, other=0).to(tl.int64)
-            base = block * BLOCK_STRIDE + head_offset + (token % BLOCK_SIZE) * HEAD_DIM
-        keys_at = kv_ptr + base[:, None] + column[None, :]
-        mask = is_token[:, None] & is_column[None, :]
-        keys = tl.load(keys_at, mask=mask, other=0.0).to(query.dtype)  # they may be in FP8
-        values = tl.load(keys_at + BLOCK_SIZE * HEAD_DIM, mask=mask, other=0.0).to(query.dtype)
-        scores = tl.dot(query, keys.T, input_precision=PRECISION) * scale_log2
-        if SOFT_CAP > 0:
-            scores = soft_capped(scores, SOFT_CAP)
-        scores = tl.where(token[None, :] <= (start + row)[:, None], scores, float("-inf"))
-        if WINDOW:
-            scores = tl.where(token[None, :] > (start + row)[:, None] - WINDOW, scores, float("-inf"))
-        new_top = tl.maximum(top, tl.max(scores, 1))
-        if WINDOW:  # a row may have seen no token yet: its sums stay 0, and no difference is of infinities
-            new_top = tl.maximum(new_top, -1e30)
-        weights = tl.exp2(scores - new_top[:, None])
-        shrink = tl.exp2(top - new_top)
-        total = total * shrink + tl.sum(weights, 1)
-        mixed = mixed * shrink[:, None]
-        mixed = tl.dot(weights.to(values.dtype), values, mixed, input_precision=PRECISION)
-        top = new_top
+    else:
+        seen_by_all = tl.maximum(first, tl.minimum(end, start + 1) // TILE * TILE)
+        top, total, mixed = _attend(
+            query, top, total, mixed, kv_head_ptr, table, start + row, first, seen_by_all, end, scale_log2,
+            BLOCK_STRIDE, BLOCK_SIZE, HEAD_DIM, WINDOW, SOFT_CAP, DIM, TILE, PRECISION, MASKED=False,
+        )  # fmt: skip
+        first = seen_by_all
+    top, total, mixed = _attend(
+        query, top, total, mixed, kv_head_ptr, table, start + row, first, end, end, scale_log2,
+        BLOCK_STRIDE, BLOCK_SIZE, HEAD_DIM, WINDOW, SOFT_CAP, DIM, TILE, PRECISION, MASKED=True,
+    )  # fmt: skip
     if WINDOW:  # a row of another part's tokens alone: a weight of about 0 when the parts are joined
         total = tl.where(total == 0.0, 1e-30, total)
     result = mixed / total[:, None]
@@ -181,6 +165,69 @@ def _chunk_kernel(
         num_rows = tl.where(slot < 0, num_rows, 0)
     mask_rows = (row < num_rows)[:, None] & is_column[None, :]
     tl.store(out_ptr + at, result.to(out_ptr.dtype.element_ty), mask=mask_rows)
+
+
+@triton.jit
+def _attend(
+    query,
+    top,
+    total,
+    mixed,
+    kv_ptr,
+    table,
+    position,
+    first,
+    last,
+    end,
+    scale_log2,
+    BLOCK_STRIDE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+    DIM: tl.constexpr,
+    TILE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Add the tokens from ``first`` to ``last``, in tiles, to the sums of rows at ``position`` [rows]; ``MASKED``: not
+    all rows see all of them, and those from ``end`` on don't exist."""
+    inner, column = tl.arange(0, TILE), tl.arange(0, DIM)
+    scale = 1.0 if SOFT_CAP > 0 else scale_log2
+    for tile in tl.range(first, last, TILE):
+        token = tile + inner
+        is_token = token < end
+        if BLOCK_SIZE % TILE == 0:
+            block = tl.load(table + tile // BLOCK_SIZE).to(tl.int64)
+            base = block * BLOCK_STRIDE + (tile % BLOCK_SIZE + inner) * HEAD_DIM
+        else:
+            block = tl.load(table + token // BLOCK_SIZE, mask=is_token, other=0).to(tl.int64)
+            base = block * BLOCK_STRIDE + (token % BLOCK_SIZE) * HEAD_DIM
+        keys_at = kv_ptr + base[:, None] + column[None, :]
+        values_at = keys_at + BLOCK_SIZE * HEAD_DIM
+        if MASKED or HEAD_DIM < DIM:
+            mask = is_token[:, None] & (column < HEAD_DIM)[None, :]
+            keys = tl.load(keys_at, mask=mask, other=0.0).to(query.dtype)  # they may be in FP8
+            values = tl.load(values_at, mask=mask, other=0.0).to(query.dtype)
+        else:
+            keys, values = tl.load(keys_at).to(query.dtype), tl.load(values_at).to(query.dtype)
+        scores = tl.dot(query, keys.T, input_precision=PRECISION)
+        if SOFT_CAP > 0:
+            scores = soft_capped(scores * scale_log2, SOFT_CAP)
+        if MASKED:
+            scores = tl.where(token[None, :] <= position[:, None], scores, float("-inf"))
+        if WINDOW:
+            scores = tl.where(token[None, :] > position[:, None] - WINDOW, scores, float("-inf"))
+        new_top = tl.maximum(top, tl.max(scores, 1) * scale)
+        if WINDOW:  # a row may have seen no token yet: its sums stay 0, and no difference is of infinities
+            new_top = tl.maximum(new_top, -1e30)
+        weights = tl.exp2(scores * scale - new_top[:, None])
+        shrink = tl.exp2(top - new_top)
+        total = total * shrink + tl.sum(weights, 1)
+        mixed = mixed * shrink[:, None]
+        mixed = tl.dot(weights.to(values.dtype), values, mixed, input_precision=PRECISION)
+        top = new_top
+    return top, total, mixed
 
 
 @triton.jit(do_not_specialize=["max_joins"])

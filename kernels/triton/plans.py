@@ -155,7 +155,8 @@ def chunk_arrays(
     int32.
 
     A tile of queries is one item, or is split into items by parts of its context, so that the ``P = num_programs``
-    items of a step share the work evenly. Every row attends to the first token of every part of its tile.
+    items of a step share the work evenly; where P / 2 tiles keep the device busy, only tiles of more than twice an even
+    share are split. Every row attends to the first token of every part of its tile.
 
     ``items`` [7, N], longest first: first query row, its position, rows, sequence, first token, end of the tokens, slot
     for the result (-1: the only part). ``joins`` [1 + 4 * J]: their number, and for each split tile: first query row,
@@ -166,12 +167,13 @@ def chunk_arrays(
     tiles = _query_tiles(batch, first)
     seen = [position // CONTEXT_TILE + 1 for _, position, _, _ in tiles]  # tiles of context that all rows attend to
     most = max(UNSPLIT_TILES, -(-sum(seen) // num_programs)) if num_programs > 1 else sum(seen)
+    longest = 2 * most if 2 * len(tiles) >= num_programs else most
     items: list[tuple[int, ...]] = []
     joins: list[tuple[int, ...]] = []
     num_slots = 0
     for tile, num_tiles in zip(tiles, seen, strict=True):
         row, position, num_rows, _ = tile
-        num_parts = -(-num_tiles // most)
+        num_parts = -(-num_tiles // most) if num_tiles > longest else 1
         cuts = [num_tiles * part // num_parts * CONTEXT_TILE for part in range(num_parts)] + [position + num_rows]
         slots = range(num_slots, num_slots + num_parts) if num_parts > 1 else [-1]
         items += [(*tile, *part) for part in zip(cuts, cuts[1:], slots, strict=False)]

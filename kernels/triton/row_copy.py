@@ -14,8 +14,8 @@ any thread that waits for the whole device fails.
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
 import contextlib
-import itertools
 from array import array
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -60,6 +60,10 @@ class _Table:
         self._numbers[1 : 1 + len(targets)] = array("q", targets)
         self._numbers[1 + _MOST_PIECES : 1 + _MOST_PIECES + len(sources)] = array("q", sources)
 
+    def is_read(self) -> bool:
+        """Return whether the device has read its present content."""
+        return self._is_read is None or self._is_read.query()
+
     def launched(self, stream: "torch.cuda.Stream | None") -> None:
         """Record that a kernel that reads the table was launched on the stream."""
         if self._is_read is not None:
@@ -69,8 +73,8 @@ class _Table:
 class RowCopier:
     """Copier of pieces of ``rows`` each, from and to multiples of ``alignment``, a power of two.
 
-    ``stream``: a stream of the current device; None on a CPU, where the kernel is interpreted. Used by one thread, and
-    kept until the copies have ended: the device reads its tables.
+    ``stream``: a stream of the current device; None on a CPU, where the kernel is interpreted. Used by one thread at
+    a time, and kept until the copies have ended: the device reads its tables.
     """
 
     def __init__(self, stream: "torch.cuda.Stream | None", rows: Rows, alignment: int) -> None:
@@ -95,7 +99,12 @@ class RowCopier:
             _MOST_PIECES,
             _NUM_STAGES,
         )
-        self._tables = itertools.cycle([_Table(on_gpu=stream is not None) for _ in range(_NUM_TABLES)])
+        self._tables = deque(_Table(on_gpu=stream is not None) for _ in range(_NUM_TABLES))
+
+    def is_ready(self) -> bool:
+        """Return whether the next copy of at most 1,024 pieces waits neither for the compiler nor for the device."""
+        is_compiled = self._stream is None or self._launch_compiled is not None
+        return is_compiled and self._tables[0].is_read()
 
     def start(self, targets: Sequence[int], sources: Sequence[int]) -> None:
         """Copy from each address of ``sources`` to that of ``targets``. Waits if as many copies as there are tables are
@@ -103,7 +112,8 @@ class RowCopier:
         assert len(targets) == len(sources)
         for low in range(0, len(targets), _MOST_PIECES):
             part = slice(low, low + _MOST_PIECES)
-            table = next(self._tables)
+            table = self._tables[0]
+            self._tables.rotate(-1)
             table.fill(targets[part], sources[part], self._rows.num_rows * self._num_chunks)
             self._launch(table.memory)
             table.launched(self._stream)

@@ -10,7 +10,7 @@ from array import array
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from splitserve.kvconnector.layout.shape import runs
+from splitserve.kvconnector.layout.shape import Run
 
 logger = logging.getLogger(__name__)
 
@@ -34,10 +34,6 @@ class CopyBatch(NamedTuple):
         """True if rows follow each other without gaps."""
         return self.width == self.target_pitch == self.source_pitch
 
-    @property
-    def num_bytes(self) -> int:
-        return sum(self.heights) * self.width
-
 
 class BlockPieces(NamedTuple):
     """A piece of each block on two sides: ``rows`` of ``width`` bytes, evenly spaced over the block."""
@@ -49,26 +45,25 @@ class BlockPieces(NamedTuple):
     rows: int
     width: int  # bytes of a row
 
-    def of(self, local: Sequence[int], remote: Sequence[int]) -> CopyBatch:
-        """Return the copies from the peer's blocks ``remote`` to our blocks ``local``; blocks adjacent on both sides
-        are one copy.
+    def of(self, found: Sequence[Run]) -> CopyBatch:
+        """Return the copies of runs of the peer's blocks, which come second, to ours, a copy for each run.
 
         In plain Python, which for a few blocks costs less than numpy.
         """
-        targets, sources, heights = [], [], []
-        for into, out_of, count in runs(local, remote):
-            targets.append(self.target + into * self.target_bytes)
-            sources.append(self.source + out_of * self.source_bytes)
-            heights.append(count * self.rows)
-        return CopyBatch(targets, sources, heights, self.width, self.target_pitch, self.source_pitch)
+        targets = [self.target + into * self.target_bytes for into, _, _ in found]
+        sources = [self.source + out_of * self.source_bytes for _, out_of, _ in found]
+        heights = [count * self.rows for _, _, count in found]
+        return CopyBatch(targets, sources, heights, self.width, *self.pitches)
 
     @property
-    def target_pitch(self) -> int:
-        return self.target_bytes // self.rows
+    def is_flat(self) -> bool:
+        """True if rows follow each other without gaps on both sides."""
+        return (self.width, self.width) == self.pitches
 
     @property
-    def source_pitch(self) -> int:
-        return self.source_bytes // self.rows
+    def pitches(self) -> tuple[int, int]:
+        """Bytes from the start of one row to the start of the next: ours, the peer's."""
+        return self.target_bytes // self.rows, self.source_bytes // self.rows
 
 
 class _Attributes(ctypes.Structure):
@@ -121,18 +116,22 @@ class BatchCopier:
             self._batch_rows.argtypes = [ctypes.c_size_t, ctypes.c_void_p, ctypes.c_ulonglong, ctypes.c_void_p]
         self._attributes = ctypes.byref(_Attributes(order=_IN_STREAM_ORDER)), ctypes.byref(ctypes.c_size_t(0)), 1
 
-    def start(self, copies: CopyBatch, stream: int) -> int:
-        """Queue the copies on the stream with that handle. Return CUDA's status: 0 if all are queued; otherwise some
-        may be."""
-        if len(copies.targets) == 0:
+    def start(self, batches: Sequence[CopyBatch], stream: int) -> int:
+        """Queue the copies on the stream with that handle, by one call if the driver can. Return CUDA's status: 0 if
+        all are queued; otherwise some may be."""
+        batches = [copies for copies in batches if len(copies.targets)]
+        if not batches:
             return 0
-        if copies.is_flat:
-            return self._start_flat(copies, stream)
-        return self._start_rows(copies, stream)
+        if all(copies.is_flat for copies in batches):
+            return self._start_flat(batches, stream)
+        return self._start_rows(batches, stream)
 
-    def _start_flat(self, copies: CopyBatch, stream: int) -> int:
-        targets, sources = array("Q", copies.targets), array("Q", copies.sources)
-        sizes = array("Q", [height * copies.width for height in copies.heights])
+    def _start_flat(self, batches: Sequence[CopyBatch], stream: int) -> int:
+        targets, sources, sizes = array("Q"), array("Q"), array("Q")
+        for copies in batches:
+            targets.extend(copies.targets)
+            sources.extend(copies.sources)
+            sizes.extend([height * copies.width for height in copies.heights])
         if self._batch is not None:
             addresses = (each.buffer_info()[0] for each in (targets, sources, sizes))
             status = self._batch(*addresses, len(sizes), *self._attributes, stream)
@@ -145,15 +144,19 @@ class BatchCopier:
                 return int(status)
         return 0
 
-    def _start_rows(self, copies: CopyBatch, stream: int) -> int:
+    def _start_rows(self, batches: Sequence[CopyBatch], stream: int) -> int:
         if self._batch_rows is not None:
-            operations = _row_operations(copies)
-            status = self._batch_rows(len(copies.targets), operations.buffer_info()[0], 0, stream)
+            operations = _row_operations(batches)
+            count = sum(len(copies.targets) for copies in batches)
+            status = self._batch_rows(count, operations.buffer_info()[0], 0, stream)
             if status == 0:
                 return 0
             self._batch_rows = None
             _tell_that_it_fails("cuMemcpy3DBatchAsync", status)
-        return self._start_rows_one_by_one(copies, stream)
+        for copies in batches:
+            if (status := self._start_rows_one_by_one(copies, stream)) != 0:
+                return status
+        return 0
 
     def _start_rows_one_by_one(self, copies: CopyBatch, stream: int) -> int:
         rows = _Memcpy2D(
@@ -171,14 +174,14 @@ class BatchCopier:
         return 0
 
 
-def _row_operations(copies: CopyBatch) -> "array[int]":
+def _row_operations(batches: Sequence[CopyBatch]) -> "array[int]":
     """Return an array of ``CUDA_MEMCPY3D_BATCH_OP`` of cuda.h, 14 words each: the operands (pointer, row pitch, no
     layers, no hint), the extent (width, height, one layer), the order."""
     words = array("Q")
-    for target, source, height in zip(copies.targets, copies.sources, copies.heights, strict=True):
-        words.extend((_IS_POINTER, source, copies.source_pitch, 0, 0))
-        words.extend((_IS_POINTER, target, copies.target_pitch, 0, 0))
-        words.extend((copies.width, height, 1, _IN_STREAM_ORDER))
+    for targets, sources, heights, width, target_pitch, source_pitch in batches:
+        for target, source, height in zip(targets, sources, heights, strict=True):
+            words.extend((_IS_POINTER, source, source_pitch, 0, 0, _IS_POINTER, target, target_pitch, 0, 0))
+            words.extend((width, height, 1, _IN_STREAM_ORDER))
     return words
 
 

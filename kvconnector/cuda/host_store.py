@@ -173,7 +173,7 @@ class CudaHostStore:
         if self._rows is not None:
             target, source = self._blocks.data_ptr() + begin, self._slots.data_ptr() + begin
             pieces = BlockPieces(target, source, block_bytes, block_bytes, rows=1, width=width)
-            status = self._rows.start(pieces.of(block_ids, slots), self._up.cuda_stream)
+            status = self._rows.start([pieces.of(list(runs(block_ids, slots)))], self._up.cuda_stream)
             if status == 0:
                 return
             logger.warning(

@@ -7,12 +7,19 @@ def num_blocks_for(num_tokens: int, block_size: int) -> int:
     return -(-num_tokens // block_size)
 
 
-def runs(block_ids: Sequence[int], others: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """Yield ``(first block, first of the others, number of blocks)`` of the longest runs that are adjacent on both
-    sides."""
-    start = 0
-    for end in range(1, len(block_ids) + 1):
-        is_over = end == len(block_ids)
-        if is_over or block_ids[end] != block_ids[end - 1] + 1 or others[end] != others[end - 1] + 1:
-            yield block_ids[start], others[start], end - start
-            start = end
+Run = tuple[int, int, int]
+"""Blocks that are adjacent on both sides: the first block, the first of the others, the number of blocks."""
+
+
+def runs(block_ids: Sequence[int], others: Sequence[int]) -> Iterator[Run]:
+    """Yield the longest runs of blocks that are adjacent on both sides."""
+    pairs = zip(block_ids, others, strict=True)
+    first, other = end, other_end = next(pairs, (0, 0))
+    for block_id, its_other in pairs:
+        end += 1
+        other_end += 1
+        if block_id != end or its_other != other_end:
+            yield first, other, end - first
+            first, other = end, other_end = block_id, its_other
+    if block_ids:
+        yield first, other, end + 1 - first

@@ -144,17 +144,27 @@ class Transfer:
             raise
         return self
 
+    def rehearse(self) -> "Rehearsal":
+        """Start the read and return it as one that may be started once more when it is complete: it then takes half as
+        long. Raises :class:`TransferError`."""
+        self.post()
+        return Rehearsal(self)
+
     def is_done(self) -> bool:
         """Advance the read; return whether it is complete. Raises :class:`TransferError` if it failed."""
+        if not self.has_landed():
+            return False
+        self.release()
+        return True
+
+    def has_landed(self) -> bool:
+        """Do the same as :meth:`is_done`, but keep the read, to be started once more."""
         if self._handle is None:
             return True
         state = self._agent.state(self._handle)
-        if state == "PROC":
-            return False
-        if state != "DONE":
+        if state not in ("PROC", "DONE"):
             raise TransferError(f"NIXL reports {state}")
-        self.release()
-        return True
+        return state == "DONE"
 
     def release(self) -> None:
         if self._handle is not None:
@@ -164,3 +174,15 @@ class Transfer:
     def abandon(self) -> None:
         """Drop the handle, because the agent is about to end."""
         self._handle = None
+
+
+class Rehearsal:
+    """A read in flight that will be started once more."""
+
+    due_at = 0.0
+
+    def __init__(self, transfer: Transfer) -> None:
+        self._transfer = transfer
+
+    def is_done(self) -> bool:
+        return self._transfer.has_landed()

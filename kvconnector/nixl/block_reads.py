@@ -2,23 +2,21 @@
 
 import itertools
 import logging
-import time
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from splitserve.kvconnector.nixl.agent import BlockIds, TransferError
-from splitserve.kvconnector.nixl.mapped_reads import FirstCopies
+from splitserve.kvconnector.nixl.mapped_reads import MappedRead
 from splitserve.kvconnector.nixl.peer_access import PeerAccess
 from splitserve.kvconnector.transfer.device_copies import Done, Pending
 from splitserve.kvconnector.transfer.read_plan import rows_of_blocks
-from splitserve.protocol.handover.reads import ReadCommand, ReadPath
+from splitserve.protocol.handover.reads import ReadCommand, ReadPath, ReadStages
 
 logger = logging.getLogger(__name__)
 
 STAGING = (ReadPath.STAGED, ReadPath.GATHERED)
-_PRACTICE_SECONDS = 0.00005  # before data is due, which is before its end: time for a warm-up read of generations
 
 
 @dataclass(slots=True, eq=False)
@@ -29,14 +27,22 @@ class Read:
     first_path: ReadPath  # the path at the start
     path: ReadPath
     started_at: float
+    woken_at: float
     pending: Pending
     scratch_row: int
-    first: FirstCopies | None = None  # copies that were in flight before
+    mapped: MappedRead | None = None  # through a mapping; its first copies may have been in flight before
+    copied_at: float = 0.0  # the data has landed
     steps: Generator[Pending, None, None] = field(init=False)
 
     @property
     def uses_staging(self) -> bool:
         return self.first_path in STAGING
+
+    def stages(self) -> ReadStages:
+        """Return the stages so far."""
+        queued_at, copying = (0.0, 0.0) if self.mapped is None else (self.mapped.queued_at, self.mapped.copying_seconds)
+        woken, queued, copied = (max(0.0, at - self.started_at) for at in (self.woken_at, queued_at, self.copied_at))
+        return ReadStages(woken, queued, copied, copying)
 
 
 class BlockReads:
@@ -67,13 +73,8 @@ class BlockReads:
             return
         if read.path.is_through_mapping:
             assert self._access.mapped is not None
-            data = self._access.mapped.read(local_blocks, remote_blocks, read.path, read.first)
-            if data.due_at > time.monotonic() + _PRACTICE_SECONDS:
-                # A warm-up: too early to validate anything, but there is time now, and the read that counts then takes
-                # half as long. Posting it also completes it; over TCP, where it does not, a slow source is waited for
-                # twice.
-                yield from self._access.read_generations(remote_blocks, read.scratch_row)
-            yield data
+            read.mapped = self._access.mapped.read(local_blocks, remote_blocks, read.path, read.mapped)
+            yield read.mapped
             return
         local, remote = (np.asarray(ids, dtype=np.int32) for ids in (local_blocks, remote_blocks))
         if read.path is ReadPath.GATHERED and not (yield from self._read_gathered(local_blocks, remote)):

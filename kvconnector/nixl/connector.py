@@ -15,6 +15,7 @@ are in flight, or while peers may be reading from this worker (:meth:`NixlConnec
 import itertools
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
@@ -61,14 +62,14 @@ class _Peer:
         self.shape, self.cost = shape or self.shape, cost or self.cost
         self._chosen.clear()
 
-    def path(self, command: ReadCommand, wanted: ReadPath | None) -> ReadPath:
-        shape, cost, num_blocks = self.shape, self.cost, len(command.local_blocks)
+    def path(self, num_blocks: int, num_runs: int, wanted: ReadPath | None) -> ReadPath:
+        """Return the path of a read of blocks in ``num_runs`` runs that are adjacent on both sides."""
+        shape, cost = self.shape, self.cost
         if shape is None or cost is None:
             return ReadPath.DIRECT
         if wanted is not None and wanted in path_seconds(shape, cost, num_blocks):
             return wanted
         if not shape.is_whole and shape.is_mapped:  # depends on how many blocks are adjacent
-            num_runs = sum(1 for _ in runs(command.local_blocks, command.remote_blocks))
             return choose_path(shape, cost, num_blocks, num_runs)
         if num_blocks not in self._chosen:
             self._chosen[num_blocks] = choose_path(shape, cost, num_blocks)
@@ -141,13 +142,16 @@ class NixlConnector:
             thread.submit(partial(thread.disconnect, peer))
 
     def read(self, command: ReadCommand) -> None:
+        started = time.monotonic()
         with self._lock:
             peer = self._peers.get(command.peer)
-            reads = self._reads(command, peer)
+            mapped = None if peer is None else peer.mapped
+            found = [] if mapped is None else list(runs(command.local_blocks, command.remote_blocks))
+            reads = self._reads(command, peer, len(found))
             self._split_reads[command.read_id] = ReadJoin(len(reads))
-        first = None
-        if reads[0][1] is ReadPath.MAPPED and peer is not None and peer.mapped is not None:
-            first = peer.mapped.start(command.local_blocks, command.remote_blocks)
+        first, path = None, reads[0][1]
+        if path.is_through_mapping and mapped is not None:
+            first = mapped.start(found, path, started)
         for thread, (part, path) in zip(self._threads, reads, strict=False):
             thread.submit(partial(thread.read, part, path, first))
 
@@ -166,10 +170,11 @@ class NixlConnector:
         for thread in (*self._threads, self._server):
             thread.close()
 
-    def _reads(self, command: ReadCommand, peer: _Peer | None) -> list[tuple[ReadCommand, ReadPath]]:
+    def _reads(self, command: ReadCommand, peer: _Peer | None, num_runs: int) -> list[tuple[ReadCommand, ReadPath]]:
         """Return each thread's part of a read and its path. A read through a mapping goes to the first thread alone,
         because its copies fill the link and threads that queue copies concurrently delay each other."""
-        path = ReadPath.DIRECT if peer is None else peer.path(command, self._settings.path)
+        num_blocks = len(command.local_blocks)
+        path = ReadPath.DIRECT if peer is None else peer.path(num_blocks, num_runs, self._settings.path)
         parts = [command] if path.is_through_mapping else self._parts(command)
         return [(part, path) for part in parts]
 

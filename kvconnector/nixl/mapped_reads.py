@@ -5,12 +5,13 @@ that the two sides split differently are rows, one per layer. Copy engines are s
 instead.
 """
 
+import contextlib
 import ctypes
 import itertools
 import logging
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -18,8 +19,8 @@ import torch
 from splitserve.kvconnector.cuda.batch_copies import BatchCopier, BlockPieces, CopyBatch
 from splitserve.kvconnector.cuda.memory import CurrentContext, PeerMapping
 from splitserve.kvconnector.layout.memory import KVMemory
+from splitserve.kvconnector.layout.shape import Run, runs
 from splitserve.kvconnector.nixl.agent import TransferError
-from splitserve.kvconnector.transfer.device_copies import OnDevice, Pending
 from splitserve.kvconnector.transfer.read_cost import ReadCost
 from splitserve.protocol.cache_layout import BlockLayout, HeadSpan
 from splitserve.protocol.handover.reads import ReadPath
@@ -31,15 +32,17 @@ logger = logging.getLogger(__name__)
 
 _SURELY_BUSY = 0.9
 """Share of a read's expected time before which it is not polled."""
-_WAKE_UP_SECONDS = 0.0001
-"""Time by which a sleeping thread may wake up too late: it wakes up so much earlier, and waits awake."""
-_FASTER = 1.1
-_FIRST_BLOCKS = 4
+_WAKE_UP_SECONDS = 0.0003
+"""Time by which a sleeping thread may wake up too late: it wakes up so much earlier, and waits awake. Of several ranks
+that read at once, the last one counts."""
+_FIRST_RUNS = 4
 _GROWTH = 4
-"""Growth of the parts of a read: while some blocks are in flight, copies of this many times as many are built and
-queued."""
+"""Growth of the parts of a read: while some runs of blocks are in flight, copies of this many times as many are built
+and queued."""
 _NUM_FIRST_PARTS = 2
 """Parts that the commanding thread queues: they take longer than the other thread's wake-up and its own first part."""
+_MOST_FIRST_PIECES = 256
+"""Pieces of blocks for which the commanding thread launches the kernel; addresses of more take it too long."""
 
 
 class Blocks(NamedTuple):
@@ -66,56 +69,90 @@ def span_pieces(ours: Blocks, theirs: Blocks, span: HeadSpan) -> BlockPieces:
     )
 
 
-def _rows_of(span: BlockPieces) -> tuple[int, int, int, int]:
-    """Return the number of rows, their width, and their pitches: local, remote."""
-    return span.rows, span.width, span.target_pitch, span.source_pitch
+class Launch(NamedTuple):
+    """Launch of the kernel that copies rows: addresses of pieces, and the ``key`` of their shape: number of rows, their
+    width, their pitches (local, remote), their alignment."""
+
+    key: tuple[int, int, int, int, int]
+    targets: Sequence[int]
+    sources: Sequence[int]
+
+
+def launches(spans: Sequence[BlockPieces], found: Sequence[Run]) -> Iterator[Launch]:
+    """Yield a launch for each shape of pieces; nearly always all spans have one shape."""
+    local = [first + index for first, _, count in found for index in range(count)]
+    remote = [first + index for _, first, count in found for index in range(count)]
+    for rows, alike in itertools.groupby(spans, lambda span: (span.rows, span.width, *span.pitches)):
+        targets, sources, address_bits = [], [], 0
+        for target, source, target_bytes, source_bytes, *_ in alike:
+            targets += [target + block * target_bytes for block in local]
+            sources += [source + block * source_bytes for block in remote]
+            address_bits |= target | source | target_bytes | source_bytes
+        yield Launch((*rows, min(address_bits & -address_bits, 16)), targets, sources)
 
 
 def growing_parts(count: int) -> Iterator[slice]:
-    """Split ``count`` blocks into slices: a few that are soon in flight, then ever larger ones."""
-    low, size = 0, _FIRST_BLOCKS
+    """Split ``count`` runs of blocks into slices: a few that are soon in flight, then ever larger ones."""
+    low, size = 0, _FIRST_RUNS
     while low < count:
         yield slice(low, low + size)
         low, size = low + size, size * _GROWTH
 
 
-class FirstCopies(NamedTuple):
-    """Copies of a read's first blocks, queued by the thread that commands it while the one that owns the peer's reader
-    wakes up."""
+class MappedRead:
+    """A read of ``found`` by ``path`` since ``started``: queued in parts, the first of them by the thread that commands
+    it while the owner of the peer's reader wakes up. Once all are queued, it is the copies' end to wait for."""
 
-    num_blocks: int
-    num_bytes: int
-    started: float
-
-
-class _StepInFlight(OnDevice):
-    """Copies of ``num_bytes`` in flight by ``path`` since ``started``. If they end sooner than expected, the link is
-    faster than measured; a late poll gives no information."""
-
-    def __init__(self, reader: "MappedReader", path: ReadPath, started: float, num_bytes: int) -> None:
-        seconds = num_bytes / reader.bytes_per_second[path]
-        until_due = min(_SURELY_BUSY * seconds, max(0.0, seconds - _WAKE_UP_SECONDS))
-        super().__init__(reader.stream, due_at=started + until_due)
+    def __init__(self, reader: "MappedReader", found: Sequence[Run], path: ReadPath, started: float) -> None:
+        self.path = path
+        self.found = found
+        self.num_blocks = sum(run[2] for run in found)
+        self.num_queued = 0  # runs
+        self.started = started
+        self.queued_at = 0.0  # by the monotonic clock: all copies were queued
+        self.copying_seconds = 0.0  # from the first copy to the last one's end, by the GPU's clock
+        self.due_at = self.expected_at = 0.0
         self._reader = reader
-        self._path = path
-        self._expected_at = started + seconds
+        self._begin: torch.cuda.Event | None = None
+        self._ends: list[torch.cuda.Event] = []
+
+    def begin(self) -> None:
+        """Record that the first copy is queued next. Idempotent."""
+        if self._begin is None:
+            self._begin = _recorded(self._reader.streams[0])
+
+    def all_queued(self, num_bytes: int) -> None:
+        """Record that all copies are queued, ``num_bytes`` in all."""
+        self.begin()
+        self._num_bytes = num_bytes
+        self._ends = [_recorded(stream) for stream in self._reader.streams]
+        self.queued_at = time.monotonic()
+        seconds = num_bytes / self._reader.bytes_per_second[self.path]
+        self.expected_at = self.started + seconds
+        self.due_at = self.started + min(_SURELY_BUSY * seconds, max(0.0, seconds - _WAKE_UP_SECONDS))
 
     def is_done(self) -> bool:
         """Return whether the copies have ended; wait for their end, without the GIL, once it is due."""
-        now = time.monotonic()
-        if now < self.due_at:
+        if time.monotonic() < self.due_at:
             return False
-        was_over = super().is_done()
-        if not was_over:
-            self._event.synchronize()
-            now = time.monotonic()
-        if now < self._expected_at:
-            self._reader.bytes_per_second[self._path] *= _FASTER
+        for end in self._ends:
+            if not end.query():  # type: ignore[no-untyped-call]
+                end.synchronize()
+        if self._begin is not None and not self.copying_seconds:
+            self.copying_seconds = max(map(self._begin.elapsed_time, self._ends)) / 1e3
+            self._reader.learn(self.path, self._num_bytes, self.copying_seconds)
         return True
 
 
+def _recorded(stream: torch.cuda.Stream) -> torch.cuda.Event:
+    """Return an event on the stream that has the GPU's time."""
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record(stream)
+    return event
+
+
 class MappedReader:
-    """Reader of one peer whose ranks' blocks are mapped: ``mappings`` by rank. It has a stream of its own. Used by one
+    """Reader of one peer whose ranks' blocks are mapped: ``mappings`` by rank. It has streams of its own. Used by one
     thread, in whose current context the mappings are; only :meth:`start` may be called from another one."""
 
     def __init__(
@@ -126,6 +163,7 @@ class MappedReader:
         mappings: dict[int, PeerMapping],
         *,
         num_peer_blocks: int,
+        num_streams: int = 1,
     ) -> None:
         self._device = memory.device
         self._address = memory.region().blocks_address
@@ -133,13 +171,15 @@ class MappedReader:
         self._probed_address = mappings[spans[0].rank].address
         ours = Blocks(memory.layout.block_layout, self._address)
         self._spans = [span_pieces(ours, Blocks(theirs, mappings[span.rank].address), span) for span in spans]
-        self.stream = torch.cuda.Stream(memory.device)  # type: ignore[no-untyped-call]
+        # The driver overlaps copies without gaps itself; those of rows, of one stream, it makes one after the other.
+        num_streams = 1 if all(span.is_flat for span in self._spans) else num_streams
+        self.streams = [torch.cuda.Stream(memory.device) for _ in range(num_streams)]  # type: ignore[no-untyped-call]
         self.bytes_per_second = {ReadPath.MAPPED: float("inf"), ReadPath.KERNEL: float("inf")}
         """Speed of this link, by path, once it is measured."""
         driver = ctypes.CDLL("libcuda.so.1")
         self._copier = BatchCopier(driver)
         self._context = CurrentContext(driver)
-        self._lock = threading.Lock()  # of the copier, and of the mappings' end
+        self._lock = threading.Lock()  # of the copiers, and of the mappings' end
         self._is_closed = False
         self._row_copiers: dict[tuple[int, ...], RowCopier] = {}
 
@@ -149,46 +189,51 @@ class MappedReader:
             if link is not None:
                 self.bytes_per_second[path] = link.bytes_per_second
 
-    def start(self, local: Sequence[int], remote: Sequence[int]) -> FirstCopies | None:
-        """Queue copies of the first blocks of a read by copy engines, for :meth:`read` to go on with. None if some of
-        them are slots of the peer's host tier, if the reader is closed, or if CUDA refuses, which :meth:`read` will
-        report."""
-        if max(remote, default=0) >= self._num_peer_blocks:
+    def learn(self, path: ReadPath, num_bytes: int, seconds: float) -> None:
+        """Raise the speed of this link to that of a read, if the read was faster."""
+        if seconds > 0.0:
+            self.bytes_per_second[path] = max(self.bytes_per_second[path], num_bytes / seconds)
+
+    def start(self, found: Sequence[Run], path: ReadPath, started: float) -> MappedRead | None:
+        """Queue the first copies of a read, for :meth:`read` to go on with; waits for nothing. None if some of the
+        blocks are slots of the peer's host tier, if the reader is closed or busy, if a kernel isn't ready to be
+        launched, or if CUDA refuses, which :meth:`read` will report."""
+        if any(first + count > self._num_peer_blocks for _, first, count in found):
             return None
-        parts = list(itertools.islice(growing_parts(len(local)), _NUM_FIRST_PARTS))
-        with self._lock:
-            if self._is_closed:
-                return None
-            self._context.enter()
-            started, num_bytes = time.monotonic(), 0
-            for part, span in itertools.product(parts, self._spans):
-                copies = span.of(local[part], remote[part])
-                if self._copier.start(copies, self.stream.cuda_stream) != 0:
-                    return None
-                num_bytes += copies.num_bytes
-        return FirstCopies(min(len(local), parts[-1].stop) if parts else 0, num_bytes, started)
+        if not self._lock.acquire(blocking=False):
+            return None
+        try:
+            return None if self._is_closed else self._start(found, path, started)
+        finally:
+            self._lock.release()
 
     def read(
         self,
         local: Sequence[int],
         remote: Sequence[int],
         path: ReadPath = ReadPath.MAPPED,
-        first: FirstCopies | None = None,
-    ) -> Pending:
-        """Start copying this rank's part of blocks ``remote`` to blocks ``local``, but for those of ``first``, whose
-        end the result includes. Raises :class:`TransferError`; then no copy is in flight."""
-        return self._read(self._spans, local, remote, path, first)
+        first: MappedRead | None = None,
+    ) -> MappedRead:
+        """Start copying this rank's part of blocks ``remote`` to blocks ``local``, but for the copies of ``first`` that
+        are queued, and return the read. Raises :class:`TransferError`; then no copy is in flight."""
+        return self._read(self._spans, first or MappedRead(self, list(runs(local, remote)), path, time.monotonic()))
 
-    def probe(self, target: int, count: int, size: int) -> Pending:
+    def probe(self, target: int, count: int, size: int) -> MappedRead:
         """Start copying ``count`` pieces of ``size`` bytes, none adjacent, of the peer's blocks to address
         ``target``."""
         targets, sources = (range(at, at + 2 * size * count, 2 * size) for at in (target, self._probed_address))
-        return self._by_engines([CopyBatch(targets, sources, [1] * count, size, size, size)])
+        read = MappedRead(self, [], ReadPath.MAPPED, time.monotonic())
+        read.begin()
+        with self._lock:
+            status = self._copier.start([CopyBatch(targets, sources, [1] * count, size, size, size)], self._first)
+        self._check(status)
+        read.all_queued(count * size)
+        return read
 
-    def probe_blocks(self, target: int, path: ReadPath, remote: Sequence[int]) -> Pending:
+    def probe_blocks(self, target: int, path: ReadPath, remote: Sequence[int]) -> MappedRead:
         """Start copying blocks ``remote`` like :meth:`read`, but to address ``target``."""
         spans = [span._replace(target=span.target - self._address + target) for span in self._spans]
-        return self._read(spans, range(len(remote)), remote, path)
+        return self._read(spans, MappedRead(self, list(runs(range(len(remote)), remote)), path, time.monotonic()))
 
     def try_kernel(self, target: int) -> bool:
         """Compile the reading kernel and try it with one block, to address ``target``; return whether there is one.
@@ -203,7 +248,8 @@ class MappedReader:
 
     def wait(self) -> None:
         """Wait until no copy is in flight."""
-        self.stream.synchronize()
+        for stream in self.streams:
+            stream.synchronize()
 
     def close(self) -> None:
         """Start no more copies, and wait until none is in flight."""
@@ -211,56 +257,95 @@ class MappedReader:
             self._is_closed = True
         self.wait()
 
-    def _read(
-        self,
-        spans: Sequence[BlockPieces],
-        local: Sequence[int],
-        remote: Sequence[int],
-        path: ReadPath,
-        first: FirstCopies | None = None,
-    ) -> Pending:
-        if path is ReadPath.KERNEL:
-            return self._by_kernel(spans, local, remote)
-        num_queued = 0 if first is None else first.num_blocks
-        parts = (part for part in growing_parts(len(local)) if part.start >= num_queued)
-        return self._by_engines((span.of(local[part], remote[part]) for part in parts for span in spans), first)
+    @property
+    def _first(self) -> int:
+        return int(self.streams[0].cuda_stream)
 
-    def _by_kernel(self, spans: Sequence[BlockPieces], local: Sequence[int], remote: Sequence[int]) -> Pending:
-        started, num_bytes = time.monotonic(), 0
+    def _num_bytes(self, read: MappedRead) -> int:
+        return read.num_blocks * sum(span.rows * span.width for span in self._spans)
+
+    def _start(self, found: Sequence[Run], path: ReadPath, started: float) -> MappedRead | None:
+        self._context.enter()
+        read = MappedRead(self, found, path, started)
+        if path is ReadPath.KERNEL:
+            return read if self._launch_if_ready(read) else None
+        for part in itertools.islice(growing_parts(len(found)), _NUM_FIRST_PARTS):
+            if self._queue(self._spans, read, part) != 0:
+                return None
+        if read.num_queued == len(found):
+            read.all_queued(self._num_bytes(read))
+        return read
+
+    def _read(self, spans: Sequence[BlockPieces], read: MappedRead) -> MappedRead:
+        """Queue what is left of a read."""
+        if read.queued_at:
+            return read
+        if read.path is ReadPath.KERNEL:
+            self._launch(spans, read)
+        else:
+            for part in growing_parts(len(read.found)):
+                if part.start >= read.num_queued:
+                    with self._lock:
+                        status = self._queue(spans, read, part)
+                    self._check(status)
+        read.all_queued(self._num_bytes(read))
+        return read
+
+    def _queue(self, spans: Sequence[BlockPieces], read: MappedRead, part: slice) -> int:
+        """Queue copies of some runs by copy engines, evenly over the streams: spans, which are of different ranks, or
+        the runs of the only one. Return CUDA's status."""
+        found, step = read.found[part], len(self.streams)
+        for number, stream in enumerate(self.streams):
+            if len(spans) > 1:
+                copies = [span.of(found) for span in spans[number::step]]
+            else:
+                copies = [spans[0].of(found[number::step])]
+            read.begin()
+            status = self._copier.start(copies, stream.cuda_stream)
+            if status != 0:
+                return status
+        read.num_queued += len(found)
+        return 0
+
+    def _check(self, status: int) -> None:
+        if status != 0:
+            self.wait()
+            raise TransferError(f"CUDA can't copy from the peer's mapped memory (status {status})")
+
+    def _launch_if_ready(self, read: MappedRead) -> bool:
+        """Launch the kernel for a whole read, unless that takes long: return whether it was launched."""
+        if read.num_blocks * len(self._spans) > _MOST_FIRST_PIECES:
+            return False
+        wanted = list(launches(self._spans, read.found))
+        copiers = [self._row_copiers.get(launch.key) for launch in wanted]
+        if not all(copier is not None and copier.is_ready() for copier in copiers):
+            return False
+        with contextlib.suppress(Exception):  # the owner of the reader tries again, and reports it
+            read.begin()
+            for copier, launch in zip(copiers, wanted, strict=True):
+                assert copier is not None
+                copier.start(launch.targets, launch.sources)
+            read.all_queued(self._num_bytes(read))
+        return bool(read.queued_at)
+
+    def _launch(self, spans: Sequence[BlockPieces], read: MappedRead) -> None:
         try:
-            for rows, alike in itertools.groupby(spans, _rows_of):  # nearly always all of them
-                targets, sources, address_bits = [], [], 0
-                for target, source, target_bytes, source_bytes, *_ in alike:
-                    targets += [target + block * target_bytes for block in local]
-                    sources += [source + block * source_bytes for block in remote]
-                    address_bits |= target | source | target_bytes | source_bytes
-                alignment = min(address_bits & -address_bits, 16)
-                self._row_copier(rows, alignment).start(targets, sources)
-                num_bytes += len(targets) * rows[0] * rows[1]
+            for launch in launches(spans, read.found):
+                copier = self._row_copier(launch.key)
+                read.begin()
+                with self._lock:
+                    copier.start(launch.targets, launch.sources)
         except Exception as error:  # from the compiler, or from CUDA
             self.wait()
             raise TransferError(
                 f"the kernel that reads a peer's memory failed: {type(error).__name__}: {error}"
             ) from error
-        return _StepInFlight(self, ReadPath.KERNEL, started, num_bytes)
 
-    def _row_copier(self, rows: tuple[int, int, int, int], alignment: int) -> "RowCopier":
+    def _row_copier(self, key: tuple[int, ...]) -> "RowCopier":
         """Return the copier for such rows, created at first use."""
         from splitserve.kernels.triton.row_copy import RowCopier, Rows
 
-        key = *rows, alignment
         if key not in self._row_copiers:
-            stream = self.stream if self._device.type == "cuda" else None
-            self._row_copiers[key] = RowCopier(stream, Rows(*rows), alignment)
+            stream = self.streams[0] if self._device.type == "cuda" else None
+            self._row_copiers[key] = RowCopier(stream, Rows(*key[:4]), key[4])
         return self._row_copiers[key]
-
-    def _by_engines(self, pieces: Iterable[CopyBatch], first: FirstCopies | None = None) -> Pending:
-        started, num_bytes = (time.monotonic(), 0) if first is None else (first.started, first.num_bytes)
-        for copies in pieces:
-            with self._lock:
-                status = self._copier.start(copies, self.stream.cuda_stream)
-            if status != 0:
-                self.wait()
-                raise TransferError(f"CUDA can't copy from the peer's mapped memory (status {status})")
-            num_bytes += copies.num_bytes
-        return _StepInFlight(self, ReadPath.MAPPED, started, num_bytes)

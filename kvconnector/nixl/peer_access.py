@@ -147,7 +147,14 @@ class PeerAccess:
         blocks = {rank: mappings[0] for rank, mappings in self._mappings.items() if mappings and mappings[0].address}
         if len(blocks) < len(self._mappings):
             return None
-        return MappedReader(self.local.memory, self.theirs, self.spans, blocks, num_peer_blocks=self.num_peer_blocks)
+        return MappedReader(
+            self.local.memory,
+            self.theirs,
+            self.spans,
+            blocks,
+            num_peer_blocks=self.num_peer_blocks,
+            num_streams=settings.copy_streams,
+        )
 
     def _make_gather(self) -> GatherReader | None:
         """Return None unless each rank read from gathers blocks and its slots hold at least one block's piece."""

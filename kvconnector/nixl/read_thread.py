@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from splitserve.kvconnector.cuda.memory import make_context_current
 from splitserve.kvconnector.nixl.link import LinkProbe
-from splitserve.kvconnector.nixl.mapped_reads import FirstCopies, MappedReader
+from splitserve.kvconnector.nixl.mapped_reads import MappedRead, MappedReader
 from splitserve.kvconnector.nixl.peer_access import LocalSide
 from splitserve.kvconnector.nixl.reader import PeerReader
 from splitserve.kvconnector.nixl.ucx_log import UCX_LOG
@@ -89,7 +89,7 @@ class ReadThread(OwnerThread):
             self._emit_all(reader.destroy())
         del probe  # only now, because reads in flight may have landed in the probe's memory
 
-    def read(self, command: ReadCommand, path: ReadPath, first: FirstCopies | None = None) -> None:
+    def read(self, command: ReadCommand, path: ReadPath, first: MappedRead | None = None) -> None:
         reader = self._readers.get(command.peer)
         if reader is None:
             self._on_result(ReadResult(command.read_id, f"{command.peer} isn't connected"))

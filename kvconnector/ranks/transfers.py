@@ -9,6 +9,7 @@ here.
 
 import contextlib
 import logging
+import select
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -82,30 +83,27 @@ class TransferRankError(SplitserveError):
 class RankedConnector:
     """Rank 0's :class:`splitserve.kvconnector.transfer.connector.KVConnector`; ``local`` performs its own part.
 
-    ``channels`` lead to :class:`RankTransfers` of ranks 1, 2, ...; ``found`` is the content that each of them found in
-    its tiers, by tier name. Raises :class:`TransferRankError` if a rank does not declare its memory.
+    ``channels`` lead to :class:`RankTransfers` of ranks 1, 2, ...: call :meth:`events` when one of them can be read.
+    ``found`` is the content that each of them found in its tiers, by tier name. Raises :class:`TransferRankError` if a
+    rank does not declare its memory.
     """
 
-    def __init__(self, local: KVConnector, channels: Sequence[Connection], wake: Callable[[], None]) -> None:
+    def __init__(self, local: KVConnector, channels: Sequence[Connection]) -> None:
         self.name = local.name
         self._local = local
         self._channels = channels
-        self._wake = wake
+        self._arrivals = select.poll()
+        for channel in channels:
+            self._arrivals.register(channel.fileno(), select.POLLIN)
+        self._rank_of = {channel.fileno(): index + 1 for index, channel in enumerate(channels)}
         self._connecting: dict[Party, ConnectionJoin] = {}
         self._reads: dict[int, ReadJoin] = {}
         self._remote_events: deque[tuple[int, ReadResult | PeerConnected]] = deque()
         self._copy_results: deque[tuple[int, AnyResult]] = deque()
         self._lost_ranks: list[int] = []
-        self._is_closing = False
         others = [_first_words(channel, index + 1) for index, channel in enumerate(channels)]
         self._memories = [*local.served().ranks, *(other.memory for other in others)]
         self.found = [other.found for other in others]
-        self._threads = [
-            threading.Thread(target=self._listen, args=(index + 1, channel), name=f"rank-{index + 1}", daemon=True)
-            for index, channel in enumerate(channels)
-        ]
-        for thread in self._threads:
-            thread.start()
 
     def served(self) -> ServedMemory:
         return ServedMemory(self.name, self._local.served().generations_addresses, self._memories)
@@ -136,6 +134,7 @@ class RankedConnector:
     def copy_results(self) -> list[tuple[int, AnyResult]]:
         """Return other ranks' results since the last call, with their rank numbers; one from each rank for each
         copy."""
+        self._receive()
         results: list[tuple[int, AnyResult]] = []
         while self._copy_results:
             results.append(self._copy_results.popleft())
@@ -148,6 +147,7 @@ class RankedConnector:
     def events(self) -> list[ReadResult | PeerConnected]:
         """Return the joined events since the last call. Raises :class:`TransferRankError` once a rank's transfers have
         ended."""
+        self._receive()
         if self._lost_ranks:
             raise TransferRankError(f"the KV transfers of rank {self._lost_ranks[0]} have ended")
         whole: list[ReadResult | PeerConnected] = []
@@ -161,11 +161,14 @@ class RankedConnector:
         return whole
 
     def close(self) -> None:
-        self._is_closing = True
+        """End the transfers of all ranks. Waits for each of the others, for ``CLOSE_SECONDS`` at most."""
         self._tell(RankEnd())
         self._local.close()
-        for thread in self._threads:
-            thread.join(CLOSE_SECONDS)
+        for channel in self._channels:
+            with contextlib.suppress(EOFError, OSError):
+                while channel.poll(CLOSE_SECONDS):
+                    channel.recv_bytes()
+            channel.close()
 
     def _join(self, rank: int, event: ReadResult | PeerConnected) -> ReadResult | PeerConnected | None:
         if isinstance(event, ReadResult):
@@ -188,24 +191,26 @@ class RankedConnector:
             except OSError:
                 self._lose(index + 1)
 
-    def _listen(self, rank: int, channel: Connection) -> None:
-        while True:
-            try:
-                event = _events.decode(channel.recv_bytes())
-            except (EOFError, OSError):
-                channel.close()
-                self._lose(rank)
-                return
-            if isinstance(event, PeerConnected | ReadResult):
-                self._remote_events.append((rank, event))
-            elif isinstance(event, CopyResult | TierState):
-                self._copy_results.append((rank, event))
-            self._wake()
+    def _receive(self) -> None:
+        """Take what the other ranks have sent: by the engine's loop itself, which would wake up later after a thread
+        that listens."""
+        while ready := self._arrivals.poll(0):
+            for file_descriptor, _ in ready:
+                rank = self._rank_of[file_descriptor]
+                try:
+                    event = _events.decode(self._channels[rank - 1].recv_bytes())
+                except (EOFError, OSError):
+                    self._arrivals.unregister(file_descriptor)
+                    self._lose(rank)
+                    continue
+                if isinstance(event, PeerConnected | ReadResult):
+                    self._remote_events.append((rank, event))
+                elif isinstance(event, CopyResult | TierState):
+                    self._copy_results.append((rank, event))
 
     def _lose(self, rank: int) -> None:
-        if not self._is_closing and rank not in self._lost_ranks:
+        if rank not in self._lost_ranks:
             self._lost_ranks.append(rank)
-            self._wake()
 
 
 def _first_words(channel: Connection, rank: int) -> RankServes:
@@ -243,9 +248,11 @@ class RankTransfers:
 
     def run(self) -> None:
         """Execute commands until rank 0 orders the end or is gone. Raises the connector's failure."""
+        waiting = select.poll()  # once: Connection.poll makes one each time, after a command has come
+        waiting.register(self._channel.fileno(), select.POLLIN)
         try:
             while not self._has_ended:
-                if self._channel.poll(CHECK_SECONDS):
+                if waiting.poll(CHECK_SECONDS * 1e3):
                     self._carry_out(_commands.decode(self._channel.recv_bytes()))
                 self._pass_events_on()  # raises if a thread of the connector has failed
         except (EOFError, OSError):

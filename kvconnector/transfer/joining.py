@@ -52,6 +52,7 @@ def one_after_the_other(results: Sequence[ReadResult]) -> ReadResult:
         max(each.seconds for each in results),
         [digest for each in results for digest in each.digests],
         results[0].path,
+        results[0].stages,
     )
 
 
@@ -59,8 +60,8 @@ def side_by_side(results: Sequence[ReadResult]) -> ReadResult:
     """Join the results of ranks that each read their heads of all blocks; all ranks must have found the same
     generations.
 
-    Digests are those of the first rank's blocks, like the offered ones. The path is that of the slowest rank, since
-    each rank has a link of its own.
+    Digests are those of the first rank's blocks, like the offered ones. Path and stages are those of the slowest rank,
+    since each rank has a link of its own.
     """
     generations = [
         found[0] if len(set(found)) == 1 else NO_GENERATION
@@ -68,7 +69,13 @@ def side_by_side(results: Sequence[ReadResult]) -> ReadResult:
     ]
     slowest = max(results, key=lambda each: each.seconds)
     return ReadResult(
-        results[0].read_id, _first_error(results), generations, slowest.seconds, results[0].digests, slowest.path
+        results[0].read_id,
+        _first_error(results),
+        generations,
+        slowest.seconds,
+        results[0].digests,
+        slowest.path,
+        slowest.stages,
     )
 
 

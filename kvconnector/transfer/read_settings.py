@@ -22,6 +22,7 @@ class ReadSettings:
     staging_bytes: int  # per thread and peer, for blocks that both sides split differently; allocated only if needed
     gather_slots: int  # slots in which a rank gathers blocks for its readers
     gather_slot_bytes: int  # of each
+    copy_streams: int = 2  # of copy engines' reads of heads that both sides split differently
     path: ReadPath | None = None  # for measurements: overrides the choice by cost
     maps: bool = False  # a mapping of a peer's GPU memory may be read through if that costs less
     lands_first: bool | None = None  # for tests: slots of a peer's host tier land on the host; None: only if needed

@@ -99,15 +99,19 @@ class LocalClient:
         return self._folder.is_claimed()
 
     def _stop_launcher(self) -> None:
+        """End the launcher, which ends its cluster; its process is gone when this returns, not its claim alone."""
         record = self._folder.read()
+        launcher = None
+        with suppress(psutil.NoSuchProcess):
+            launcher = psutil.Process(record.launcher_pid) if record is not None and record.launcher_pid else None
         try:
             accepted(self.ask(Stop()))
         except SplitserveError:  # the launcher doesn't listen (any more); a signal asks for the same
-            if record is not None and record.launcher_pid:
+            if launcher is not None:
                 with suppress(psutil.NoSuchProcess):
-                    psutil.Process(record.launcher_pid).send_signal(signal.SIGINT)
+                    launcher.send_signal(signal.SIGINT)
         deadline = time.monotonic() + STOP_SECONDS
-        while self._folder.is_claimed():
+        while self._folder.is_claimed() or (launcher is not None and _runs(launcher)):
             if time.monotonic() > deadline:
                 raise OperationError(
                     f"cluster {self._folder.name} doesn't end; its launcher is process "
@@ -121,6 +125,13 @@ class LocalClient:
         while (left := processes_of(self._folder.path)) and time.monotonic() < deadline:
             time.sleep(0.1)
         return left
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
 
 
 def processes_of(folder: Path) -> list[psutil.Process]:

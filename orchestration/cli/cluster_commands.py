@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import signal
 import time
 from typing import Any
 
@@ -95,6 +96,7 @@ def _up(options: argparse.Namespace) -> int:
     from splitserve.orchestration.control.state_folder import StateFolder
     from splitserve.orchestration.spec.start_checks import check_start
 
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # end what was begun, as on Ctrl-C
     os.environ[FORMAT_VARIABLE] = options.log_format  # child processes inherit it
     set_up_logging("up", options.log_level)
     if options.api_key and options.ray:

@@ -88,6 +88,7 @@ def chat(url: str, model: str, prompt: str, max_tokens: int) -> ChatResult:
         "stream": True,
         "stream_options": {"include_usage": True},
         "return_route": True,
+        "return_token_ids": True,  # a token may have no text
     }
     result = ChatResult()
     for event in _post_and_stream(url, "/v1/chat/completions", body):
@@ -96,7 +97,7 @@ def chat(url: str, model: str, prompt: str, max_tokens: int) -> ChatResult:
         result.route = event.get("splitserve") or result.route
         result.usage = event.get("usage") or result.usage
         for choice in event["choices"]:
-            if "role" not in choice["delta"]:
+            if choice.get("token_ids"):
                 result.chunk_seconds.append(time.perf_counter())
             print(choice["delta"].get("content", ""), end="", flush=True)
     return result

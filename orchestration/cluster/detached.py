@@ -77,7 +77,7 @@ def start_detached(
     try:
         return _follow(read_fd, show, folder.logs)
     except BaseException:
-        process.send_signal(signal.SIGINT)
+        process.terminate()  # while it starts up it may ignore SIGINT, as a shell's background jobs do
         process.wait()
         raise
 

@@ -99,6 +99,11 @@ class TestStepCosts:
     def test_a_prefill_against_the_product(self) -> None:
         figure = prefill_figure(500, 2 * 10**11, [0.25], CEILINGS)
         assert (figure.ms, figure.tokens_per_second, figure.gemm_share) == pytest.approx((250.0, 2000.0, 0.8))
+        assert figure.beside_share == 0.0
+
+    def test_a_prefill_against_products_of_its_rounds(self) -> None:
+        rounds, rates = [0.25, 0.5, 0.4], [8e11, 5e11, 10e11]  # shares of 1, 0.8 and 0.5
+        assert prefill_figure(500, 2 * 10**11, rounds, CEILINGS, rates).beside_share == pytest.approx(0.8)
 
 
 class TestBusyShare:

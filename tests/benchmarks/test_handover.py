@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from splitserve.benchmarks.kv.handover import devices, layout_of, main, parse_pair
+from splitserve.benchmarks.kv.handover import are_through_mapping, devices, layout_of, main, parse_pair
+from splitserve.benchmarks.kv.handover_ranks import STAGES
 from splitserve.common.errors import ConfigError
 from splitserve.protocol.memory_records import LayoutRecord
 
@@ -16,8 +17,8 @@ PAIRS = ["1:1", "1:2", "4:2"]
 def test_pairs_of_ranks_on_cpu(tmp_path: Path) -> None:
     """Every read's generations, and every head of every block, are checked by the bench itself."""
     argv = ["--device", "cpu", "--shape", "tiny", "--prompt-tokens", "100", "--block-size", "16", "--repeats", "2"]
-    argv += ["--tp", *PAIRS, "--naive", "--save", "--result-dir", str(tmp_path)]
-    assert main(argv) == 0
+    argv += ["--tp", *PAIRS, "--naive", "--save"]
+    assert main([*argv, "--result-dir", str(tmp_path)]) == 0
     (file,) = tmp_path.glob("handover-*.json")
     written = json.loads(file.read_text())
     assert written["command"] == ["splitserve", "bench", "handover", *argv]
@@ -32,6 +33,15 @@ def test_pairs_of_ranks_on_cpu(tmp_path: Path) -> None:
     for each in results:
         assert each["handover_gb_per_second"] * each["handover_ms"] * 1e6 == pytest.approx(each["bytes_per_rank"])
         assert each["handover_p99_ms"] >= each["handover_ms"] > 0
+        if each["path"] != "naive":
+            assert len(each["stages_us_of_ranks"]) == each["decode_tp"]
+            for stages in (each["stages_us"], *each["stages_us_of_ranks"]):
+                assert list(stages) == list(STAGES) and stages["verified"] > stages["copied"] > 0
+
+
+def test_ranks_may_take_different_paths() -> None:
+    assert are_through_mapping("mapped") and are_through_mapping("kernel+mapped")
+    assert not are_through_mapping("direct") and not are_through_mapping("direct+mapped")
 
 
 def test_ranks_with_fewer_heads_than_ranks_share_them() -> None:

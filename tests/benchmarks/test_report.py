@@ -41,6 +41,12 @@ def test_an_archive_of_a_commit_names_it(tmp_path: Path, monkeypatch: pytest.Mon
     assert report.versions()["commit"] == "e79c62a", "told by who made the copy"
 
 
+def test_a_command_is_kept_without_the_folders_of_its_machine(tmp_path: Path) -> None:
+    argv = ["--continue", "/here/run", "--rounds", "3", "--result-dir=/there", "--result-dir", str(tmp_path), "--save"]
+    found = json.loads(report.write_result("goodput", argv, {}, str(tmp_path)).read_text())
+    assert found["command"] == ["splitserve", "bench", "goodput", "--rounds", "3", "--save"]
+
+
 def test_a_result_names_the_command_that_made_it(tmp_path: Path) -> None:
     found = [json.loads(report.write_result(name, ["--x"], {}, str(tmp_path)).read_text()) for name in ("twin", "plan")]
     assert [each["command"] for each in found] == [

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from splitserve.benchmarks.kv.handover_ranks import STAGES
+from splitserve.benchmarks.tables import more_sections as results_more
 from splitserve.benchmarks.tables import readme as results_readme
 from splitserve.benchmarks.tables import sections as results_sections
 from splitserve.benchmarks.tables import simulations
@@ -127,6 +129,54 @@ def test_a_changed_file_is_noticed(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     monkeypatch.setattr(results_table, "read_runs", lambda: kept)
     assert results_table.main(["--check"]) == 1
     assert capsys.readouterr().out.count("is out of date") == 3
+
+
+def test_stages_of_hand_overs_have_a_table_where_runs_have_them() -> None:
+    old = {"prefill_tp": 4, "decode_tp": 2, "prompt_tokens": 4096, "path": "mapped", "pool": "fresh"}
+    old |= {"handover_ms": 1.1, "handover_p99_ms": 1.3, "share_of_copy": 0.7, "bytes_per_rank": 10**8}
+    new = {**old, "one_rank": False, "ranks_per_device": 2, "copy_streams": 1}
+    new["stages_us"] = {name: 100.0 + index for index, name in enumerate(STAGES)}
+    runs = [run("handover", "1127T000001", results=[old, new])]
+    section = results_sections.stages(runs)
+    [row] = section.rows
+    assert len(row) == len(section.headers)
+    assert row[:7] == ["4:2", "2 x H200", "2", "4096", "fresh", "mapped, one stream", "default"]
+    shown = dict(zip(section.headers, row, strict=True))
+    assert shown["thread awake"] == number(new["stages_us"]["woken"])
+    assert shown["GPU copied for"] == number(new["stages_us"]["copying"])
+    assert set(results_sections.STAGES) == set(STAGES), "of the bench"
+    assert [row[5] for row in results_sections.reads(runs).rows] == ["mapped", "mapped, one stream"]
+
+
+def started(ready: float, weights: float, place: str = "local") -> dict[str, Any]:
+    stages = {"command": 0.3, "router": 2.0, "workers": ready - 0.1, "ready": ready, "first token": ready + 0.25}
+    start = {**stages, "answer": ready + 0.5, "down": 1.0, "phases": {"mixed-0": {"imports": 2.0, "weights": weights}}}
+    return {"place": place, **stages, "runs": [{**start, "ready": 60.0}, start]}
+
+
+def test_a_mixed_worker_s_start_on_a_gpu_has_a_row_of_starts_with_kernels_built() -> None:
+    options = {"prefill": 0, "decode": 0, "mixed": 1, "shape": "llama-3.1-8b", "model": ""}
+    runs = [
+        run("up", "1127T000001", "--device", "cuda", options=options, results=[started(11.0, 3.5)]),
+        run("up", "1127T000002", options=options, results=[started(12.5, 4.0), started(20.0, 9.0, "Ray")]),
+        run("up", "1127T000003", "--device", "cpu", options=options, results=[started(31.0, 9.0)]),
+        run("up", "1127T000004", options=options | {"decode": 1}, results=[started(32.0, 9.0)]),
+        run("up", "1127T000005", options=options | {"shape": "tiny"}, results=[started(33.0, 9.0)]),
+    ]
+    [row] = results_readme.start_rows(runs)
+    assert row[1] == (
+        "ready 11.0 to 12.5 s; first token 11.2 to 12.8 s; phases of the worker: imports 2.00, weights 3.50 to 4.00 s"
+    )
+    assert row[3] == "`abc1234`: 1127T000001, 1127T000002"
+    assert list(results_readme.start_rows(runs[2:])) == []
+
+    rows = results_more.starts(runs).rows
+    assert len(rows) == 12 and len({len(each) for each in [results_more.starts(runs).headers, *rows]}) == 1
+    first, second = rows[:2]
+    assert first[1:5] == ["llama-3.1-8b, 1 mixed", "2 x H200", "local", "1"] and first[9] == "60.0"
+    assert second[4:] == ["2", "0.30", "-", "2.00", "10.9", "11.0", "11.2", "11.5", "1.00", "imports 2.0, weights 3.5",
+                          "abc1234"]  # fmt: skip
+    assert rows[6][2] == "CPU"
 
 
 def test_simulated_clusters_have_a_row_each() -> None:

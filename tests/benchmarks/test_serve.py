@@ -31,7 +31,9 @@ class FakeEndpoint:
     def __init__(self) -> None:
         self.bodies: list[dict[str, Any]] = []
         self.tokens_per_chunk = 1
+        self.text = "x"  # of each token
         self.with_usage = True
+        self.has_bare_end = False  # an event of its own has the finish reason
         self.misbehave = ""
         self.in_flight = self.max_in_flight = 0
         self.wanted_in_flight = 0  # answers wait until there have been so many at once
@@ -66,8 +68,8 @@ class FakeEndpoint:
             num_tokens = min(left, self.tokens_per_chunk)
             left -= num_tokens
             ids = {"token_ids": [7] * num_tokens} if body.get("return_token_ids") else {}
-            finish = None if left else "length"
-            await event({"choices": [{"index": 0, "text": "x" * num_tokens, "finish_reason": finish, **ids}]})
+            finish = None if left or self.has_bare_end else "length"
+            await event({"choices": [{"index": 0, "text": self.text * num_tokens, "finish_reason": finish, **ids}]})
             if fault == "error-event":
                 await event({"error": {"message": "a worker died"}})
                 return response
@@ -75,6 +77,8 @@ class FakeEndpoint:
                 assert request.transport is not None
                 request.transport.close()
                 return response
+        if self.has_bare_end:
+            await event({"choices": [{"index": 0, "text": "", "finish_reason": "length"}]})
         if self.with_usage:
             usage = {"prompt_tokens": 3, "completion_tokens": body["max_tokens"], "total_tokens": 0}
             await event({"choices": [], "usage": usage | {"prompt_tokens_details": {"cached_tokens": 2}}})
@@ -142,6 +146,25 @@ def test_packed_streams_are_noticed(endpoint: FakeEndpoint, tmp_path: Path, caps
     assert result["figures"]["tokens_per_chunk"] == {"mean": 2.5}
     assert "packs several tokens" in capsys.readouterr().out
     assert "return_token_ids" not in endpoint.bodies[0]
+
+
+@pytest.mark.parametrize("more", [(), ("--no-token-ids",)])
+@pytest.mark.parametrize("has_bare_end", [False, True])
+def test_tokens_without_text_are_counted(
+    endpoint: FakeEndpoint, tmp_path: Path, more: tuple[str, ...], has_bare_end: bool
+) -> None:
+    endpoint.text, endpoint.has_bare_end = "", has_bare_end
+    status, result = run_bench(endpoint, tmp_path, *more)
+    figures = result["figures"]
+    assert status == 0 and figures["failed"] == {} and figures["output_tokens"] == 40
+    assert figures["tokens_per_chunk"]["mean"] == 1.0, "each token has an arrival of its own"
+    assert figures["ttft_ms"]["max"] < figures["e2e_ms"]["max"]
+
+
+def test_a_stream_without_a_token_has_no_output(endpoint: FakeEndpoint) -> None:
+    endpoint.has_bare_end = True
+    [record] = asyncio.run(run_load(Endpoint(endpoint.url), [{"max_tokens": 0}], [0.0]))
+    assert record.error == "the stream ended without output"
 
 
 def test_tokens_are_counted_without_usage(endpoint: FakeEndpoint, tmp_path: Path) -> None:

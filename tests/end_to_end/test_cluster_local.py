@@ -7,6 +7,7 @@ import subprocess
 from pathlib import Path
 
 import psutil
+import pytest
 
 from cluster_load import bodies, right_tokens, steady_load
 from command_line import command, splitserve
@@ -60,7 +61,7 @@ def test_a_life_under_load(tiny_qwen3: Path, tmp_path: Path, state: Path) -> Non
     present = {worker["name"] for worker in json.loads(splitserve("status", "--json"))["workers"]}
     assert newest["name"] not in present, "it is not started again"
 
-    processes = processes_of(state / "life")
+    processes = [*processes_of(state / "life"), launcher_of(state / "life")]
     splitserve("down")
     assert not any(is_running(process) for process in processes) and not state.exists()
 
@@ -69,6 +70,10 @@ def drain_over_http(url: str, worker: str) -> None:
     """Ask the router to drain a worker, and wait until the launcher knows that it is gone."""
     Endpoint(url).post(f"/admin/workers/{worker}/drain", {}, 30.0)
     wait_until(lambda: all(each["name"] != worker for each in json.loads(splitserve("status", "--json"))["workers"]))
+
+
+def launcher_of(folder: Path) -> psutil.Process:
+    return psutil.Process(json.loads((folder / "cluster.json").read_text())["launcher_pid"])
 
 
 def is_running(process: psutil.Process) -> bool:
@@ -87,7 +92,7 @@ def test_the_router_comes_back_to_its_address_and_down_ends_what_a_killed_launch
 
     processes = processes_of(state / "default")
     assert len(processes) == 8, "two of them render templates, one tokenises, one forks workers, one routers"
-    launcher = psutil.Process(json.loads((state / "default" / "cluster.json").read_text())["launcher_pid"])
+    launcher = launcher_of(state / "default")
     processes[0].send_signal(signal.SIGSTOP)  # the kernel lets it go on when its parent is gone
     environment = {**os.environ, FOLDER_VARIABLE: str(state / "default")}
     shell = ["sh", "-c", "sleep 1000 > /dev/null 2>&1 & echo $!"]  # what somebody of the cluster has started
@@ -113,12 +118,15 @@ def test_a_cluster_that_ends_by_itself_says_why(tiny_qwen3: Path, tmp_path: Path
     assert not processes_of(state / "default") and not state.exists()
 
 
-def test_an_up_that_is_interrupted_leaves_nothing(tiny_qwen3: Path, tmp_path: Path, state: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_up_that_is_interrupted_leaves_nothing(
+    number: signal.Signals, tiny_qwen3: Path, tmp_path: Path, state: Path
+) -> None:
     spec = write_spec(tmp_path / "spec.yaml", tiny_qwen3)
     with subprocess.Popen(command("up", "--spec", spec), stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None and process.stdout.readline().startswith("splitserve ")
         wait_until(lambda: processes_of(state / "default"), "no process was started")
-        process.send_signal(signal.SIGINT)
+        process.send_signal(number)
         assert process.wait(PATIENCE_SECONDS) == 130
     wait_until(lambda: not state.exists(), "something is left of it")
     assert not processes_of(state / "default")

@@ -5,16 +5,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from threading import Lock
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
 
-from host_driver import CONTEXT, reader_of, stand_in_for_cuda
+from host_driver import CONTEXT, STREAM, reader_of, stand_in_for_cuda
+from splitserve.kvconnector.cuda.batch_copies import CopyBatch
 from splitserve.kvconnector.layout.memory import KVMemory
+from splitserve.kvconnector.layout.shape import Run, runs
 from splitserve.kvconnector.nixl import mapped_reads
 from splitserve.kvconnector.nixl.agent import TransferError
 from splitserve.kvconnector.nixl.connector import NixlConnector, _Peer
-from splitserve.kvconnector.nixl.mapped_reads import FirstCopies
+from splitserve.kvconnector.nixl.mapped_reads import MappedRead
 from splitserve.kvconnector.transfer.read_choice import ReadShape
 from splitserve.kvconnector.transfer.read_cost import CopyCost, LinkCost, ReadCost
 from splitserve.kvconnector.transfer.read_settings import ReadSettings
@@ -50,21 +53,99 @@ def test_the_thread_that_commands_a_read_queues_its_first_copies(prefill: int, m
     monkeypatch.setattr(mapped_reads.time, "monotonic", lambda: clock.now)
     chosen = random.Random(prefill)
     local, remote = (chosen.sample(range(NUM_BLOCKS), 24) for _ in range(2))
+    found = list(runs(local, remote))
+    assert len(found) == 24, "no two blocks are adjacent on both sides"
     whole = torch.cat([source.blocks[remote] for source in sources], dim=2)
     memory.blocks.fill_(-1.0)
-    first = reader.start(local, remote)
-    assert first is not None and first.num_blocks == 20 and driver.context == CONTEXT
+    first = reader.start(found, ReadPath.MAPPED, clock.now)
+    assert first is not None and first.num_queued == 20 and driver.context == CONTEXT
     assert torch.equal(memory.blocks[local[:20]], whole[:20]) and (memory.blocks[local[20:]] == -1.0).all()
     assert len(driver.calls) == 2 * prefill
     clock.now += 1.0
     pending = reader.read(local, remote, ReadPath.MAPPED, first)
     assert torch.equal(memory.blocks[local], whole) and len(driver.calls) == 3 * prefill
     assert pending.due_at == pytest.approx(121.6), "all of them, since the first ones were queued"
-    few = reader.start([1, 2, 3, 4, 5], [5, 4, 3, 2, 1])
-    assert few is not None and few.num_blocks == 5, "all of them"
-    assert reader.start([1, 2], [3, NUM_BLOCKS]) is None, "a slot of the host tier"
+    few = reader.start(found[:5], ReadPath.MAPPED, clock.now)
+    assert few is not None and few.queued_at == clock.now, "all of them"
+    assert reader.read(local[:5], remote[:5], ReadPath.MAPPED, few) is few and len(driver.calls) == 5 * prefill
+    assert reader.start([(1, 3, 1), (2, NUM_BLOCKS, 1)], ReadPath.MAPPED, clock.now) is None, "a slot of the host tier"
+    with reader._lock:
+        assert reader.start(found, ReadPath.MAPPED, clock.now) is None, "it waits for nothing"
     reader.close()
-    assert reader.start(local, remote) is None and len(driver.calls) == 5 * prefill
+    assert reader.start(found, ReadPath.MAPPED, clock.now) is None and len(driver.calls) == 5 * prefill
+
+
+@INTERPRETED
+def test_the_thread_that_commands_a_read_queues_adjacent_blocks_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = stand_in_for_cuda(monkeypatch)
+    sources, memory = [KVMemory(layout(2), NUM_BLOCKS) for _ in range(2)], KVMemory(layout(1), NUM_BLOCKS)
+    reader = reader_of(memory, sources)
+    read = reader.start([(0, 0, NUM_BLOCKS)], ReadPath.MAPPED, 100.0)
+    assert read is not None and read.queued_at and driver.calls == ["batch of rows"] * 2, "one for each rank"
+
+
+@INTERPRETED
+@pytest.mark.parametrize(("prefill", "decode"), [(1, 2), (1, 1), (2, 1), (4, 1)])
+def test_rows_are_copied_on_several_streams(prefill: int, decode: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each piece once: those of several ranks each on a stream, those of one rank in turn."""
+    stand_in_for_cuda(monkeypatch)
+    handles = iter([STREAM, STREAM + 1])
+    monkeypatch.setattr(torch.cuda, "Stream", lambda _device: SimpleNamespace(cuda_stream=next(handles)))
+    sources = [KVMemory(layout(prefill), NUM_BLOCKS) for _ in range(prefill)]
+    memory = KVMemory(layout(decode), NUM_BLOCKS)
+    reader = reader_of(memory, sources)
+    queued: dict[int, list[int]] = {}
+
+    def start(batches: Sequence[CopyBatch], stream: int) -> int:
+        queued.setdefault(stream, []).extend(target for copies in batches for target in copies.targets)
+        return 0
+
+    monkeypatch.setattr(reader._copier, "start", start)
+    local = range(2 * NUM_BLOCKS - 2, -1, -2)
+    found = [(block // 2, block // 2, 1) for block in local]
+    assert reader.start(found, ReadPath.MAPPED, 100.0) is not None
+    reader.read([], [], ReadPath.MAPPED, MappedRead(reader, found, ReadPath.MAPPED, 100.0))
+    together = [target for targets in queued.values() for target in targets]
+    size = memory.block_bytes
+    assert len(together) == (20 + NUM_BLOCKS) * prefill and len(set(together)) == NUM_BLOCKS * prefill
+    assert {(target - memory.region().blocks_address) // size for target in together} == set(range(NUM_BLOCKS))
+    if (prefill, decode) == (1, 1):
+        assert list(queued) == [STREAM], "whole blocks"
+    else:
+        assert len(queued[STREAM]) == len(queued[STREAM + 1])
+
+
+@INTERPRETED
+def test_the_thread_that_commands_a_read_launches_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If that takes no time: it is compiled, and the device has room."""
+    pytest.importorskip("triton")
+    driver = stand_in_for_cuda(monkeypatch)
+    sources = [KVMemory(layout(2), NUM_BLOCKS) for _ in range(2)]
+    for source in sources:
+        source.blocks.copy_(torch.randn_like(source.blocks))
+    memory = KVMemory(layout(1), NUM_BLOCKS)
+    reader = reader_of(memory, sources)
+    found = [(1, 2, 1), (4, 7, 2), (9, 3, 1)]
+    assert reader.start(found, ReadPath.KERNEL, 100.0) is None, "it is not compiled"
+    reader.read([0], [0], ReadPath.KERNEL)
+    (copier,) = reader._row_copiers.values()
+    with monkeypatch.context() as patch:
+        patch.setattr(copier, "is_ready", lambda: False)
+        assert reader.start(found, ReadPath.KERNEL, 100.0) is None, "the device has no room"
+        patch.undo()
+        patch.setattr(copier, "start", Mock(side_effect=RuntimeError("no")))
+        assert reader.start(found, ReadPath.KERNEL, 100.0) is None, "the other thread reports it"
+    with monkeypatch.context() as patch:
+        patch.setattr(mapped_reads, "_MOST_FIRST_PIECES", 7)
+        assert reader.start(found, ReadPath.KERNEL, 100.0) is None, "it takes too long"
+    memory.blocks.fill_(-1.0)
+    read = reader.start(found, ReadPath.KERNEL, 100.0)
+    assert read is not None and read.queued_at and driver.calls == []
+    whole = torch.cat([source.blocks[[2, 7, 8, 3]] for source in sources], dim=2)
+    assert torch.equal(memory.blocks[[1, 4, 5, 9]], whole)
+    with monkeypatch.context() as patch:
+        patch.setattr(copier, "start", Mock(side_effect=RuntimeError("not twice")))
+        assert reader.read([1, 4, 5, 9], [2, 7, 8, 3], ReadPath.KERNEL, read) is read
 
 
 @INTERPRETED
@@ -73,7 +154,7 @@ def test_first_copies_that_cuda_refuses_are_left_to_the_read(monkeypatch: pytest
     memory = KVMemory(layout(1), NUM_BLOCKS)
     reader = reader_of(memory, [memory])
     monkeypatch.setattr(reader._copier, "start", lambda _copies, _stream: 700)
-    assert reader.start([1], [2]) is None
+    assert reader.start([(1, 2, 1)], ReadPath.MAPPED, 100.0) is None
     with pytest.raises(TransferError, match="700"):
         reader.read([1], [2])
 
@@ -88,32 +169,36 @@ def test_a_read_that_is_due_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> No
         waits.append(clock.now)
         clock.now = 100.00031
 
-    event = SimpleNamespace(record=lambda _stream: None, query=lambda: False, synchronize=wait)
-    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
+    elapsed = 0.31
+    event = SimpleNamespace(
+        record=lambda _stream: None, query=lambda: False, synchronize=wait, elapsed_time=lambda _end: elapsed
+    )
+    monkeypatch.setattr(torch.cuda, "Event", lambda **_options: event)
     monkeypatch.setattr(mapped_reads.time, "monotonic", lambda: clock.now)
     memory = KVMemory(layout(1), NUM_BLOCKS)
     reader = reader_of(memory, [memory])
-    speed = memory.block_bytes / 0.0003
+    speed = memory.block_bytes / 0.0004
     reader.expect(ReadCost(POSTED, COPY, None, LinkCost(0.0, 0.0, speed)))
     pending = reader.read([1], [2])
-    assert pending.due_at == pytest.approx(100.0002), "earlier than a thread wakes up late"
-    clock.now = 100.00015
+    assert pending.due_at == pytest.approx(100.0001), "earlier than a thread wakes up late"
+    clock.now = 100.00005
     assert not pending.is_done() and waits == []
     clock.now = 100.00025
     assert pending.is_done() and waits == [100.00025]
-    assert reader.bytes_per_second[ReadPath.MAPPED] == speed, "it took longer than expected"
+    assert reader.bytes_per_second[ReadPath.MAPPED] == pytest.approx(memory.block_bytes / 0.00031)
 
 
 def test_a_read_through_a_mapping_begins_where_it_is_commanded() -> None:
     """Others begin on the threads that own the agents."""
     peer, submitted = _Peer(1, 1), []
     read = ReadCommand(1, PEER, range(64), range(63, -1, -1))
-    begun: list[tuple[Sequence[int], Sequence[int]]] = []
+    begun: list[tuple[Sequence[Run], ReadPath]] = []
+    first = object()
 
-    def start(local: Sequence[int], remote: Sequence[int]) -> FirstCopies:
+    def start(found: Sequence[Run], path: ReadPath, _started: float) -> object:
         assert submitted == []
-        begun.append((local, remote))
-        return FirstCopies(4, 4 * MIB, 100.0)
+        begun.append((found, path))
+        return first
 
     connector = object.__new__(NixlConnector)
     connector._settings, connector._lock, connector._split_reads = ReadSettings.of(MemoryKind.VRAM), Lock(), {}
@@ -125,5 +210,10 @@ def test_a_read_through_a_mapping_begins_where_it_is_commanded() -> None:
     peer.learn(ReadShape(True, 1, 32, 4 * MIB, 4 * MIB, 16, 0, True), ReadCost(POSTED, COPY, None, MAPPED))
     assert submitted.pop().args == (read, ReadPath.DIRECT, None) and begun == []
     connector.read(read)
-    assert submitted.pop().args == (read, ReadPath.MAPPED, FirstCopies(4, 4 * MIB, 100.0))
-    assert begun == [(read.local_blocks, read.remote_blocks)]
+    assert submitted.pop().args == (read, ReadPath.MAPPED, first)
+    apart = [(block, 63 - block, 1) for block in range(64)]
+    assert begun.pop() == (apart, ReadPath.MAPPED)
+    slow = LinkCost(1e-5, 1e-4, 390e9)
+    peer.learn(ReadShape(False, 2, 32, 4 * MIB, 2 * MIB, 16, 0, True), ReadCost(POSTED, COPY, None, slow, MAPPED))
+    connector.read(read)
+    assert submitted.pop().args == (read, ReadPath.KERNEL, first) and begun == [(apart, ReadPath.KERNEL)]

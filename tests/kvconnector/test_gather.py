@@ -195,6 +195,23 @@ def test_a_probe_whose_small_reads_are_held_up_is_repeated(
     assert over.value.value.bytes_per_second == pytest.approx(64 * MIB / seconds)
 
 
+def test_a_probe_whose_large_reads_become_faster_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first copies of a GPU that was idle are slow."""
+    clock, large = SimpleNamespace(now=100.0), iter([9e-4, 8.9e-4, 4.2e-4, *[1.7e-4] * MAX_ROUNDS])
+    monkeypatch.setattr(nixl_link.time, "perf_counter", lambda: clock.now)
+
+    def read(_count: int, size: int) -> Done:
+        clock.now += next(large) if size == 64 * MIB else 2e-5
+        return Done()
+
+    probe = LinkProbe(SimpleNamespace(), ReadSettings.of(MemoryKind.VRAM), measures=False)
+    steps = probe._measure_reads(read, 64 * MIB)
+    with pytest.raises(StopIteration) as over:
+        while True:
+            next(steps)
+    assert over.value.value.bytes_per_second == pytest.approx(64 * MIB / 1.5e-4)
+
+
 def test_a_probe_leaves_turns_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever waits for a read of another peer's waits for one measurement, not for all."""
     clock = SimpleNamespace(now=100.0)

@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from host_driver import STREAM, HostDriver, reader_of, stand_in_for_cuda
+from host_driver import STREAM, Event, HostDriver, reader_of, stand_in_for_cuda
 from splitserve.kvconnector.cuda.batch_copies import BatchCopier, CopyBatch
 from splitserve.kvconnector.layout.memory import KVMemory
+from splitserve.kvconnector.layout.shape import runs
 from splitserve.kvconnector.nixl import mapped_reads
 from splitserve.kvconnector.nixl.agent import TransferError
 from splitserve.kvconnector.nixl.connector import NixlConnector, _Peer
@@ -61,7 +62,7 @@ def test_each_rank_gets_its_heads_and_nothing_else_changes(
         for span in ours.block_layout.spans(rank, theirs.block_layout):
             target = Blocks(ours.block_layout, memory.region().blocks_address)
             source = Blocks(theirs.block_layout, sources[span.rank].region().blocks_address)
-            assert copier.start(span_pieces(target, source, span).of(local, remote), STREAM) == 0
+            assert copier.start([span_pieces(target, source, span).of(list(runs(local, remote)))], STREAM) == 0
         heads = ours.block_layout.heads(rank)
         assert torch.equal(memory.blocks[local], model[remote][:, :, heads.start : heads.stop])
         others = [block for block in range(NUM_BLOCKS) if block not in local]
@@ -73,15 +74,17 @@ def test_neighbours_on_both_sides_are_one_copy() -> None:
     size = whole.block_bytes
     (span,) = whole.block_layout.spans(0, whole.block_layout)
     copies = span_pieces(Blocks(whole.block_layout, 0), Blocks(whole.block_layout, 1 << 20), span).of(
-        [4, 5, 6, 8], range(4)
+        list(runs([4, 5, 6, 8], range(4)))
     )
     assert copies.targets == [4 * size, 8 * size]
     assert copies.sources == [1 << 20, (1 << 20) + 3 * size]
     assert copies.heights == [9, 3] and copies.width == size // 3
-    assert copies.is_flat and copies.num_bytes == 4 * size
+    assert copies.is_flat
     (span,) = half.block_layout.spans(1, whole.block_layout)
     layer = size // 3
-    copies = span_pieces(Blocks(half.block_layout, 0), Blocks(whole.block_layout, 1 << 20), span).of([4, 5], [0, 1])
+    copies = span_pieces(Blocks(half.block_layout, 0), Blocks(whole.block_layout, 1 << 20), span).of(
+        list(runs([4, 5], [0, 1]))
+    )
     assert (copies.targets, copies.sources) == ([2 * size], [(1 << 20) + layer // 2])
     assert (copies.heights, copies.width) == ([6], layer // 2)
     assert (copies.target_pitch, copies.source_pitch, copies.is_flat) == (layer // 2, layer, False)
@@ -99,15 +102,14 @@ def test_a_driver_that_refuses_batches_copies_one_by_one(is_flat: bool) -> None:
     source, target = torch.arange(64, dtype=torch.uint8), torch.zeros(64, dtype=torch.uint8)
     addresses = ([tensor.data_ptr(), tensor.data_ptr() + 32] for tensor in (target, source))
     copies = CopyBatch(*addresses, [2, 3], 4, *([4, 4] if is_flat else [8, 8]))
-    assert copies.num_bytes == 20
     driver = HostDriver(batches=True, fails=True)
     copier = BatchCopier(driver)
     for _ in range(2):
-        assert copier.start(copies, STREAM) == 0
+        assert copier.start([copies], STREAM) == 0
     assert driver.calls == (["batch", *["one"] * 4] if is_flat else ["batch of rows", *["rows"] * 4])
     moved = [*range(8), *range(32, 44)] if is_flat else [i for i in (*range(12), *range(32, 52)) if i % 8 < 4]
     assert torch.nonzero(target).flatten().tolist() == [i for i in moved if i]
-    assert copier.start(copies, STREAM + 1) == 1
+    assert copier.start([copies], STREAM + 1) == 1
 
 
 @INTERPRETED
@@ -135,12 +137,13 @@ def test_a_reader_starts_at_once_and_tells_when_to_look(
     pending = reader.read([4, 5, 8, 0, 10, 11], [7, 3, 0, 1, 9, 11], path)
     assert pending.due_at == pytest.approx(105.4) and not pending.is_done()
     clock.now = 105.5
-    assert pending.is_done()  # sooner than expected: the link is faster
-    assert reader.bytes_per_second[path] == pytest.approx(1.1 * memory.block_bytes)
-    late = reader.read([4], [7], path)
+    monkeypatch.setattr(Event, "seconds", 3.0)
+    assert pending.is_done() and pending.copying_seconds == pytest.approx(3.0)
+    assert reader.bytes_per_second[path] == pytest.approx(2 * memory.block_bytes), "the link is faster than expected"
+    slow = reader.read([4], [7], path)
     clock.now += 1.0
-    assert late.is_done()  # since when, nobody knows
-    assert reader.bytes_per_second[path] == pytest.approx(1.1 * memory.block_bytes)
+    assert slow.is_done()
+    assert reader.bytes_per_second[path] == pytest.approx(2 * memory.block_bytes), "small reads are slower"
     expected = torch.cat([source.blocks[[2, 7, 3, 0, 1, 9, 11]] for source in sources], dim=2)
     assert torch.equal(memory.blocks[[1, 4, 5, 8, 0, 10, 11]], expected)
     by_engines = {"batch"} if prefill == 1 else {"batch of rows"}
@@ -164,6 +167,7 @@ def test_a_kernel_that_fails_leaves_the_copy_engines(monkeypatch: pytest.MonkeyP
     waits: list[None] = []
     stream = SimpleNamespace(cuda_stream=STREAM, synchronize=lambda: waits.append(None))
     monkeypatch.setattr(torch.cuda, "Stream", lambda _device: stream)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
     memory = KVMemory(layout(1), NUM_BLOCKS)
     reader = reader_of(memory, [memory])
 
@@ -269,14 +273,13 @@ def read_of(remote: Sequence[int]) -> ReadCommand:
 
 def test_adjacent_blocks_are_left_to_copy_engines() -> None:
     """Copy engines copy them at once; a kernel takes as long for all blocks."""
-    peer, forth, back = _Peer(1, 1), read_of(range(64)), read_of(range(63, -1, -1))
+    peer = _Peer(1, 1)
     engines, kernel = LinkCost(1e-5, 1e-5, 380e9), LinkCost(1e-5, 0.0, 350e9)
     peer.learn(shape(is_whole=False, is_mapped=True), ReadCost(POSTED, COPY, None, engines, kernel))
-    assert peer.path(forth, None) is ReadPath.MAPPED
-    assert peer.path(read_of([*range(32, 64), *range(32)]), None) is ReadPath.MAPPED
-    assert peer.path(back, None) is ReadPath.KERNEL
+    assert [peer.path(64, num_runs, None) for num_runs in (1, 2)] == [ReadPath.MAPPED] * 2
+    assert peer.path(64, 64, None) is ReadPath.KERNEL
     peer.learn(None, ReadCost(POSTED, COPY, None, engines))
-    assert peer.path(back, None) is ReadPath.MAPPED
+    assert peer.path(64, 64, None) is ReadPath.MAPPED
 
 
 @pytest.mark.parametrize("is_whole", [True, False])
@@ -289,7 +292,7 @@ def test_threads_share_what_is_posted_but_not_what_is_copied_through_a_mapping(*
     halves = [range(63, 31, -1), range(31, -1, -1)]
 
     def blocks(known: _Peer | None) -> list[tuple[Sequence[int], ReadPath]]:
-        return [(part.remote_blocks, path) for part, path in connector._reads(read, known)]
+        return [(part.remote_blocks, path) for part, path in connector._reads(read, known, 64)]
 
     assert blocks(None) == blocks(peer) == [(half, ReadPath.DIRECT) for half in halves]
     peer.learn(shape(is_whole=is_whole, is_mapped=True), ReadCost(POSTED, COPY, None, MAPPED))
@@ -300,12 +303,11 @@ def test_threads_share_what_is_posted_but_not_what_is_copied_through_a_mapping(*
 
 def test_a_path_that_is_asked_for_is_taken_if_it_can_be() -> None:
     peer = _Peer(1, 1)
-    read = read_of(range(64))
-    assert peer.path(read, ReadPath.MAPPED) is ReadPath.DIRECT  # nothing is known yet
+    assert peer.path(64, 1, ReadPath.MAPPED) is ReadPath.DIRECT  # nothing is known yet
     peer.learn(shape(is_whole=True, is_mapped=True), ReadCost(POSTED, COPY, None, MAPPED))
-    assert [peer.path(read, path) for path in ReadPath] == [
+    assert [peer.path(64, 1, path) for path in ReadPath] == [
         ReadPath.DIRECT, ReadPath.MAPPED, ReadPath.MAPPED, ReadPath.MAPPED, ReadPath.MAPPED, ReadPath.MAPPED,
     ]  # fmt: skip
     peer.learn(shape(is_whole=False, is_mapped=False), None)
-    assert peer.path(read, ReadPath.LAYERS) is ReadPath.LAYERS
-    assert peer.path(read, ReadPath.MAPPED) is ReadPath.STAGED
+    assert peer.path(64, 1, ReadPath.LAYERS) is ReadPath.LAYERS
+    assert peer.path(64, 1, ReadPath.MAPPED) is ReadPath.STAGED

@@ -4,6 +4,7 @@ import random
 import threading
 import time
 from collections.abc import Iterator
+from multiprocessing.connection import wait
 
 import msgspec
 import pytest
@@ -78,7 +79,7 @@ class Reader:
     def event(self) -> ReadResult | PeerConnected:
         deadline = time.monotonic() + PATIENCE_SECONDS
         while not self.events and time.monotonic() < deadline:
-            self.woken.wait(0.1)
+            self.woken.wait(0.01)
             self.woken.clear()
             self.events += self.worker.connector.events()
         assert self.events, "nothing happened"
@@ -163,6 +164,7 @@ def test_every_head_arrives(
         assert result.error is None
         assert list(result.generations) == [FIRST_GENERATION + block_id for block_id in remote[:count]]
         assert result.path is path
+        assert 0.0 <= result.stages.woken < result.stages.copied <= result.seconds
         reader.assert_holds(local[:count], remote[:count])
 
 
@@ -257,7 +259,7 @@ def test_a_rank_whose_transfers_end_takes_the_worker_with_it() -> None:
     reader = Reader(8, 2)
     reader.worker.channels[0].send_bytes(msgspec.msgpack.encode(RankEnd()))
     reader.worker.threads[0].join(PATIENCE_SECONDS)
-    reader.woken.wait(PATIENCE_SECONDS)
+    assert wait(reader.worker.channels, PATIENCE_SECONDS)
     with pytest.raises(TransferRankError, match="rank 1"):
         reader.worker.connector.events()
     reader.worker.close()

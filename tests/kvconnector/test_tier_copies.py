@@ -1,5 +1,6 @@
 """Copies between the device and tiers in host memory: whole blocks there and back, failures, NUMA placement."""
 
+import random
 import threading
 from pathlib import Path
 
@@ -82,6 +83,14 @@ def test_both_ways_and_both_directions_at_once_on_cuda(way: str, num_tokens: int
 def test_adjacent_blocks_are_copied_at_once() -> None:
     assert list(runs([4, 5, 6, 8, 9, 1], [0, 1, 2, 3, 4, 5])) == [(4, 0, 3), (8, 3, 2), (1, 5, 1)]
     assert list(runs([], [])) == []
+    chosen = random.Random(4)
+    for count in range(1, 9):
+        ours, theirs = (chosen.sample(range(10), count) for _ in range(2))
+        found = list(runs(ours, theirs))
+        pairs = [(first + index, other + index) for first, other, length in found for index in range(length)]
+        assert pairs == list(zip(ours, theirs, strict=True))
+        ends = [(first + length, other + length) for first, other, length in found]
+        assert all(end != run[:2] for end, run in zip(ends, found[1:], strict=False)), "the longest"
 
 
 def test_too_little_host_memory_says_so() -> None:

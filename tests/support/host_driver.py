@@ -81,17 +81,38 @@ class HostDriver:
         return NOT_SUPPORTED if self.fails else 0
 
 
+class Event:
+    """An event of a stream that does everything at once: ``seconds`` between any two of them."""
+
+    seconds = 0.0
+
+    def __init__(self, **_options: bool) -> None:
+        pass
+
+    def record(self, _stream: object = None) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, _end: object) -> float:
+        return 1e3 * self.seconds
+
+
 def stand_in_for_cuda(monkeypatch: pytest.MonkeyPatch) -> HostDriver:
     """Streams do everything at once, in host memory."""
     driver = HostDriver(batches=True)
     monkeypatch.setattr(mapped_reads.ctypes, "CDLL", lambda _name: driver)
     monkeypatch.setattr(torch.cuda, "Stream", lambda _device: SimpleNamespace(cuda_stream=STREAM, synchronize=int))
-    monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=lambda _stream: None, query=lambda: True))
+    monkeypatch.setattr(torch.cuda, "Event", Event)
     return driver
 
 
-def reader_of(memory: KVMemory, sources: list[KVMemory]) -> MappedReader:
+def reader_of(memory: KVMemory, sources: list[KVMemory], num_streams: int = 2) -> MappedReader:
     theirs = sources[0].layout
     mappings = {rank: SimpleNamespace(address=source.region().blocks_address) for rank, source in enumerate(sources)}
     spans = memory.layout.block_layout.spans(0, theirs.block_layout)
-    return MappedReader(memory, theirs.block_layout, spans, mappings, num_peer_blocks=sources[0].num_blocks)
+    num_peer_blocks = sources[0].num_blocks
+    return MappedReader(
+        memory, theirs.block_layout, spans, mappings, num_peer_blocks=num_peer_blocks, num_streams=num_streams
+    )

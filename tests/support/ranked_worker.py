@@ -40,7 +40,8 @@ def content(block_id: int, layout: LayoutRecord, rank: int) -> torch.Tensor:
 
 
 class RankedWorker:
-    """All ranks of one worker; ``connector`` is what its engine loop would have."""
+    """All ranks of one worker; ``connector`` is what its engine loop would have. ``wake`` is called for rank 0's
+    events; ``channels`` have those of the others."""
 
     def __init__(self, me: Party, layout: LayoutRecord, wake: Callable[[], None], settings: ReadSettings = SETTINGS):
         self.layout = layout
@@ -52,7 +53,7 @@ class RankedWorker:
             self.threads.append(threading.Thread(target=self._run_rank, args=(me, rank, settings, theirs)))
             self.threads[-1].start()
         local = NixlConnector(me, self.memories[0], wake, settings=settings)
-        self.connector = RankedConnector(local, self.channels, wake)
+        self.connector = RankedConnector(local, self.channels)
 
     def _run_rank(self, me: Party, rank: int, settings: ReadSettings, channel: Connection) -> None:
         memory = self.memories[rank]

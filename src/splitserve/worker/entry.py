@@ -188,6 +188,8 @@ def _serve(
     with clock.phase("connector"):
         local = _make_connector(me, memory, waker.wake, config.engine, tiers.served)
         connector, copies = _joined(local, tiers, team.links, waker.wake)
+        for link in team.links:
+            sockets.watch(link.fileno())
     for name, holds in tiers.describe():
         logger.info("KV tier %s: %s", name, holds)
         progress("kv_tier", {"name": name, "holds": holds})
@@ -265,6 +267,6 @@ def _joined(
     copies = LocalTierCopier(tiers.stores, wake)
     if not links:
         return local, copies
-    connector = RankedConnector(local, links, wake)
+    connector = RankedConnector(local, links)
     tiers.keep_common(connector.found)
     return connector, RankedTierCopier(copies, connector)
