@@ -132,7 +132,8 @@ def measure_ceilings() -> Ceilings:
 
 
 def _factors() -> list[torch.Tensor]:
-    return [torch.randn(_PRODUCT_SIZE, _PRODUCT_SIZE, device="cuda").to(torch.bfloat16) for _ in range(2)]
+    sizes, device = (_PRODUCT_SIZE, _PRODUCT_SIZE), bench_device()
+    return [torch.randn(sizes, device=device).to(torch.bfloat16) for _ in range(2)]
 
 
 def _product_rate(seconds: float, burst_rate: float) -> float:
@@ -140,11 +141,11 @@ def _product_rate(seconds: float, burst_rate: float) -> float:
     flops = 2 * _PRODUCT_SIZE**3
     count = max(1, round(seconds * burst_rate / flops))
     left, right = _factors()
-    torch.cuda.synchronize()
+    synchronize()
     started = time.perf_counter()
     for _ in range(count):
         left @ right
-    torch.cuda.synchronize()
+    synchronize()
     return count * flops / (time.perf_counter() - started)
 
 

@@ -66,6 +66,7 @@ def test_steps_of_a_gpu_with_a_cpu_in_its_place(name: str, tmp_path: Path, monke
     monkeypatch.setattr(engine, "bench_device", lambda: torch.device("cpu"))
     monkeypatch.setattr(engine, "free_bytes", lambda: 1 << 28)
     monkeypatch.setattr(engine, "synchronize", lambda: None)
+    monkeypatch.setattr(engine, "_PRODUCT_SIZE", 256)
     monkeypatch.setitem(engine._DTYPES, "bfloat16", torch.float32)
     config = config_of({**PUBLISHED[name], **SIZES, **SMALL[name], "dtype": "bfloat16"})
     options = ["--batch", "3", "--context", "40", "--case", "1x130", "--prefill", "33", "--steps", "3", "--repeat", "2"]
@@ -78,6 +79,7 @@ def test_steps_of_a_gpu_with_a_cpu_in_its_place(name: str, tmp_path: Path, monke
         assert 1 <= each["experts_hit"] <= 8 and each["least_ms"] <= each["step_ms"] <= each["most_ms"]
         assert each["floor_ms"] == pytest.approx(2 * each["read_floor_ms"]) and each["floor_ms"] > 0
     assert [each["tokens"] for each in found["prefill"]] == [33]
+    assert all(each["beside_share"] > 0 for each in found["prefill"])
     launched = [plan for plan in runners[0].plans if len(plan.chunks) == 3]
     per_run = 4 + 3  # steps to warm up, and timed ones
     assert len(launched) >= 2 * len(NAMES) * per_run
