@@ -34,7 +34,7 @@ from splitserve.router.placement.policies import (
     RequestShape,
     Snapshot,
 )
-from splitserve.router.placement.step_models import TRUSTED_STEPS, trusted_model
+from splitserve.router.placement.step_models import TRUSTED_STEPS, Known, trusted_model
 
 MAX_WORKERS = 4096
 MAX_REPLACED_INCARNATIONS = 4096
@@ -63,7 +63,6 @@ class Membership:
         self._new_token = new_token
         self._records: dict[str, WorkerRecord] = {}
         self._replaced: dict[Party, None] = {}  # in order of arrival
-        self._alone: Charge | None = None  # the last one, if no other request was in flight when it came
 
     # ---- events ----
 
@@ -116,9 +115,9 @@ class Membership:
         record.own_model = step_model
         if step_model.num_steps < TRUSTED_STEPS:
             record.estimate = step_model
-        pool = (each.known_steps for each in self._others(record) if each.info.role is record.info.role)
-        alike = (each.known_steps for each in self._others(record) if _are_alike(each, record))
-        record.step_model = trusted_model(record.known_steps, pool, alike)
+        pool = (each.own_model for each in self._others(record) if each.info.role is record.info.role)
+        alike = (Known(each.own_model, each.estimate) for each in self._others(record) if _are_alike(each, record))
+        record.step_model = trusted_model(Known(step_model, record.estimate), pool, alike)
         record.on_change()
         if before is WorkerState.LOST:
             record.state = WorkerState.CONNECTING
@@ -182,12 +181,7 @@ class Membership:
                 record.last_heard = now
 
     def charge(self, placement: Placed, shape: RequestShape, now: float) -> Charge:
-        """Count a placed request against its workers, until the charge is released.
-
-        Its prompt counts as one that interrupts if another request is in flight while it is, on any worker: that might
-        as well be on the same one. The prompts of a client that waits for each answer interrupt nothing.
-        """
-        is_alone = not any(record.num_requests_of_all for record in self._records.values())
+        """Count a placed request against its workers, until the charge is released."""
         charge = Charge(
             prefill=self.get(prefill_party(placement)),
             decode=self.get(decode_party(placement)),
@@ -195,11 +189,6 @@ class Membership:
             matched_tokens=placement.matched_tokens,
         )
         charge.apply(now)
-        if not is_alone:
-            charge.meet_another(now)
-            if self._alone is not None and not self._alone.is_released:
-                self._alone.meet_another(now)
-        self._alone = charge if is_alone else None
         return charge
 
     # ---- queries ----

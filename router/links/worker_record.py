@@ -11,7 +11,6 @@ from splitserve.protocol.placement.step_model import StepModel
 from splitserve.router.placement.breaker import Breaker
 from splitserve.router.placement.policies import NO_LOAD, NO_STEP_MODEL, WorkerView
 from splitserve.router.placement.prefill_queue import PrefillQueue
-from splitserve.router.placement.step_models import Known
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,11 +127,6 @@ class WorkerRecord:
         return self.num_requests if self.elsewhere is None else self.num_requests + self.elsewhere.num_requests
 
     @property
-    def known_steps(self) -> Known:
-        """The model of its steps and its estimate, as it sent them."""
-        return Known(self.own_model, self.estimate)
-
-    @property
     def begins_soon(self) -> bool:
         """Return whether a prompt that is sent now would be next or next but one, or in the next step, as far as this
         router knows."""
@@ -209,14 +203,12 @@ class Charge:
     matched_tokens: int = 0
     _prefilling: bool = False
     _decoding: bool = False
-    _uncounted_seconds: float = 0.0  # of its prompt, until that counts as interrupting
 
     def apply(self, now: float) -> None:
         self._prefilling = self._decoding = True
         if self.prefill is not None:
             self.prefill.prefill_tokens += self.num_prompt_tokens
-            self._uncounted_seconds = self._prefill_seconds(self.prefill)
-            self.prefill.prompts.add(id(self), self._uncounted_seconds, now)
+            self.prefill.prompts.add(id(self), self._prefill_seconds(self.prefill), now)
         if self.decode is not None:
             self.decode.context_tokens += self.num_prompt_tokens
         for record in self._distinct_records():
@@ -224,12 +216,6 @@ class Charge:
             record.num_prefilling += 1
             record.num_placed += 1
             record.on_change()
-
-    def meet_another(self, now: float) -> None:
-        """Count the prompt among those that interrupt, once: another request is in flight as well."""
-        if self.prefill is not None and self._uncounted_seconds:
-            self.prefill.prompts.note_interrupting(self._uncounted_seconds, now)
-            self._uncounted_seconds = 0.0
 
     def first_token_out(self, now: float) -> None:
         """Take the prompt, which has been computed, off the load of its worker; all of the request if that is not the
@@ -258,10 +244,6 @@ class Charge:
             self.decode.decoding_tokens -= self.num_prompt_tokens
             self.decode.num_requests -= 1
             self.decode.on_change()
-
-    @property
-    def is_released(self) -> bool:
-        return not (self._prefilling or self._decoding)
 
     @property
     def is_prefilling(self) -> bool:

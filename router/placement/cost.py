@@ -286,20 +286,14 @@ def _decodes(workers: Iterable[WorkerView], request: _Request) -> list[_DecodeFi
 
 
 def _interruptions(worker: WorkerView) -> float:
-    """Return the harm to a request's gaps, per output token, by the prompts that will come to its worker meanwhile.
+    """Return the harm to a request's gaps, per output token, by the prompts that its worker computes meanwhile.
 
     For a second of decode steps they take u / (1 - u) seconds, for their share u of the time. Each makes a gap of one
     chunk, which counts by its ratio to a step.
     """
-    busy = min(worker.prompt_share, MAX_UTILISATION)
-    return busy / (1.0 - busy) * min(worker.shared_chunk_seconds, worker.prompt_seconds)
-
-
-def _unfinished(decode: _Decode, first_token: float) -> float:
-    """Return the harm to a request's gaps by a prompt that its decode worker still computes when prefill has the first
-    token, after so many seconds."""
-    worker, step = decode.worker, max(decode.after, LEAST_STEP_SECONDS)
-    return (worker.queue_seconds - first_token) * min(worker.shared_chunk_seconds, worker.queue_seconds) / step
+    busy, model = min(worker.prompt_share, MAX_UTILISATION), worker.step_model
+    chunk = model.base + model.per_token * (worker.shared_chunk_tokens or worker.chunk_tokens or DEFAULT_CHUNK_TOKENS)
+    return busy / (1.0 - busy) * min(chunk, worker.prompt_seconds)
 
 
 def _gap_strain(worker: WorkerView, gap: float, before: float, after: float, added: float = 0.0) -> float:
@@ -329,8 +323,6 @@ def _pairs(prefills: Iterable[_Prompt], decodes: Sequence[_Decode], request: _Re
                 handover += last_tokens * decode.worker.token_bytes / rate
             delay = prefill.delay + decode.room
             harm = request.late(waited + delay) + request.slow(handover) + decode.harm
-            if decode.worker.queue_seconds > prefill.ttft and decode.worker.num_requests == 1 and not request.gap:
-                harm += _unfinished(decode, prefill.ttft)  # a prompt that met other requests there is in their share
             strain = _strain(waited + delay, ttft) + decode.strain if request.strains else math.inf
             num_placed, names = prefill.num_placed + decode.num_placed, (prefill.name, decode.name)
             seconds = prefill.ttft + decode.room

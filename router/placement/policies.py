@@ -45,11 +45,11 @@ class WorkerView:
 
     For predictions: ``step_model`` has the worker's step times, ``chunk_tokens`` the tokens of a step at most,
     ``shared_chunk_tokens`` the prompt tokens of one that also decodes, ``queue_seconds`` the time until it has computed
-    the prompts placed there, ``prefill_busy`` the share of its recent time that prompts took, ``prompt_share`` the
-    share of a request's time there that prompts of others take, ``prompt_seconds`` the mean time of its prompts, each
-    weighted by its time, ``num_decoding`` the requests there whose first token is out, ``decoding_tokens`` their prompt
-    tokens, ``token_bytes`` the KV of a token, and ``link_rates`` the bytes per second at which it reads from peers, by
-    their engine ids. ``reads_prefixes``: it can read prefixes from others.
+    the prompts placed there, ``prefill_busy`` the share of its recent time that prompts took, ``prompt_share`` the same
+    of the time since its first prompt, ``prompt_seconds`` the mean time of these prompts, each weighted by its time,
+    ``num_decoding`` the requests there whose first token is out, ``decoding_tokens`` their prompt tokens,
+    ``token_bytes`` the KV of a token, and ``link_rates`` the bytes per second at which it reads from peers, by their
+    engine ids. ``reads_prefixes``: it can read prefixes from others.
     """
 
     party: Party
@@ -79,12 +79,6 @@ class WorkerView:
 
     def __post_init__(self) -> None:
         self.context_tokens_limit = min(self.max_model_len, self.kv_capacity_tokens)
-
-    @property
-    def shared_chunk_seconds(self) -> float:
-        """Return the seconds of a step that computes a full chunk of a prompt beside outputs, these left out."""
-        chunk_tokens = self.shared_chunk_tokens or self.chunk_tokens or DEFAULT_CHUNK_TOKENS
-        return self.step_model.base + self.step_model.per_token * chunk_tokens
 
 
 class PrefixSource(NamedTuple):

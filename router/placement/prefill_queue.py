@@ -23,8 +23,7 @@ class PrefillQueue:
         self._first_since = 0.0
         self._busy = 0.0  # seconds given lately, each forgotten with BUSY_SECONDS
         self._busy_squares = 0.0  # sum of the squares of these seconds
-        self._interrupting = 0.0  # of these seconds, those of prompts that interrupt
-        self._busy_at = 0.0  # time of these sums
+        self._busy_at = 0.0
         self._used_since = 0.0
         self.was_used = False  # a prompt was added at some time
 
@@ -43,14 +42,10 @@ class PrefillQueue:
             self._first_since = now
         self._seconds[key] = seconds
         self._total += seconds
-        self._forget(now)
-        self._busy += seconds
-        self._busy_squares += seconds * seconds
-
-    def note_interrupting(self, seconds: float, now: float) -> None:
-        """Count so many seconds of the prompts as interrupting: other requests were in flight, here or elsewhere."""
-        self._forget(now)
-        self._interrupting += seconds
+        kept = self._kept(now)
+        self._busy = kept * self._busy + seconds
+        self._busy_squares = kept * self._busy_squares + seconds * seconds
+        self._busy_at = now
 
     def remove(self, key: Hashable, now: float) -> None:
         """Take a prompt off: its first token is out, or its attempt has ended. Another time is harmless."""
@@ -78,28 +73,19 @@ class PrefillQueue:
 
     def outlook(self, now: float) -> tuple[float, float, float, float]:
         """Return all that placement predicts with, in one call since each request asks for that of all workers:
-        :meth:`seconds`, :meth:`busy_share`, the share that interrupting prompts took of the time since the worker's
-        first prompt, which is not too low in the beginning, and the mean seconds of the recent prompts, each weighted
-        by its seconds: what is computed at an average moment of the busy time belongs to a prompt of so many."""
+        :meth:`seconds`, :meth:`busy_share`, the same share of the time since the worker's first prompt alone, which is
+        right on average from the beginning on, and the mean seconds of the recent prompts, each weighted by its
+        seconds: what is computed at an average moment of the busy time belongs to a prompt of so many."""
         seconds, busy = self.seconds(now) if self._seconds else 0.0, self._busy
         if not busy:
             return seconds, 0.0, 0.0, 0.0
-        kept, of_time = self._kept(now) / BUSY_SECONDS, 1.0
-        share, interrupting = kept * busy, kept * self._interrupting
-        if interrupting and (age := now - self._used_since) <= SETTLED_SECONDS:
+        share = since_first = self.busy_share(now)
+        if (age := now - self._used_since) <= SETTLED_SECONDS and share:
             of_time = -math.expm1(-age / BUSY_SECONDS) if age > 0.0 else 0.0
-        interrupting = interrupting / of_time if interrupting < of_time else 1.0
-        return seconds, share if share < 1.0 else 1.0, interrupting, self._busy_squares / busy
-
-    def _forget(self, now: float) -> None:
-        """Reduce the sums to the weight that they have ``now``."""
-        kept = self._kept(now)
-        self._busy *= kept
-        self._busy_squares *= kept
-        self._interrupting *= kept
-        self._busy_at = now
+            since_first = share / of_time if share < of_time else 1.0
+        return seconds, share, since_first, self._busy_squares / busy
 
     def _kept(self, now: float) -> float:
-        """Return the weight that is left of the sums."""
+        """Return the weight that is left of what was given until the last prompt."""
         age = now - self._busy_at
         return math.exp(-age / BUSY_SECONDS) if age > 0.0 else 1.0

@@ -101,12 +101,9 @@ class PlainCost:
 
     def interruptions(self, worker):
         """Return the harm per output by prompts that are computed meanwhile, without objectives."""
-        share = min(MAX_UTILISATION, worker.prompt_share)
-        return share / (1.0 - share) * min(self.chunk_seconds(worker), worker.prompt_seconds)
-
-    def chunk_seconds(self, worker):
-        tokens = worker.shared_chunk_tokens or worker.chunk_tokens
-        return worker.step_model.seconds(StepWork(prefill_tokens=tokens))
+        model, share = worker.step_model, min(MAX_UTILISATION, worker.prompt_share)
+        chunk = model.base + model.per_token * (worker.shared_chunk_tokens or worker.chunk_tokens)
+        return share / (1.0 - share) * min(chunk, worker.prompt_seconds)
 
     def gap_strain(self, worker, added=0.0):
         """Return the strain of gaps between tokens, of which prompts take a share of the time."""
@@ -155,9 +152,6 @@ class PlainCost:
         handover = READ_SECONDS + last * decode.token_bytes / rate
         delay = delay + room
         harm = self.late(self.shape.waited_seconds + delay) + self.slow(handover) + self.gaps(decode)
-        if not self.gap and decode.num_requests == 1:
-            overlap = max(0.0, decode.queue_seconds - ttft)
-            harm += overlap * min(self.chunk_seconds(decode), decode.queue_seconds) / self.after(decode)
         strain = self.delay_strain(delay) + self.gap_strain(decode)
         is_away = bool(self.own) and decode.party not in self.own
         names = (prefill.party.engine_id, decode.party.engine_id)

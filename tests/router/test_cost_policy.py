@@ -105,19 +105,6 @@ def test_without_objectives_a_prompt_that_makes_gaps_long_waits_for_prefill():
     assert place(long_queue, busy, shape=shape, objectives=none) == Local(busy.party)
 
 
-def test_without_objectives_a_handover_avoids_a_decode_worker_that_computes_a_prompt():
-    """If that is its only request. Its prompt would hold up the second token."""
-    none, prefill = Objectives(0.0, 0.0), worker("p", Role.PREFILL, num_decoding=1, num_requests=1, **USED)
-    free = worker("d1", Role.DECODE, num_requests=6, num_decoding=6)
-
-    def decode(seconds, num_requests=1):
-        return worker("d0", Role.DECODE, num_requests=num_requests, prefill_tokens=9000, queue_seconds=seconds)
-
-    assert place(prefill, decode(2.0), free, objectives=none).decode == free.party
-    assert place(prefill, decode(0.1), free, objectives=none).decode == Party("d0", 1), "it ends before prefill does"
-    assert place(prefill, decode(2.0, 2), free, objectives=none).decode == Party("d0", 1), "it is in the worker's share"
-
-
 def test_without_objectives_outputs_keep_off_prefill_workers_that_compute_prompts():
     none, shape = Objectives(0.0, 0.0), RequestShape(20, 100)
     decode = worker("d", Role.DECODE, num_requests=40, num_decoding=40, decoding_tokens=20_000)
@@ -190,7 +177,7 @@ def test_nobody_left_is_explained():
 def test_a_worker_that_lies_is_held_near_its_pool():
     honest = [MODEL, MODEL, MODEL]
     liar = StepModel(1e-9, 1e-9, 0.0, 1e-9, 0.0, num_steps=10**6)
-    held = trusted_model(Known(liar), [Known(each) for each in honest])
+    held = trusted_model(Known(liar), honest)
     assert held.base == MODEL.base / 4 and held.per_token == MODEL.per_token / 4
     prefills = [worker(f"p{n}", Role.PREFILL, queue_seconds=0.1 * n, **USED) for n in range(3)]
     deceiver = worker("p3", Role.PREFILL, step_model=held, queue_seconds=0.5, **USED)
@@ -200,9 +187,9 @@ def test_a_worker_that_lies_is_held_near_its_pool():
 
 def test_few_steps_say_less_than_the_pool_and_an_estimate_is_better_than_nothing():
     new = StepModel(1.0, 1.0, 1.0, 1.0, 1.0, num_steps=TRUSTED_STEPS - 1)
-    assert trusted_model(Known(new, new), [Known(MODEL)]).coefficients == MODEL.coefficients
+    assert trusted_model(Known(new, new), [MODEL]).coefficients == MODEL.coefficients
     assert trusted_model(Known(new, new), []) is new
-    assert trusted_model(Known(new, new), [Known(StepModel())]) is new
+    assert trusted_model(Known(new, new), [StepModel()]) is new
 
 
 def test_an_estimate_is_corrected_by_fits_of_workers_alike_where_its_role_has_none():
@@ -235,15 +222,13 @@ def test_the_first_prompt_of_a_queue_counts_less_with_time():
     assert queue.busy_share(13.0 + 10 * BUSY_SECONDS) < 0.001
 
 
-def test_the_outlook_of_a_queue_counts_the_prompts_that_interrupt_since_the_first_one():
+def test_what_is_known_of_the_prompts_to_come_is_right_from_the_first_one_on():
     queue = PrefillQueue()
     assert queue.outlook(5.0) == (0.0, 0.0, 0.0, 0.0)
     for second in range(4):
         queue.add(second, 0.3, 100.0 + second)
-    assert queue.outlook(104.0)[2] == 0.0
-    queue.note_interrupting(4 * 0.3, 104.0)
-    seconds, share, interrupting, prompt_seconds = queue.outlook(104.0)
-    assert interrupting == pytest.approx(0.3, rel=0.07)
+    seconds, share, since_first, prompt_seconds = queue.outlook(104.0)
+    assert since_first == pytest.approx(0.3, rel=0.05)
     assert share == queue.busy_share(104.0) < 0.05, "which counts the time before"
     assert seconds == queue.seconds(104.0) and prompt_seconds == pytest.approx(0.3)
     queue.add("long", 2.7, 104.0)
