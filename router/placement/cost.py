@@ -76,6 +76,7 @@ class _Request:
     gap: float
     own_workers: frozenset[Party]  # of its session, one per role; none if a prefix tells more
     strains: bool  # both objectives are there; else every strain is infinite
+    is_alone: bool  # nothing else is in flight: a client that waits for its answers interrupts nothing
 
     def late(self, seconds: float) -> float:
         return seconds - self.ttft if seconds > self.ttft else 0.0
@@ -168,6 +169,7 @@ def cost(snapshot: Snapshot, shape: RequestShape) -> Placement:
         gap=snapshot.objectives.tpot_seconds,
         own_workers=_own_workers(fitting, shape),
         strains=min(snapshot.objectives.ttft_seconds, snapshot.objectives.tpot_seconds) > 0.0,
+        is_alone=not any(worker.num_requests for worker in snapshot.workers),
     )
     best = min(_routes(snapshot, fitting, request, shape), default=None)
     return NoWorker(why_not(snapshot, fitting, shape)) if best is None else _Route._make(best).placed()
@@ -273,7 +275,7 @@ def _decodes(workers: Iterable[WorkerView], request: _Request) -> list[_DecodeFi
             harm = num_outputs * (after - gap)
             if running:
                 harm += running * half * (after - gap - request.slow(before))
-        if not gap and worker.prompt_share:
+        if not gap and worker.prompt_share and not request.is_alone:
             harm += num_outputs * _interruptions(worker)
         wanted = worker.context_tokens + outputs + num_tokens + num_outputs
         if worker.num_requests >= worker.max_num_seqs or wanted > worker.kv_capacity_tokens:

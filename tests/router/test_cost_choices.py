@@ -97,7 +97,9 @@ class PlainCost:
         """Return the harm to gaps between tokens."""
         after, before = self.slow(self.after(worker)), self.slow(self.before(worker))
         harm = self.outputs * after + worker.num_decoding * self.outputs / 2 * (after - before)
-        return harm if self.gap else harm + self.outputs * self.interruptions(worker)
+        if self.gap or not any(each.num_requests for each in self.snapshot.workers):
+            return harm
+        return harm + self.outputs * self.interruptions(worker)
 
     def interruptions(self, worker):
         """Return the harm per output by prompts that are computed meanwhile, without objectives."""
