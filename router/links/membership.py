@@ -34,7 +34,7 @@ from splitserve.router.placement.policies import (
     RequestShape,
     Snapshot,
 )
-from splitserve.router.placement.step_models import TRUSTED_STEPS, Known, trusted_model
+from splitserve.router.placement.step_models import TRUSTED_STEPS, trusted_model
 
 MAX_WORKERS = 4096
 MAX_REPLACED_INCARNATIONS = 4096
@@ -115,9 +115,9 @@ class Membership:
         record.own_model = step_model
         if step_model.num_steps < TRUSTED_STEPS:
             record.estimate = step_model
-        pool = (each.own_model for each in self._others(record) if each.info.role is record.info.role)
-        alike = (Known(each.own_model, each.estimate) for each in self._others(record) if _are_alike(each, record))
-        record.step_model = trusted_model(Known(step_model, record.estimate), pool, alike)
+        pool = (each.known_steps for each in self._others(record) if each.info.role is record.info.role)
+        alike = (each.known_steps for each in self._others(record) if _are_alike(each, record))
+        record.step_model = trusted_model(record.known_steps, pool, alike)
         record.on_change()
         if before is WorkerState.LOST:
             record.state = WorkerState.CONNECTING

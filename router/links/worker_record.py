@@ -11,6 +11,7 @@ from splitserve.protocol.placement.step_model import StepModel
 from splitserve.router.placement.breaker import Breaker
 from splitserve.router.placement.policies import NO_LOAD, NO_STEP_MODEL, WorkerView
 from splitserve.router.placement.prefill_queue import PrefillQueue
+from splitserve.router.placement.step_models import Known
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +126,11 @@ class WorkerRecord:
     def num_requests_of_all(self) -> int:
         """Requests in flight there, of any router."""
         return self.num_requests if self.elsewhere is None else self.num_requests + self.elsewhere.num_requests
+
+    @property
+    def known_steps(self) -> Known:
+        """The model of its steps and its estimate, as it sent them."""
+        return Known(self.own_model, self.estimate)
 
     @property
     def begins_soon(self) -> bool:

@@ -23,23 +23,32 @@ class Known(NamedTuple):
     estimate: StepModel = NO_MODEL
 
 
-def trusted_model(own: Known, others: Iterable[StepModel], alike: Iterable[Known] = ()) -> StepModel:
-    """Return the model to predict a worker's steps with. ``others``: the models of the other workers of its role;
-    ``alike``: workers of other roles with the same model and device.
+def trusted_model(own: Known, others: Iterable[Known], alike: Iterable[Known] = ()) -> StepModel:
+    """Return the model to predict a worker's steps with. ``others``: the other workers of its role; ``alike``: workers
+    of other roles with the same model and device.
 
-    The reference is the median of at most :data:`MAX_REFERENCES` others that were fitted. Without them it is the
-    worker's estimate, if that is known, in the ratio of fits to estimates of workers alike.
+    The reference is the median of at most :data:`MAX_REFERENCES` others that were fitted; a single one counts as it is
+    trusted for its own worker, held near its estimate: else the two would differ though one fit is all that is known.
+    Without others it is the worker's estimate, if that is known, in the ratio of fits to estimates of workers alike.
     """
     is_fitted = own.model.num_steps >= TRUSTED_STEPS
-    trusted = (model for model in others if model.num_steps >= TRUSTED_STEPS)
-    fitted = [model.coefficients for model in itertools.islice(trusted, MAX_REFERENCES)]
-    if fitted:
-        reference = StepModel.of([median(column) for column in zip(*fitted, strict=True)], 0)
+    fitted = list(itertools.islice((each for each in others if each.model.num_steps >= TRUSTED_STEPS), MAX_REFERENCES))
+    if len(fitted) == 1:
+        reference = _held(fitted[0])
+    elif fitted:
+        columns = zip(*(each.model.coefficients for each in fitted), strict=True)
+        reference = StepModel.of([median(column) for column in columns], 0)
     elif own.estimate == NO_MODEL:
         return own.model
     else:
         reference = own.estimate if is_fitted else _corrected(own.estimate, alike)
     return own.model.clamped(reference, MAX_FACTOR) if is_fitted else reference
+
+
+def _held(known: Known) -> StepModel:
+    """Return a fit near its estimate, if that is known."""
+    model, estimate = known
+    return model if estimate == NO_MODEL else model.clamped(estimate, MAX_FACTOR)
 
 
 def _corrected(estimate: StepModel, alike: Iterable[Known]) -> StepModel:
@@ -54,5 +63,4 @@ def _corrected(estimate: StepModel, alike: Iterable[Known]) -> StepModel:
 
 
 def _ratios(known: Known) -> list[float]:
-    fit = known.model.clamped(known.estimate, MAX_FACTOR).coefficients
-    return [one / other for one, other in zip(fit, known.estimate.coefficients, strict=True)]
+    return [one / other for one, other in zip(_held(known).coefficients, known.estimate.coefficients, strict=True)]

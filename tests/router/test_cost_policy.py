@@ -177,7 +177,7 @@ def test_nobody_left_is_explained():
 def test_a_worker_that_lies_is_held_near_its_pool():
     honest = [MODEL, MODEL, MODEL]
     liar = StepModel(1e-9, 1e-9, 0.0, 1e-9, 0.0, num_steps=10**6)
-    held = trusted_model(Known(liar), honest)
+    held = trusted_model(Known(liar), [Known(each) for each in honest])
     assert held.base == MODEL.base / 4 and held.per_token == MODEL.per_token / 4
     prefills = [worker(f"p{n}", Role.PREFILL, queue_seconds=0.1 * n, **USED) for n in range(3)]
     deceiver = worker("p3", Role.PREFILL, step_model=held, queue_seconds=0.5, **USED)
@@ -187,9 +187,13 @@ def test_a_worker_that_lies_is_held_near_its_pool():
 
 def test_few_steps_say_less_than_the_pool_and_an_estimate_is_better_than_nothing():
     new = StepModel(1.0, 1.0, 1.0, 1.0, 1.0, num_steps=TRUSTED_STEPS - 1)
-    assert trusted_model(Known(new, new), [MODEL]).coefficients == MODEL.coefficients
+    assert trusted_model(Known(new, new), [Known(MODEL)]).coefficients == MODEL.coefficients
     assert trusted_model(Known(new, new), []) is new
-    assert trusted_model(Known(new, new), [StepModel()]) is new
+    assert trusted_model(Known(new, new), [Known(StepModel())]) is new
+    # A single fit counts alike for its own worker and for others: else one would only seem quicker.
+    bad = StepModel(9e-3, 1e-4, 5e-6, 5e-4, 1e-7, num_steps=200)  # some coefficients are beyond its bounds
+    fitted, other = trusted_model(Known(bad, new), []), trusted_model(Known(new, new), [Known(bad, new)])
+    assert fitted.coefficients == other.coefficients != bad.coefficients
 
 
 def test_an_estimate_is_corrected_by_fits_of_workers_alike_where_its_role_has_none():
