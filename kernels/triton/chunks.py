@@ -84,7 +84,7 @@ def soft_capped(scores, CAP: tl.constexpr):
     return CAP * (1.0 - 2.0 / (1.0 + tl.exp2(scores * (2.0 * 1.4426950408889634 / CAP))))
 
 
-# length: Triton inlines all calls, and the loop over tiles is the kernel; parts of it would pass ten tensors around.
+# length: half of it declares arguments and passes them on.
 @triton.jit(do_not_specialize=["num_items"])
 def _chunk_kernel(
     query_ptr,
