@@ -1,4 +1,4 @@
-"""A cluster of processes: the router first, then all workers at once.
+"""A cluster of processes: the router first, then all workers as soon as membership's endpoint is known.
 
 :class:`Cluster` starts them, shows their progress, watches them and ends them, wherever its host runs them
 (:mod:`splitserve.orchestration.hosts.local`, :mod:`splitserve.orchestration.ray.host`). It is one loop over events;

@@ -3,6 +3,8 @@
 import logging
 import os
 import re
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -16,7 +18,7 @@ from splitserve.models.runner.runner import ModelRunner
 from splitserve.models.weights.loader import load_model
 from splitserve.protocol.step import UNKNOWN_TOKEN, ScheduledChunk, StepPlan
 from splitserve.worker.entry import set_up_ucx
-from splitserve.worker.start.clock import StartClock
+from splitserve.worker.start.clock import StartClock, process_age_seconds
 from splitserve.worker.start.warm_up import (
     AttentionPreload,
     StepLimits,
@@ -157,6 +159,14 @@ def test_the_clock_tells_each_phase_once(caplog: pytest.LogCaptureFixture) -> No
     assert float(took[1][1].removesuffix(" s")) >= 0.12
     assert re.fullmatch(r"\d+\.\d s: imports \d+\.\d, weights \d+\.\d", str(clock))
     assert clock.total_seconds >= 0.12
+
+
+def test_a_process_is_not_older_than_the_time_since_before_its_start() -> None:
+    program = f"from {process_age_seconds.__module__} import process_age_seconds; print(process_age_seconds())"
+    began_at = time.monotonic()
+    shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    tick_seconds = 1 / os.sysconf("SC_CLK_TCK")
+    assert 0.0 < float(shown) <= time.monotonic() - began_at + tick_seconds
 
 
 @pytest.mark.parametrize(
