@@ -297,7 +297,7 @@ class Cluster:
         match progress.stage:
             case "ready" if progress.name in self._supervisor.workers:
                 actions = self._workers.on_ready(progress.name)
-            case "placed" if progress.name in self._supervisor.workers:
+            case "placed" | "started" if progress.name in self._supervisor.workers:
                 self._workers.on_placed(progress.name)
             case "dismissed" if progress.name in self._supervisor.workers:
                 self._workers.on_dismissed(progress.name)
