@@ -157,7 +157,9 @@ class TunedConfigs:
         known: list[Params] = []
         for table in (self._table, self._others):
             _, params = table.get((operation, shape), ([], []))
-            known += [each for each in params if each not in known]
+            for each in params:
+                if each not in known:
+                    known.append(each)
         return known
 
 
