@@ -65,7 +65,7 @@ _PREFILL_HEADERS = ("tokens", "ms", "tokens/s", "GEMM share", "least", "most", "
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    arguments = _parse(argv)
+    arguments = parse(argv)
     if not torch.cuda.is_available():
         raise ConfigError("bench engine measures a CUDA device, and there is none; for a CPU: bench engine-cpu")
     ceilings = measure_ceilings()
@@ -81,7 +81,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 1 if any("errors" in found for found in models.values()) else 0
 
 
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Return the command's options."""
     parser = CommandParser(prog="splitserve bench engine", description=__doc__)
     parser.add_argument("--shape", nargs="+", default=["llama-3.1-8b", "qwen3-8b"], choices=sorted(SHAPES))
     parser.add_argument(
@@ -252,11 +253,16 @@ class EngineBench:
         """Capture the graphs of all steps; return the seconds taken."""
         assert self._runner is not None
         sizes = sorted({batch for batch, _ in self._experts_hit})
-        seconds = self._runner.capture(sizes) if sizes else 0.0
+        seconds = self.capture(sizes) if sizes else 0.0
         if short := [MixedSize(0, tokens) for tokens in self._arguments.prefill if tokens <= TOKENS_ALONE[-1]]:
             with contextlib.suppress(NotImplementedError):  # latent attention has none of steps with prefill
                 seconds += self._runner.capture_mixed(short)
         return seconds
+
+    def capture(self, batches: Sequence[int]) -> float:
+        """Capture the graphs of decode steps of ``batches`` again; return the seconds taken."""
+        assert self._runner is not None
+        return self._runner.capture(batches)
 
     def describe(self) -> str:
         backends = ", ".join(f"{operation} {backend}" for operation, backend in self.backends.items())

@@ -3,26 +3,29 @@
 Candidates are checked against the reference, then timed in a CUDA graph on cold weights and KV; the fastest few are
 timed again, longer, beside the default. Results are written after each shape, so nothing is lost when the command is
 interrupted. By default they go to the user's own directory, where every worker finds them at its next start.
+
+With ``--in-steps`` nothing is searched for: see :mod:`.tune_steps`.
 """
 
 import argparse
 import functools
 import itertools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from operator import itemgetter
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from splitserve.benchmarks.common.arguments import not_negative, positive
 from splitserve.benchmarks.common.report import table
-from splitserve.benchmarks.kernels.device_timing import TOLERANCE, copy_bandwidth, relative_error, seconds_per_call
+from splitserve.benchmarks.kernels.device_timing import copy_bandwidth
 from splitserve.benchmarks.kernels.tune_compile import CompilePool
+from splitserve.benchmarks.kernels.tune_search import Search, TunedRow
+from splitserve.benchmarks.kernels.tune_steps import tune_in_steps
 from splitserve.common.errors import ConfigError
 from splitserve.kernels.tuning import parameters as tuning
-from splitserve.kernels.tuning.parameters import Params, TunedEntry, TuningError
-from splitserve.kernels.tuning.tunables import OPERATIONS, Tunable, TunableCase, TuneTarget, load_tunable
+from splitserve.kernels.tuning.parameters import TunedEntry, TuningError
+from splitserve.kernels.tuning.tunables import OPERATIONS, Tunable, TuneTarget, load_tunable
 from splitserve.models.config import ModelConfig
 from splitserve.models.declared import check_tensor_parallel_size
 from splitserve.models.demo.published import NAMES as SHAPES
@@ -32,31 +35,7 @@ from splitserve.orchestration.cli.command_parser import CommandParser
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
-_NUM_FINALISTS = 3
-_REPEATS = 5
-_FINAL_REPEATS = 21
-_MIN_GAIN = 0.01  # share of the default's time: a smaller gain is noise, and the default stays
 _HEADERS = ["rows", "us", "default us", "share of default", "share of copy", "candidates", "winner"]
-
-
-@dataclass(frozen=True, slots=True)
-class TunedRow:
-    """Outcome for one number of rows."""
-
-    rows: int
-    params: Params  # {}: the operation's default
-    seconds: float
-    default_seconds: float
-    num_bytes: int
-    num_tried: int
-    failures: tuple[str, ...]
-
-    def cells(self, copy_bytes_per_second: float) -> list[object]:
-        winner = " ".join(f"{name}={value}" for name, value in self.params.items()) or "default"
-        share = f"{self.seconds / self.default_seconds:.3f}"
-        of_copy = f"{self.num_bytes / self.seconds / copy_bytes_per_second:.3f}"
-        tried = f"{self.num_tried}" + (f" ({len(self.failures)} failed)" if self.failures else "")
-        return [self.rows, 1e6 * self.seconds, 1e6 * self.default_seconds, share, of_copy, tried, winner]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -67,6 +46,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     directory = Path(arguments.output) if arguments.output else tuning.user_directory()
     device = torch.device("cuda", torch.cuda.current_device())
     try:
+        if arguments.in_steps:
+            with tuning.tuner_lock():
+                for shape in arguments.shape:
+                    config = named_config(shape)
+                    target = TuneTarget(config, DTYPES[arguments.dtype], device, arguments.block_size)
+                    tune_in_steps(shape, target, arguments.operation, arguments.rows, directory)
+            return 0
         with tuning.tuner_lock(), CompilePool(arguments.jobs) as pool:
             bandwidth = copy_bandwidth(device)
             print(f"{device_name}, copy {bandwidth / 1e12:.3f} TB/s", flush=True)
@@ -99,7 +85,16 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         metavar="DIR",
         help=f"directory of the results; empty: ${tuning.DIRECTORY_VARIABLE}, else the user's cache",
     )
-    return parser.parse_args(argv)
+    parser.add_argument(
+        "--in-steps", action="store_true", help="choose among the parameters in the files by the time of decode steps"
+    )
+    arguments = parser.parse_args(argv)
+    if arguments.in_steps and arguments.tensor_parallel_size != [1]:
+        parser.error(
+            f"--in-steps times the steps of one rank, but --tensor-parallel-size is {arguments.tensor_parallel_size}; "
+            "leave one of them out"
+        )
+    return arguments
 
 
 def rank_config(config: ModelConfig, size: int) -> ModelConfig:
@@ -158,76 +153,6 @@ class Tuner:
         entries = {entry.max_rows: entry for entry in known.entries(operation, key)}
         entries |= {row.rows: TunedEntry(row.rows, dict(row.params)) for row in found}
         return [entries[rows] for rows in sorted(entries)]
-
-
-class Search:
-    """Search for the fastest correct parameters of one case."""
-
-    def __init__(
-        self, operation: str, case: TunableCase, device: torch.device, compile_all: Callable[[Sequence[Params]], None]
-    ) -> None:
-        self._compile_all = compile_all
-        self._operation = operation
-        self._case = case
-        self._device = device
-        self._expected = case.expected()
-        self._tried: list[Params] = []
-        self._seconds: list[tuple[float, Params]] = []  # of candidates with correct answers
-        self._failures: list[str] = []
-
-    def run(self, rows: int) -> TunedRow:
-        """Find the best parameters. Raises :class:`ConfigError` if the operation's own default is wrong or fails."""
-        best: Params = {}
-        self._default_seconds(_REPEATS)
-        self._tried.append(best)
-        while new := [candidate for candidate in self._case.candidates(best) if candidate not in self._tried]:
-            self._compile_all(new)
-            for candidate in new:
-                self._attempt(candidate)
-            best = self._fastest(1)[0] if self._seconds else {}
-        default = self._default_seconds(_FINAL_REPEATS)
-        final = [(self._time(candidate, _FINAL_REPEATS), candidate) for candidate in self._fastest(_NUM_FINALISTS)]
-        seconds, winner = min(final, key=itemgetter(0), default=(default, {}))
-        if seconds > (1 - _MIN_GAIN) * default:
-            seconds, winner = default, {}
-        return TunedRow(rows, winner, seconds, default, self._case.num_bytes, len(self._tried), tuple(self._failures))
-
-    def _fastest(self, count: int) -> list[Params]:
-        return [candidate for _, candidate in sorted(self._seconds, key=itemgetter(0))[:count]]
-
-    def _attempt(self, candidate: Params) -> None:
-        self._tried.append(candidate)
-        try:
-            self._seconds.append((self._time(candidate, _REPEATS), candidate))
-        except Exception as error:  # a compiler or a launch may fail in many ways: then it is no candidate
-            self._failures.append(f"{dict(candidate)}: {_first_line(error)}")
-
-    def _default_seconds(self, repeats: int) -> float:
-        try:
-            return self._time({}, repeats)
-        except Exception as error:
-            failed = f"; {self._failures[-1]}" if self._failures else ""
-            raise ConfigError(
-                f"{self._operation} can't be tuned: its default fails: {_first_line(error)}{failed}"
-            ) from error
-
-    def _time(self, candidate: Params, repeats: int) -> float:
-        """Return the seconds of one call with ``candidate``. Raises ValueError if its answer isn't the reference's."""
-        expected = self._expected
-        with tuning.forced(self._operation, candidate):
-            calls = self._case.calls()
-            actual = calls[0]()
-            if (actual.shape, actual.dtype) != (expected.shape, expected.dtype):
-                raise ValueError(f"{actual.dtype} {[*actual.shape]} instead of {expected.dtype} {[*expected.shape]}")
-            tolerance = TOLERANCE[expected.dtype] if self._case.tolerance is None else self._case.tolerance
-            if not (error := relative_error(actual, expected)) <= tolerance:
-                raise ValueError(f"differs from the reference by {error:.3g}")
-            return seconds_per_call(calls, self._device, repeats)
-
-
-def _first_line(error: Exception) -> str:
-    text = str(error).strip() or type(error).__name__
-    return text.splitlines()[0][:160]
 
 
 if __name__ == "__main__":

@@ -24,7 +24,6 @@ class TritonLinear(PlainLinear):
     def __init__(self, weight: Tensor, *, rms_norm: RmsNorm, silu_mul: SiluMul) -> None:
         super().__init__(weight, rms_norm=rms_norm, silu_mul=silu_mul)
         assert weight.is_contiguous()
-        self._launches: dict[tuple[Variant, int], LinearLaunch | None] = {}
 
     def __call__(self, x: Tensor) -> Tensor:
         if (params := self._params("plain", x)) is None:
@@ -95,11 +94,8 @@ class TritonLinear(PlainLinear):
         """Return the launch parameters; None leaves the product to cuBLAS."""
         if x.shape[0] > MAX_ROWS:
             return None
-        key = (variant, x.shape[0])
-        if key not in self._launches:
-            params = launch_params(variant, x.dtype, self.out_features, self.in_features, x.shape[0])
-            self._launches[key] = params if params.block_m else None
-        return self._launches[key]
+        params = launch_params(variant, x.dtype, self.out_features, self.in_features, x.shape[0])
+        return params if params.block_m else None
 
 
 def launch(

@@ -6,7 +6,7 @@ from typing import Literal
 import torch
 import triton
 
-from splitserve.kernels.tuning.parameters import shape_key, tuned
+from splitserve.kernels.tuning.parameters import shape_key, tuned, until_changed
 
 Variant = Literal["plain", "add", "norm", "gated"]
 
@@ -37,6 +37,7 @@ class LinearLaunch:
 CUBLAS = LinearLaunch(block_m=0)
 
 
+@until_changed
 def launch_params(
     variant: Variant, dtype: torch.dtype, out_features: int, in_features: int, num_rows: int
 ) -> LinearLaunch:

@@ -21,10 +21,10 @@ import os
 import re
 import tempfile
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Protocol, TypeVar
+from typing import ParamSpec, Protocol, TypeVar, cast
 
 import msgspec
 import torch
@@ -35,6 +35,7 @@ DIRECTORY_VARIABLE = "SPLITSERVE_TUNED_DIR"
 
 Param = int | str | bool
 Params = Mapping[str, Param]
+ParamsT = ParamSpec("ParamsT")
 LaunchT = TypeVar("LaunchT")  # a frozen dataclass of launch parameters
 
 
@@ -151,6 +152,16 @@ class TunedConfigs:
         max_rows, params = self._table.get((operation, shape), ([], []))
         return [TunedEntry(rows, dict(each)) for rows, each in zip(max_rows, params, strict=True)]
 
+    def known(self, operation: str, shape: str) -> list[Params]:
+        """Return all different parameters listed for ``shape``, for whatever rows, other devices' last."""
+        known: list[Params] = []
+        for table in (self._table, self._others):
+            _, params = table.get((operation, shape), ([], []))
+            for each in params:
+                if each not in known:
+                    known.append(each)
+        return known
+
 
 def _add(table: Table, file: TunedFile | None) -> None:
     for operation, shapes in (file.operations if file else {}).items():
@@ -159,7 +170,16 @@ def _add(table: Table, file: TunedFile | None) -> None:
             table[operation, shape] = ([entry.max_rows for entry in entries], params)
 
 
-_forced: dict[str, Params] = {}
+_ANY_SHAPE = ""
+_forced: dict[tuple[str, str], Params] = {}  # by operation and shape
+_caches: list[Callable[[], None]] = []  # that are emptied when parameters change
+
+
+def until_changed(function: Callable[ParamsT, LaunchT]) -> Callable[ParamsT, LaunchT]:
+    """Remember the results of ``function``, launch parameters, until :func:`forced` or :func:`forget` changes them."""
+    cached = functools.cache(function)
+    _caches.append(cached.cache_clear)
+    return cast(Callable[ParamsT, LaunchT], cached)
 
 
 def config_for(operation: str, shape: str, rows: int) -> Params | None:
@@ -169,8 +189,9 @@ def config_for(operation: str, shape: str, rows: int) -> Params | None:
     None: nothing is listed, and the caller uses its safe default. Files are read once per process and a call is a
     look-up in a dict; still, call it where a plan or a layer is made rather than at each launch.
     """
-    if operation in _forced:
-        return _forced[operation]
+    for forced_shape in (shape, _ANY_SHAPE):
+        if (operation, forced_shape) in _forced:
+            return _forced[operation, forced_shape]
     configs = _configs()
     return None if configs is None else configs.find(operation, shape, rows)
 
@@ -210,21 +231,29 @@ def _configs(device_name: str | None = None) -> TunedConfigs | None:
 def forget() -> None:
     """Forget the files' content: the next :func:`config_for` reads them again."""
     _configs.cache_clear()
+    _clear_caches()
 
 
 @contextlib.contextmanager
-def forced(operation: str, params: Params) -> Iterator[None]:
-    """Make :func:`config_for` return ``params`` for ``operation``, whatever the shape, within the context: for tuners
-    and tests."""
-    before = _forced.get(operation)
-    _forced[operation] = params
+def forced(operation: str, params: Params, shape: str = _ANY_SHAPE) -> Iterator[None]:
+    """Make :func:`config_for` return ``params`` for ``operation`` within the context, whatever the rows, for tuners and
+    tests. ``shape``: for this one alone."""
+    before = _forced.get((operation, shape))
+    _forced[operation, shape] = params
+    _clear_caches()
     try:
         yield
     finally:
         if before is None:
-            del _forced[operation]
+            del _forced[operation, shape]
         else:
-            _forced[operation] = before
+            _forced[operation, shape] = before
+        _clear_caches()
+
+
+def _clear_caches() -> None:
+    for clear in _caches:
+        clear()
 
 
 # ---- files ----

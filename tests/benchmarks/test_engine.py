@@ -70,7 +70,7 @@ def test_steps_of_a_gpu_with_a_cpu_in_its_place(name: str, tmp_path: Path, monke
     monkeypatch.setitem(engine._DTYPES, "bfloat16", torch.float32)
     config = config_of({**PUBLISHED[name], **SIZES, **SMALL[name], "dtype": "bfloat16"})
     options = ["--batch", "3", "--context", "40", "--case", "1x130", "--prefill", "33", "--steps", "3", "--repeat", "2"]
-    arguments = engine._parse([*options, "--block-size", "16", "--sampling", *NAMES])
+    arguments = engine.parse([*options, "--block-size", "16", "--sampling", *NAMES])
     found = engine.measure_shape(config, name, engine.Ceilings(1e9, 2e9, 1e12), arguments)
     assert "errors" not in found
     cases = [(each["batch"], each["context"], each["sampling"]) for each in found["decode"]]

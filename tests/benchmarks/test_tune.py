@@ -11,8 +11,10 @@ from torch import Tensor
 
 from splitserve.benchmarks.kernels import device_timing
 from splitserve.benchmarks.kernels.device_timing import TOLERANCE, relative_error
-from splitserve.benchmarks.kernels.tune import Search, Tuner
+from splitserve.benchmarks.kernels.tune import Tuner
 from splitserve.benchmarks.kernels.tune_compile import CompilePool
+from splitserve.benchmarks.kernels.tune_search import Search
+from splitserve.benchmarks.kernels.tune_steps import StepTuner
 from splitserve.common.errors import ConfigError
 from splitserve.kernels.experts.spec import RouterSpec
 from splitserve.kernels.tuning import parameters as tuning
@@ -201,3 +203,58 @@ def test_candidates_are_compiled_by_processes_that_survive_bad_ones() -> None:
     with CompilePool(2) as pool:
         for _ in range(2):  # the second time needs processes that are still there
             pool.compile("linear_add", TARGET, key, 2, [{"no_such": 1}, {"block_m": 0}])
+
+
+class PairedCase(SleepyCase):
+    """A case of whatever operation, whose calls read that operation's parameters."""
+
+    def __init__(self, operation: str, rows: int) -> None:
+        super().__init__(rows, [], [])
+        self._operation = operation
+
+    def calls(self) -> list[Callable[[], Tensor]]:
+        if (tuning.config_for(self._operation, "any", len(self.x)) or {}).get("speed") == 3:
+            return [lambda: self.x.sum(0) + 1]
+        return [lambda: self.x.sum(0)]
+
+
+class Paired:
+    def __init__(self, operation: str) -> None:
+        self._operation = operation
+
+    def shape_keys(self, target: TuneTarget) -> list[str]:
+        return ["any"]
+
+    def case(self, target: TuneTarget, key: str, rows: int) -> PairedCase:
+        return PairedCase(self._operation, rows)
+
+
+def test_in_steps_parameters_are_chosen_by_what_they_do_to_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """``first`` with speed 2 is the fastest alone, but slows ``second`` down; speed 3 of it would be the fastest of all
+    and has wrong answers."""
+    for operation in ("first", "second"):
+        entries = [TunedEntry(rows, {"speed": speed}) for rows, speed in ((1, 3), (8, 2), (64, 4))]
+        tuning.record(tmp_path, DEVICE, operation, "any", entries)
+    known = tuning.TunedConfigs(DEVICE, [tmp_path])
+    alone = {1: 3.0, 2: 1.0, 3: 0.5, 4: 2.0}
+
+    def seconds(rows: int) -> float:
+        speeds = [(tuning.config_for(name, "any", rows) or {"speed": 1})["speed"] for name in ("first", "second")]
+        return sum(alone[int(speed)] for speed in speeds) + 2.0 * (speeds[0] == 2)
+
+    tuner = StepTuner(known, {name: Paired(name) for name in ("first", "second")}, TARGET, seconds)
+    chosen = tuner.choose(8)
+    assert chosen.seconds_before == 4.0 and chosen.seconds == 3.0
+    assert chosen.params == {("first", "any"): {"speed": 4}}
+    printed = capsys.readouterr().out
+    assert "first any, {'speed': 3}: differs from the reference" in printed
+    assert "4000.000 ms a step, now 3000.000" in printed
+    assert tuner.choose(8).params == chosen.params and tuner.choose(64).params == {("second", "any"): {"speed": 2}}
+
+
+def test_steps_are_those_of_one_rank(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["tune", "--in-steps", "--tensor-parallel-size", "2"])
+    assert "--in-steps times the steps of one rank" in capsys.readouterr().err

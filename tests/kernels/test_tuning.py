@@ -15,6 +15,7 @@ import torch
 from splitserve.kernels.api import AttentionShape
 from splitserve.kernels.tuning import parameters as tuning
 from splitserve.kernels.tuning.decode_launch import DecodeLaunch, decode_key, decode_launch
+from splitserve.kernels.tuning.linear_launch import launch_params
 from splitserve.kernels.tuning.parameters import TunedConfigs, TunedEntry, TuningError
 
 DEVICE = "Test GPU (80GB) v1.0"
@@ -163,6 +164,27 @@ def test_forced_parameters_apply_to_their_operation_alone(on_test_device: Path) 
         assert tuning.config_for("linear", "any", 1000) == {"tile": 9}
         assert tuning.config_for("other", SHAPE, 1) is None
     assert tuning.config_for("linear", SHAPE, 1) == {"tile": 5}
+
+
+def test_forced_parameters_of_one_shape_apply_to_it_alone(on_test_device: Path) -> None:
+    rows, key = 5, tuning.shape_key(torch.bfloat16, n=64, k=128)
+    default = launch_params("add", torch.bfloat16, 64, 128, rows)
+    with tuning.forced("linear_add", {"num_warps": 8}), tuning.forced("linear_add", {"num_warps": 2}, key):
+        assert launch_params("add", torch.bfloat16, 64, 128, rows).num_warps == 2
+        assert launch_params("add", torch.bfloat16, 64, 256, rows).num_warps == 8
+        assert launch_params("norm", torch.bfloat16, 64, 128, rows) == default
+    assert launch_params("add", torch.bfloat16, 64, 128, rows) == default
+    tuning.record(on_test_device, DEVICE, "linear_add", key, [entry(8, num_warps=2)])
+    tuning.forget()
+    assert launch_params("add", torch.bfloat16, 64, 128, rows).num_warps == 2
+
+
+def test_known_parameters_are_those_of_all_rows_and_of_like_devices(tmp_path: Path) -> None:
+    own, shipped = own_and_shipped(tmp_path)
+    tuning.record(own, DEVICE, "linear", SHAPE, [entry(1, tile=5), entry(8, tile=6), entry(64, tile=5)], chip_name="c")
+    tuning.record(shipped, "Sister", "linear", SHAPE, [entry(8, tile=7), entry(64, tile=6)], chip_name="c")
+    tuning.record(shipped, "Stranger", "linear", SHAPE, [entry(8, tile=8)], chip_name="d")
+    assert TunedConfigs(DEVICE, [own, shipped], "c").known("linear", SHAPE) == [{"tile": 5}, {"tile": 6}, {"tile": 7}]
 
 
 def attention_shape() -> AttentionShape:

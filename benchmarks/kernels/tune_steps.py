@@ -1,0 +1,145 @@
+"""``splitserve tune --in-steps``: chooses launch parameters by the time of whole decode steps.
+
+In a step kernels overlap, so parameters that are fastest alone may be slower there. For each number of rows the
+parameters that the files list for any number of rows, and the default, take each shape's place in turn, while
+everything else stays; what makes the step faster stays, too. Nothing new is searched for: run ``splitserve tune``
+without the option first.
+"""
+
+import functools
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from splitserve.benchmarks.engine import engine
+from splitserve.benchmarks.kernels.tune_search import first_line, right_calls
+from splitserve.kernels.tuning import parameters as tuning
+from splitserve.kernels.tuning.parameters import Params, TunedEntry
+from splitserve.kernels.tuning.tunables import Tunable, TuneTarget, load_tunable
+from splitserve.models.demo.published import named_config
+
+MIN_GAIN = 0.003  # share of a step's time: a smaller gain is noise
+_CONTEXT = 1024  # tokens of each sequence
+_STEPS, _ROUNDS = 20, 3
+_CONFIRMATIONS = 2  # times that a candidate and what it replaces are timed again, by turns
+
+Place = tuple[str, str]  # operation, and key of a shape
+StepSeconds = Callable[[int], float]  # of a decode step of so many sequences, with the parameters that apply now
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """Outcome for one number of rows: seconds of a step before and after, and the parameters that changed."""
+
+    rows: int
+    seconds_before: float
+    seconds: float
+    params: Mapping[Place, Params]
+
+
+class StepTuner:
+    """Choice of the parameters of all ``tunables``, by operation, for one model."""
+
+    def __init__(
+        self, known: tuning.TunedConfigs, tunables: Mapping[str, Tunable], target: TuneTarget, seconds: StepSeconds
+    ) -> None:
+        self._known = known
+        self._tunables = tunables
+        self._target = target
+        self._seconds = seconds
+
+    def choose(self, rows: int) -> Chosen:
+        """Choose for steps of ``rows`` sequences; prints what each shape came to."""
+        places = [(name, key) for name, tunable in self._tunables.items() for key in tunable.shape_keys(self._target)]
+        params = {place: self._known.find(*place, rows) or {} for place in places}
+        before = best = self._timed(rows, params)
+        changed: dict[Place, Params] = {}
+        for place in places:
+            for candidate in self._candidates(place, rows, params[place]):
+                tried = {**params, place: candidate}
+                if self._timed(rows, tried) > (1 - MIN_GAIN) * best:
+                    continue
+                seconds, now = self._confirmed(rows, tried, params)
+                if seconds < (1 - MIN_GAIN) * now:
+                    print(
+                        f"  {rows} rows, {' '.join(place)}: {1e3 * now:.3f} -> {1e3 * seconds:.3f} ms a step",
+                        flush=True,
+                    )
+                    params, best = tried, seconds
+                    changed[place] = candidate
+        after = self._timed(rows, params) if changed else before
+        print(f"  {rows} rows: {1e3 * before:.3f} ms a step, now {1e3 * after:.3f}", flush=True)
+        return Chosen(rows, before, after, changed)
+
+    def _candidates(self, place: Place, rows: int, current: Params) -> Iterable[Params]:
+        """Return the parameters to try: those with right answers for ``rows``."""
+        operation, key = place
+        others = [each for each in [*self._known.known(*place), {}] if each != current]
+        if not others or (case := self._tunables[operation].case(self._target, key, rows)) is None:
+            return []
+        right, expected = [], case.expected()
+        for candidate in others:
+            try:
+                with tuning.forced(operation, candidate, key):
+                    right_calls(case, expected)
+                right.append(candidate)
+            except Exception as error:  # not every parameter suits every number of rows
+                print(f"  {rows} rows, {operation} {key}, {dict(candidate)}: {first_line(error)}", flush=True)
+        return right
+
+    def _confirmed(self, rows: int, tried: Mapping[Place, Params], now: Mapping[Place, Params]) -> tuple[float, float]:
+        """Return the medians of both, timed by turns."""
+        times = [(self._timed(rows, tried), self._timed(rows, now)) for _ in range(_CONFIRMATIONS)]
+        seconds, now_seconds = map(statistics.median, zip(*times, strict=True))
+        return seconds, now_seconds
+
+    def _timed(self, rows: int, params: Mapping[Place, Params]) -> float:
+        with ExitStack() as stack:
+            for (operation, key), each in params.items():
+                stack.enter_context(tuning.forced(operation, each, key))
+            return self._seconds(rows)
+
+
+def tune_in_steps(
+    name: str, target: TuneTarget, operations: Sequence[str], rows: Sequence[int], directory: Path
+) -> None:
+    """Choose for ``rows`` of the model called ``name``, and write what changed into the device's file in ``directory``.
+
+    Raises :class:`splitserve.kernels.tuning.parameters.TuningError` if the file can't be written.
+    """
+    options = ["--shape", name, "--batch", *map(str, rows), "--context", str(_CONTEXT), "--prefill", "--no-busy"]
+    options += ["--steps", str(_STEPS), "--repeat", str(_ROUNDS), "--block-size", str(target.block_size)]
+    options += ["--dtype", str(target.dtype).removeprefix("torch."), "--attention-backend", "triton"]
+    bench = engine.EngineBench(named_config(name), engine.measure_ceilings(), engine.parse(options))
+
+    def seconds(count: int) -> float:
+        bench.capture([count])
+        (figure,) = bench.decode(count, _CONTEXT)
+        return figure.step_ms / 1e3
+
+    device_name = tuning.current_device_name()
+    assert device_name is not None
+    known = tuning.TunedConfigs(device_name, [directory, tuning.SHIPPED_DIRECTORY], tuning.current_chip())
+    tuner = StepTuner(known, {each: load_tunable(each) for each in operations}, target, seconds)
+    print(f"\n{name}, steps of {_CONTEXT} tokens of context", flush=True)
+    record = functools.partial(_record, device_name, directory)
+    for count in sorted(set(rows)):
+        record(tuner.choose(count))
+    bench.close()
+    if target.device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _record(device_name: str, directory: Path, chosen: Chosen) -> None:
+    known = tuning.TunedConfigs(device_name, [directory, tuning.SHIPPED_DIRECTORY])
+    for (operation, key), params in chosen.params.items():
+        entries = {entry.max_rows: entry for entry in known.entries(operation, key)}
+        entries[chosen.rows] = TunedEntry(chosen.rows, dict(params))
+        path = tuning.record(
+            directory, device_name, operation, key, list(entries.values()), chip_name=tuning.current_chip()
+        )
+        print(f"written to {path}", flush=True)
