@@ -46,6 +46,7 @@ from splitserve.protocol.step import (
 from splitserve.worker.ranks.others import RankError
 from splitserve.worker.ranks.runner import RankedLauncher, RankedRunner
 from splitserve.worker.ranks.team import Team, start_team
+from splitserve.worker.start.clock import StartClock
 from splitserve.worker.start.served_model import device_of, load_served_model
 
 _WARM_UP_STEPS = 8
@@ -159,7 +160,9 @@ def _measure(workload: Workload) -> Figures:
     engine = workload.engine.on(device.type)
     torch.set_num_threads(engine.threads)
     with start_team(Party("bench", 1), Role.MIXED, engine, device, _on_failure) as team:
-        served = load_served_model(engine, device, team.group, lambda _stage, _detail: None)
+        clock = StartClock()
+        served = load_served_model(engine, device, team.group, lambda _stage, _detail: None, clock)
+        served.warm_up(clock)
         team.wait_until_ready()
         stepper = _Stepper(_launching(team, served.runner), engine.block_size, served.memory.num_blocks)
         times: dict[str, float] = {}

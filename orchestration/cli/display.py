@@ -31,7 +31,7 @@ def coloured(text: str, colour: int) -> str:
 
 def _describe(stage: str, detail: dict[str, str]) -> str | None:
     match stage, detail:
-        case ("membership" | "lmcache" | "error" | "placed", _):
+        case ("membership" | "lmcache" | "error" | "placed" | "started", _):
             # "error" is shown when it ends the start; the plan names the node assignment.
             return None
         case "plan", {"text": text}:

@@ -1,4 +1,4 @@
-"""A cluster of processes: the router first, then all workers at once.
+"""A cluster of processes: the router first, then all workers as soon as membership's endpoint is known.
 
 :class:`Cluster` starts them, shows their progress, watches them and ends them, wherever its host runs them
 (:mod:`splitserve.orchestration.hosts.local`, :mod:`splitserve.orchestration.ray.host`). It is one loop over events;
@@ -297,7 +297,7 @@ class Cluster:
         match progress.stage:
             case "ready" if progress.name in self._supervisor.workers:
                 actions = self._workers.on_ready(progress.name)
-            case "placed" if progress.name in self._supervisor.workers:
+            case "placed" | "started" if progress.name in self._supervisor.workers:
                 self._workers.on_placed(progress.name)
             case "dismissed" if progress.name in self._supervisor.workers:
                 self._workers.on_dismissed(progress.name)

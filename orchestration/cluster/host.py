@@ -90,9 +90,9 @@ class Host(Protocol):
     def prepare(self, spec: ClusterSpec) -> None:
         """Check that the cluster can be started, before anything is."""
 
-    def start_router(
-        self, name: str, spec: ClusterSpec, ports: RouterPorts, emit: Callable[[Event], None]
-    ) -> Child: ...
+    def start_router(self, name: str, spec: ClusterSpec, ports: RouterPorts, emit: Callable[[Event], None]) -> Child:
+        """Start a router. Its stage ``membership`` (detail ``endpoint``) lets workers start: a host that chooses the
+        port emits it at once, otherwise the router does when it listens."""
 
     def start_worker(
         self, name: str, spec: ClusterSpec, pool: PoolSpec, membership: str, emit: Callable[[Event], None]

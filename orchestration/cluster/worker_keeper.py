@@ -84,8 +84,6 @@ class WorkerKeeper:
             return
         with self._children.changed:
             self._supervisor.on_started(name)
-            if self._children.by_name[name].pid:
-                self._supervisor.on_placed(name, time.monotonic())
 
     # ---- what happened ----
 

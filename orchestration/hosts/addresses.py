@@ -1,8 +1,11 @@
-"""Addresses at which other machines reach this machine's processes."""
+"""Addresses at which other processes reach this machine's, and free ports for them."""
 
+import contextlib
 import ipaddress
+import random
 import socket
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -12,6 +15,8 @@ from splitserve.common.errors import ConfigError
 from splitserve.orchestration.spec.cluster_spec import NetworkSpec
 
 LOOPBACK = "127.0.0.1"
+_FIRST_PORT = 20000  # ports below are Ray's and other well-known ones
+_NUM_CANDIDATES = 100
 
 
 def own_address(network: NetworkSpec, default: str) -> str:
@@ -50,3 +55,32 @@ def reachable_url(url: str, own_address: str) -> str:
         return url
     host = f"[{own_address}]" if ":" in own_address else own_address
     return parts._replace(netloc=f"{host}:{parts.port}").geturl()
+
+
+def zmq_endpoint(address: str, port: int) -> str:
+    """Return the ZMQ endpoint of a TCP port, written as ZMQ itself writes it."""
+    with contextlib.suppress(OSError):  # it is no address: binding it will fail
+        [(*_, found), *_] = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
+        address, _ = socket.getnameinfo(found, socket.NI_NUMERICHOST | socket.NI_NUMERICSERV)
+    return f"tcp://[{address}]:{port}" if ":" in address else f"tcp://{address}:{port}"
+
+
+def free_port(address: str = LOOPBACK) -> int:
+    """Return a port of ``address`` that no process listens on. If the kernel reports its ephemeral ports, the port is
+    none of them: no connection takes it before it is used. Raises :class:`ConfigError`."""
+    low = _first_ephemeral_port()
+    candidates = range(_FIRST_PORT, low) if low > _FIRST_PORT + _NUM_CANDIDATES else ()
+    for candidate in (*random.sample(candidates, min(len(candidates), _NUM_CANDIDATES)), 0):
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        with socket.socket(family) as probe, contextlib.suppress(OSError):
+            probe.bind((address, candidate))
+            port: int = probe.getsockname()[1]
+            return port
+    raise ConfigError(f"no port of {address} can be bound: is it an address of this machine?")
+
+
+def _first_ephemeral_port() -> int:
+    try:
+        return int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        return 0

@@ -48,12 +48,10 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     # config before it has a thread.
     forks: str = ""
     config: msgspec.Raw
-    status_fd: int  # a child of a fork server has another
+    status_fd: int = -1  # set when it is started; a child of a fork server has another
     listener_fd: int = -1  # likewise; -1: it gets no listening socket
     log_level: str = "info"
     shared_memory: str = ""  # a folder to remove at the end, in case the parent is gone by then
-    # Have the kernel, too, end the child with the *thread* of the parent that started it; a fork server has only one.
-    parent_death_signal: bool = True
 
 
 class Progress(msgspec.Struct, frozen=True):
@@ -162,8 +160,8 @@ def _end_with_parent(life_line: FileIO, order: Order) -> None:
 
 
 def _ask_kernel_for_death_signal() -> None:
-    """Ask the kernel for SIGINT when the parent dies (Linux); on other platforms the life line alone ends the
-    process."""
+    """Ask the kernel for SIGINT when the parent's *thread* ends that started this process, which waits for its end
+    (Linux); on other platforms the life line alone ends the process."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGINT, 0, 0, 0)
 
@@ -183,8 +181,7 @@ def main(status_fd: int | None = None, listener_fd: int = -1) -> int:
     if status_fd is not None:
         order = msgspec.structs.replace(order, listener_fd=listener_fd)
     set_up_logging(order.name, order.log_level)
-    if order.parent_death_signal or status_fd is not None:
-        _ask_kernel_for_death_signal()
+    _ask_kernel_for_death_signal()
     hold_folder(order.shared_memory)
     watch = threading.Thread(target=_end_with_parent, args=(life_line, order), name="life-line", daemon=True)
     pipe = StatusPipe(order.status_fd if status_fd is None else status_fd)

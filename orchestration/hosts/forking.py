@@ -17,7 +17,6 @@ import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from pathlib import Path
 
 import msgspec
 
@@ -50,15 +49,9 @@ class ForkedProcess:
         self._pidfd = pidfd
         self._lock = threading.Lock()  # around the use of the descriptor, which its end closes
 
-    def poll(self) -> int | None:
-        return self.ended.result() if self.ended.done() else None
-
-    def wait(self, timeout: float | None = None) -> int:
-        """Wait for the end; returns the exit status. Raises :class:`subprocess.TimeoutExpired`."""
-        try:
-            return self.ended.result(timeout)
-        except TimeoutError:
-            raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0) from None
+    def wait(self) -> int:
+        """Wait for the end; returns the exit status."""
+        return self.ended.result()
 
     def send_signal(self, signal_number: int) -> None:
         """Send a signal, unless the process has ended."""
@@ -190,13 +183,16 @@ def key_of(environment: Mapping[str, str]) -> object:
     return frozenset((name, environment[name]) for name in names), frozenset(os.sched_getaffinity(0))
 
 
-def fork_child(environment: Mapping[str, str], preloaded: str, descriptors: Sequence[int]) -> ForkedProcess:
-    """Start a child of the fork server that has imported the module ``preloaded``. ``descriptors``: the child's input,
-    output, errors and status pipe, and its listening socket if it gets one.
+def fork_child(
+    environment: Mapping[str, str], folder: str, preloaded: str, descriptors: Sequence[int]
+) -> ForkedProcess:
+    """Start a child of the fork server that has imported the module ``preloaded``, once it has. ``folder``: the working
+    directory; ``descriptors``: the child's input, output, errors and status pipe, and its listening socket if it gets
+    one.
 
     Raises :class:`ForkError`. A second attempt is for a server that just ended because it was idle.
     """
-    order = ForkOrder(dict(environment), str(Path.cwd()))
+    order = ForkOrder(dict(environment), folder)
     try:
         return fork_server(environment, preloaded).fork(order, descriptors)
     except ForkError:

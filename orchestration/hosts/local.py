@@ -12,14 +12,13 @@ from splitserve.common.cores import available_cores, split_cores, usable_cpus
 from splitserve.common.listening import listen
 from splitserve.common.security import check_exposure
 from splitserve.orchestration.cluster.host import LMCACHE, ChildProgress, Event, Memory
-from splitserve.orchestration.hosts.addresses import LOOPBACK, own_address
+from splitserve.orchestration.hosts.addresses import LOOPBACK, free_port, own_address, zmq_endpoint
 from splitserve.orchestration.hosts.core_plan import WorkerPlan, plan_workers, wanted_affinity
 from splitserve.orchestration.hosts.forking import can_fork, fork_server
 from splitserve.orchestration.hosts.gpus import VISIBLE, Gpu, GpuAssignment, check_enough_gpus, device_of, list_gpus
 from splitserve.orchestration.hosts.process import ChildProcess, child_environment
 from splitserve.orchestration.hosts.shared_memory import remove_abandoned
 from splitserve.orchestration.hosts.topology import Topology, read_topology
-from splitserve.orchestration.lmcache.server import free_port
 from splitserve.orchestration.spec.cluster_spec import ClusterSpec, PoolSpec
 from splitserve.orchestration.spec.expansion import (
     RouterPorts,
@@ -95,7 +94,7 @@ class LocalHost:
         self._num_starts = 0
         self._lmcache_port = 0
         self._listener: socket.socket | None = None  # shared by several router processes
-        self._membership_ports: dict[str, int] = {}  # of these
+        self._membership_ports: dict[str, int] = {}  # of the router processes
 
     def prepare(self, spec: ClusterSpec) -> None:
         remove_abandoned()
@@ -107,8 +106,8 @@ class LocalHost:
         gpus = list_gpus({**os.environ, **self._environment})
         check_enough_gpus(spec, gpus)
         self._gpus = GpuAssignment(gpus, spec.devices.share)
+        self._membership_ports = {name: free_port(self._address) for name in router_names(spec)}
         if spec.router.workers > 1:
-            self._membership_ports = {name: free_port() for name in router_names(spec)}
             self._listener = listen(spec.router.host, spec.router.port)
         pools = worker_names(spec)
         on_cpu = {name: pool for name, pool in pools.items() if not self._needs_gpus(pool)}
@@ -123,8 +122,8 @@ class LocalHost:
     def start_router(
         self, name: str, spec: ClusterSpec, ports: RouterPorts, emit: Callable[[Event], None]
     ) -> ChildProcess:
-        ports = replace(ports, membership=ports.membership or self._membership_ports.get(name, 0))
-        return ChildProcess(
+        ports = replace(ports, membership=ports.membership or self._membership_ports[name])
+        child = ChildProcess(
             name=name,
             entry=self._entries.router,
             config=router_config(spec, self._secrets, self._address, ports, name=name, peers=self._peers_of(name)),
@@ -136,11 +135,15 @@ class LocalHost:
             log_file=self._log_file(name),
             preloaded=_module_of(self._entries.router, ENTRIES.router),
         )
+        # Now, so that workers start beside the router: they register as soon as it listens.
+        emit(ChildProgress(name, "membership", {"endpoint": zmq_endpoint(self._address, ports.membership)}))
+        return child
 
     def _peers_of(self, name: str) -> dict[str, str]:
         """Return the membership endpoints of the other router processes."""
-        host = f"[{self._address}]" if ":" in self._address else self._address
-        return {peer: f"tcp://{host}:{port}" for peer, port in self._membership_ports.items() if peer != name}
+        return {
+            peer: zmq_endpoint(self._address, port) for peer, port in self._membership_ports.items() if peer != name
+        }
 
     def start_worker(
         self, name: str, spec: ClusterSpec, pool: PoolSpec, membership: str, emit: Callable[[Event], None]

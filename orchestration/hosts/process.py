@@ -7,8 +7,9 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Literal, Protocol
 
@@ -70,44 +71,49 @@ class Started(Protocol):
 
     @property
     def pid(self) -> int: ...
-    def poll(self) -> int | None: ...
-    def wait(self, timeout: float | None = None) -> int: ...
+    def wait(self) -> int: ...
     def send_signal(self, signal_number: int, /) -> None: ...
     def kill(self) -> None: ...
 
 
-def _start(
-    variables: Mapping[str, str],
-    life_line: int,
-    log: IO[bytes] | None,
-    status_fd: int,
-    listener: Sequence[int],
-    *,
-    preloaded: str,
-) -> Started:
-    """Start a process that reads its order from ``life_line``. ``log`` None: its output is this process's.
-    ``listener``: descriptor of its listening socket, if it gets one. ``preloaded``: see :class:`ChildProcess`."""
-    if preloaded:
-        output = (1, 2) if log is None else (log.fileno(), log.fileno())
-        try:
-            return fork_child(variables, preloaded, (life_line, *output, status_fd, *listener))
-        except ForkError as error:
-            _log.warning("a process starts without a fork server, and takes longer: %s", error)
-    return subprocess.Popen(
-        [sys.executable, "-m", "splitserve.orchestration.hosts.child"],
-        stdin=life_line,
-        stdout=log,
-        stderr=log,
-        pass_fds=(status_fd, *listener),
-        env=variables,
-        # A terminal's Ctrl-C reaches the launcher alone. But no session of its own: Linux shares a core between
-        # sessions first, so a thread wouldn't get one at once that another worker keeps awake.
-        process_group=0,
-    )
+@dataclass(frozen=True, slots=True)
+class _Program:
+    """What a child's process is started with."""
+
+    environment: Mapping[str, str]
+    folder: str  # the working directory
+    log_file: Path | None  # None: its output is this process's
+    listener: socket.socket | None  # its listening socket, if it gets one
+    preloaded: str  # see :class:`ChildProcess`
+
+    def start(self, life_line: int, status_fd: int) -> Started:
+        """Start the process, which reads its order from ``life_line``; a fork server may first import its modules."""
+        shared = () if self.listener is None else (self.listener.fileno(),)
+        with open_log(self.log_file) as log:
+            if self.preloaded and can_fork():
+                output = (1, 2) if log is None else (log.fileno(), log.fileno())
+                descriptors = (life_line, *output, status_fd, *shared)
+                try:
+                    return fork_child(self.environment, self.folder, self.preloaded, descriptors)
+                except ForkError as error:
+                    _log.warning("a process starts without a fork server, and takes longer: %s", error)
+            return subprocess.Popen(
+                [sys.executable, "-m", "splitserve.orchestration.hosts.child"],
+                stdin=life_line,
+                stdout=log,
+                stderr=log,
+                pass_fds=(status_fd, *shared),
+                env=self.environment,
+                cwd=self.folder,
+                # A terminal's Ctrl-C reaches the launcher alone. But no session of its own: Linux shares a core between
+                # sessions first, so a thread wouldn't get one at once that another worker keeps awake.
+                process_group=0,
+            )
 
 
 class ChildProcess:
-    """Running child of this process. ``emit`` gets its progress and, last, its exit, on another thread.
+    """Child of this process. A thread of its own starts it, since a fork server may have to import first, and calls
+    ``emit``: with stage ``started`` (detail ``pid``), with the child's progress and, last, with its exit.
 
     Its log is appended to ``log_file``, which is kept short; None: it goes to this process's own output.
     ``preloaded``: a fork server that has imported this module starts it, if the platform can; "": none. ``forks``: see
@@ -135,68 +141,47 @@ class ChildProcess:
         self.error_message = ""
         self._emit = emit
         self._shared_memory = SharedMemoryFolder(name) if isinstance(config, WorkerConfig) else None
-        read_fd, write_fd = os.pipe()
-        life_line, our_end = os.pipe()
-        self._life_line = os.fdopen(our_end, "wb")
+        shared_memory = self._shared_memory.path if self._shared_memory else ""
         order = Order(
             name=name,
             kind=_KINDS[type(config)],
             entry=entry,
             forks=forks,
             config=msgspec.Raw(msgspec.json.encode(config)),
-            status_fd=write_fd,
             listener_fd=-1 if listener is None else listener.fileno(),
-            shared_memory=self._shared_memory.path if self._shared_memory else "",
+            shared_memory=shared_memory,
             log_level=log_level,
-            # The signal follows the thread that forked. Only the main thread lives as long as the process.
-            parent_death_signal=threading.current_thread() is threading.main_thread(),
         )
-        variables = child_environment(threads, {**self._defaults(), **os.environ, **(environment or {})})
-        try:
-            with open_log(log_file) as log:
-                shared = () if listener is None else (listener.fileno(),)
-                preloaded = preloaded if can_fork() else ""
-                self._process = _start(variables, life_line, log, write_fd, shared, preloaded=preloaded)
-        except OSError:
-            os.close(read_fd)
-            self._life_line.close()
-            self._remove_shared_memory()
-            raise
-        finally:
-            os.close(write_fd)
-            os.close(life_line)
+        defaults = {"UCX_POSIX_DIR": shared_memory} if shared_memory else {}
+        variables = child_environment(threads, {**defaults, **os.environ, **(environment or {})})
+        program = _Program(variables, os.getcwd(), log_file, listener, preloaded)
+        self._process: Started | None = None
+        self._was_started = threading.Event()  # or couldn't be
         self._ended = threading.Event()
-        if log_file is not None:
-            keep_short(log_file, self._ended)
-        self._send_order(order)
-        self._reader = threading.Thread(target=self._read_status, args=(read_fd,), name=f"status-{name}", daemon=True)
-        self._reader.start()
+        self._thread = threading.Thread(target=self._run, args=(program, order), name=f"child-{name}", daemon=True)
+        self._thread.start()
 
     @property
     def pid(self) -> int:
-        return self._process.pid
+        """Process id; 0 until the process runs."""
+        return 0 if self._process is None else self._process.pid
 
     def is_alive(self) -> bool:
-        return self._process.poll() is None
+        return not self._ended.is_set()
 
     def send_signal(self, signal_number: int) -> None:
-        """Send a signal, unless the child has ended."""
-        self._process.send_signal(signal_number)
+        """Send a signal once the child runs, unless it has ended."""
+        self._was_started.wait()
+        if self._process is not None:
+            self._process.send_signal(signal_number)
 
     def kill(self) -> None:
-        self._process.kill()
+        self.send_signal(signal.SIGKILL)
 
     def join(self, timeout_seconds: float) -> bool:
         """Wait for the end; returns False if it hasn't come in time."""
-        try:
-            self._process.wait(timeout_seconds)
-        except subprocess.TimeoutExpired:
-            return False
-        self._reader.join()
-        with suppress(BrokenPipeError):  # an order that was never read
-            self._life_line.close()
-        self._remove_shared_memory()
-        return True
+        self._thread.join(timeout_seconds)
+        return not self._thread.is_alive()
 
     def describe_exit(self, returncode: int) -> str:
         """Return the reason of the end, in one line without the name: the child's own message if it left one."""
@@ -209,27 +194,38 @@ class ChildProcess:
         except ValueError:
             return f"was ended by signal {-returncode}"
 
-    def _defaults(self) -> dict[str, str]:
-        return {"UCX_POSIX_DIR": self._shared_memory.path} if self._shared_memory and self._shared_memory.path else {}
-
-    def _remove_shared_memory(self) -> None:
+    def _run(self, program: _Program, order: Order) -> None:
+        """Start the child, follow it to its end, and remove what it left."""
+        try:
+            returncode = self._start_and_follow(program, order)
+        except OSError as error:
+            self.error_message, returncode = f"can't be started: {error}", 1
+        finally:
+            self._was_started.set()
+        self._ended.set()
         if self._shared_memory is not None:
             self._shared_memory.remove()
+        self._emit(ChildExited(self.name, returncode))
 
-    def _send_order(self, order: Order) -> None:
-        try:
-            self._life_line.write(msgspec.json.encode(order) + b"\n")
-            self._life_line.flush()
-        except BrokenPipeError:
-            pass  # the child died before it could read; its exit event reports that
-
-    def _read_status(self, read_fd: int) -> None:
-        """Read progress until the pipe's end, which is the child's end: no other process holds the writing end."""
-        with os.fdopen(read_fd, "rb") as status:
+    def _start_and_follow(self, program: _Program, order: Order) -> int:
+        """Return the exit status. Raises :class:`OSError` if the child can't be started."""
+        read_fd, write_fd = os.pipe()
+        life_line_fd, our_end = os.pipe()
+        with os.fdopen(read_fd, "rb") as status, os.fdopen(our_end, "wb", buffering=0) as life_line:
+            try:
+                process = self._process = program.start(life_line_fd, write_fd)
+            finally:
+                os.close(write_fd)
+                os.close(life_line_fd)
+            self._was_started.set()
+            self._emit(ChildProgress(self.name, "started", {"pid": str(process.pid)}))
+            if program.log_file is not None:
+                keep_short(program.log_file, self._ended)
+            with suppress(BrokenPipeError):  # it died before it could read; its exit event reports that
+                life_line.write(msgspec.json.encode(msgspec.structs.replace(order, status_fd=write_fd)) + b"\n")
+            # Up to the pipe's end, which is the child's end: no other process holds the writing end.
             for progress in progress_of(status):
                 if progress.stage == "error":
                     self.error_message = progress.detail["message"]
                 self._emit(ChildProgress(self.name, progress.stage, progress.detail))
-        returncode = self._process.wait()
-        self._ended.set()
-        self._emit(ChildExited(self.name, returncode))
+            return process.wait()

@@ -6,9 +6,8 @@ needn't wait for each other, since the first agent of a node chooses the port fo
 
 from ray.experimental import internal_kv
 
-from splitserve.orchestration.hosts.addresses import LOOPBACK
+from splitserve.orchestration.hosts.addresses import LOOPBACK, free_port
 from splitserve.orchestration.lmcache.keeper import lmcache_on
-from splitserve.orchestration.lmcache.server import free_port
 from splitserve.orchestration.ray.names import lmcache_key
 from splitserve.orchestration.spec.cluster_spec import ClusterSpec, PoolSpec
 

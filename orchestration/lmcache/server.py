@@ -12,7 +12,6 @@ import os
 import random
 import secrets
 import signal
-import socket
 import subprocess
 import threading
 import time
@@ -24,18 +23,17 @@ import zmq
 
 from splitserve.common.errors import ConfigError
 from splitserve.orchestration.cluster.restarts import RestartPolicy
+from splitserve.orchestration.hosts.addresses import LOOPBACK, free_port
 from splitserve.orchestration.hosts.shared_memory import SHARED_MEMORY
 from splitserve.orchestration.lmcache.environment import interpreter
 from splitserve.protocol.config import LMCacheConfig
 
-HOST = "127.0.0.1"
 START_SECONDS = 60.0
 GREETING_SECONDS = 1.0
 HANG_SECONDS = 20.0
 STOP_SECONDS = 1.0
 PIECE_BYTES = 64 << 20
 """Unit in which the server's memory is allocated."""
-_FIRST_PORT = 20000  # ports below are Ray's and other well-known ones
 PREFIX = "lmcache_l1_pool_splitserve-"
 """Prefix of the servers' segments; LMCache itself adds the first part of it to the name that it is given."""
 _YOUNG_SECONDS = 60.0  # between a segment's creation and its lock
@@ -72,26 +70,6 @@ def run_lmcache(config: LMCacheConfig, progress: Progress) -> None:
     keeper.run(stop)
 
 
-def free_port() -> int:
-    """Return a port of the loopback address that no process listens on. If the kernel reports its ephemeral ports, the
-    port is none of them: no connection takes it before it is used."""
-    low = _first_ephemeral_port()
-    candidates = random.sample(range(_FIRST_PORT, low), 100) if low > _FIRST_PORT + 100 else []
-    for candidate in (*candidates, 0):
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind((HOST, candidate))
-            port: int = probe.getsockname()[1]
-            return port
-    raise ConfigError(f"there is no free port at {HOST}")
-
-
-def _first_ephemeral_port() -> int:
-    try:
-        return int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    except (OSError, ValueError, IndexError):
-        return 0
-
-
 class LMCacheServer:
     """LMCache server. Start it in a thread that outlives it. Raises :class:`ConfigError`."""
 
@@ -108,7 +86,7 @@ class LMCacheServer:
         self._config = config
         self._port = config.port or free_port()
         self._progress = progress
-        self.endpoint = f"tcp://{HOST}:{self._port}"
+        self.endpoint = f"tcp://{LOOPBACK}:{self._port}"
         self.process: subprocess.Popen[bytes] | None = None
 
     def run(self, stop: threading.Event) -> None:
@@ -165,7 +143,7 @@ class LMCacheServer:
         config = self._config
         backends = [part for backend in config.backends for part in ("--l2-adapter", backend)]
         return [
-            *("--host", HOST, "--port", str(self._port), "--chunk-size", str(config.chunk_tokens)),
+            *("--host", LOOPBACK, "--port", str(self._port), "--chunk-size", str(config.chunk_tokens)),
             *("--supported-transfer-mode", "engine_driven", "--shm-name", segment, "--no-l1-use-lazy"),
             *("--l1-size-gb", repr(config.memory_bytes / (1 << 30)), "--eviction-policy", "LRU"),
             # A client that is gone must not hold anything for long.

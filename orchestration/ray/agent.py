@@ -184,7 +184,6 @@ class Agent:
             environment=environment,
             log_file=self._log_file(),
         )
-        self._add("started", {"pid": str(self._child.pid)})
 
     def _on_event(self, event: Event) -> None:
         match event:

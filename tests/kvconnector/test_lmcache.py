@@ -23,7 +23,7 @@ from splitserve.kvconnector.layout.memory import KVMemory
 from splitserve.kvconnector.lmcache.block_bytes import CudaBlockBytes
 from splitserve.kvconnector.lmcache.tier import lmcache_tier
 from splitserve.kvconnector.tiers.copies import PartialCopyError, ToldError
-from splitserve.orchestration.lmcache.server import free_port
+from splitserve.orchestration.hosts.addresses import free_port
 from stopping import stop_process
 from waiting import PATIENCE_SECONDS, wait_until
 

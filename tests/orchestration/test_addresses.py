@@ -4,9 +4,16 @@ import socket
 from typing import NamedTuple
 
 import pytest
+import zmq
 
 from splitserve.common.errors import ConfigError
-from splitserve.orchestration.hosts.addresses import interface_address, own_address, reachable_url
+from splitserve.orchestration.hosts.addresses import (
+    free_port,
+    interface_address,
+    own_address,
+    reachable_url,
+    zmq_endpoint,
+)
 from splitserve.orchestration.spec.cluster_spec import NetworkSpec
 
 
@@ -59,3 +66,18 @@ def test_the_address_of_this_machine() -> None:
 def test_a_url_that_others_can_use(url: str, reachable: str) -> None:
     assert reachable_url(url, "10.1.2.3") == reachable
     assert reachable_url("http://[::]:1", "2001:db8::7") == "http://[2001:db8::7]:1"
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "127.1.2.3", "::1", "0:0:0:0:0:0:0:1", "::ffff:127.0.0.1"])
+def test_endpoints_are_written_as_zmq_writes_them(address: str) -> None:
+    """A router that reports another text for its membership would seem to have moved."""
+    port = free_port(address)
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as bound:
+        bound.setsockopt(zmq.IPV6, int(":" in address))
+        bound.bind(f"tcp://[{address}]:{port}" if ":" in address else f"tcp://{address}:{port}")
+        assert zmq_endpoint(address, port) == bound.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
+
+
+def test_no_port_of_a_strange_address_is_free() -> None:
+    with pytest.raises(ConfigError, match=r"no port of 192\.0\.2\.1 can be bound: is it an address of this machine\?"):
+        free_port("192.0.2.1")

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -35,7 +36,15 @@ sys.stdin.read()
 class Worker:
     """Child of a fork server, and its events."""
 
-    def __init__(self, name: str, behaviour: str = "", **variables: str) -> None:
+    def __init__(
+        self,
+        name: str,
+        behaviour: str = "",
+        *,
+        preloaded: str = "splitserve.worker.entry",
+        log_file: Path | None = None,
+        **variables: str,
+    ) -> None:
         self.events: queue.Queue[Event] = queue.Queue()
         engine = EngineConfig(model="m")
         self.child = ChildProcess(
@@ -48,7 +57,8 @@ class Worker:
             log_level="info",
             emit=self.events.put,
             environment={**ENVIRONMENT, "SPLITSERVE_TEST_BEHAVIOUR": f"{name}={behaviour}", **variables},
-            preloaded="splitserve.worker.entry",
+            preloaded=preloaded,
+            log_file=log_file,
         )
 
     def wait_for(self, stage: str) -> dict[str, str]:
@@ -74,8 +84,8 @@ class Worker:
 def start() -> Iterator[Callable[..., Worker]]:
     workers: list[Worker] = []
 
-    def start_one(name: str, behaviour: str = "", **variables: str) -> Worker:
-        workers.append(Worker(name, behaviour, **variables))
+    def start_one(name: str, behaviour: str = "", **options: Any) -> Worker:
+        workers.append(Worker(name, behaviour, **options))
         return workers[-1]
 
     yield start_one
@@ -119,6 +129,23 @@ def test_ends_are_reported(start: Callable[..., Worker], behaviour: str, returnc
     worker = start("w-0", behaviour)
     assert worker.wait_for_exit() == returncode
     assert worker.child.describe_exit(returncode) == message
+
+
+def test_a_launcher_does_not_wait_for_its_fork_server(start: Callable[..., Worker], tmp_path: Path) -> None:
+    imported = tmp_path / "imported"
+    worker = start("w-0", preloaded="late_import", SPLITSERVE_TEST_IMPORT_AFTER=str(imported))
+    assert worker.child.pid == 0 and worker.child.is_alive() and not worker.child.join(0.0)
+    imported.touch()
+    assert int(worker.wait_for("started")["pid"]) == worker.child.pid
+    worker.wait_for("ready")
+    worker.child.send_signal(signal.SIGTERM)
+    assert worker.wait_for_exit() == 0
+
+
+def test_a_child_that_cannot_be_started_has_ended(start: Callable[..., Worker], tmp_path: Path) -> None:
+    worker = start("w-0", log_file=tmp_path / "none" / "log")
+    assert worker.wait_for_exit() == 1
+    assert worker.child.describe_exit(1).startswith("can't be started: [Errno 2] No such file or directory")
 
 
 def test_no_descriptor_of_one_worker_is_in_another(start: Callable[..., Worker]) -> None:

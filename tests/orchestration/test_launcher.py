@@ -86,7 +86,7 @@ def test_children_get_thread_counts_and_membership(make_cluster, events: list[Ch
     with make_cluster(num_mixed=1):
         pass
     [event] = [event for event in events if event.stage == "environment"]
-    assert event.detail["membership"] == "tcp://127.0.0.1:1"
+    assert {event.detail["membership"]} == {each.detail["endpoint"] for each in events if each.stage == "membership"}
     assert json.loads(event.detail["variables"])["OMP_NUM_THREADS"] == "5"
 
 
@@ -154,6 +154,31 @@ def test_router_that_never_gets_ready_is_an_error(make_cluster, monkeypatch: pyt
     monkeypatch.setattr("splitserve.orchestration.cluster.cluster.ROUTER_READY_TIMEOUT_SECONDS", 0.3)
     with pytest.raises(LaunchError, match=r"the router is not: GET .*/ready gives 503"):
         make_cluster(num_mixed=1).start()
+
+
+def test_workers_start_beside_the_router(
+    make_cluster, events: list[ChildProgress], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The router waits until a worker has loaded: workers that waited for the router would never be ready."""
+    monkeypatch.setenv("SPLITSERVE_TEST_LOADED", str(tmp_path / "loaded"))
+    monkeypatch.setattr("splitserve.orchestration.cluster.cluster.START_TIMEOUT_SECONDS", PATIENCE_SECONDS)
+    with make_cluster(num_prefill=1, num_decode=1) as cluster:
+        assert cluster.ready == {"prefill-0", "decode-0"}
+    stages = [event.stage for event in events]
+    assert stages.index("weights") < stages.index("listening")
+
+
+def test_a_router_that_fails_at_start_ends_the_workers_beside_it(
+    make_cluster, events: list[ChildProgress], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("SPLITSERVE_TEST_LOADED", str(tmp_path / "loaded"))
+    monkeypatch.setenv("SPLITSERVE_TEST_BEHAVIOUR", "router=refuse")
+    cluster = make_cluster(num_mixed=1)
+    before = {child.pid for child in psutil.Process().children()}
+    with pytest.raises(LaunchError, match=r"^router: tokenizer\.json is missing: take a complete checkpoint$"):
+        cluster.start()
+    assert "weights" in [event.stage for event in events]
+    assert {child.pid for child in psutil.Process().children()} <= before
 
 
 def test_stop_request_during_start(make_cluster, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -326,6 +351,23 @@ def test_an_ignored_hangup_stays_ignored(make_cluster) -> None:
         assert signal.getsignal(signal.SIGTERM) is terminate
     finally:
         signal.signal(signal.SIGHUP, previous)
+
+
+def test_no_orphans_after_a_launcher_was_killed_that_waited_for_its_router(tmp_path: Path) -> None:
+    """The workers still load then."""
+    environment = {
+        **os.environ,
+        "SPLITSERVE_TEST_LOADED": str(tmp_path / "loaded"),
+        "SPLITSERVE_TEST_BEHAVIOUR": "prefill-0=slow decode-0=slow",
+    }
+    with subprocess.Popen([sys.executable, "-c", LAUNCHER_PROGRAM], env=environment) as process:
+        try:
+            children = psutil.Process(process.pid).children
+            wait_until(lambda: len(children()) == 3, "router and workers run")
+            pids = [child.pid for child in children()]
+        finally:
+            process.kill()
+    wait_until(lambda: not any(is_running(pid) for pid in pids))
 
 
 def test_no_orphans_after_the_launcher_was_killed(launcher) -> None:

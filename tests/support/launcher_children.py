@@ -1,6 +1,7 @@
 """Small entries for the launcher's tests: real processes, without a model. Not a test module.
 
-``SPLITSERVE_TEST_BEHAVIOUR`` steers them, like ``decode-0=refuse prefill-0=crash``.
+``SPLITSERVE_TEST_BEHAVIOUR`` steers them, like ``decode-0=refuse prefill-0=crash``. With a path in
+``SPLITSERVE_TEST_LOADED``, workers create that file once they have loaded, and the router waits for it.
 """
 
 import json
@@ -10,8 +11,9 @@ import threading
 import time
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
 
-from splitserve.common.errors import CheckpointError
+from splitserve.common.errors import CheckpointError, ConfigError
 from splitserve.protocol.config import RouterConfig, WorkerConfig
 
 Progress = Callable[[str, dict[str, str]], None]
@@ -47,10 +49,15 @@ class _Handler(BaseHTTPRequestHandler):
 
 def run_router(config: RouterConfig, progress: Progress) -> None:
     stop = stopped_by_signals()
+    while (loaded := os.environ.get("SPLITSERVE_TEST_LOADED")) and not Path(loaded).exists():
+        if stop.wait(0.01):
+            return
+    if behaviour_of("router") == "refuse":
+        raise ConfigError("tokenizer.json is missing: take a complete checkpoint")
     server = HTTPServer((config.host, config.port), _Handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     progress("secret", {"secret": config.secret})
-    progress("membership", {"endpoint": "tcp://127.0.0.1:1"})
+    progress("membership", {"endpoint": f"tcp://{config.membership_host}:{config.membership_port}"})
     progress("listening", {"url": f"http://{config.host}:{server.server_port}"})
     wait_for(stop)
     server.shutdown()
@@ -78,6 +85,8 @@ def run_worker(config: WorkerConfig, progress: Progress) -> None:
     stop = stopped_by_signals()
     progress("secret", {"secret": config.secret})
     progress("weights", {"seconds": "0.1", "bytes": "1024"})
+    if loaded := os.environ.get("SPLITSERVE_TEST_LOADED"):
+        Path(loaded).touch()
     environment = {name: value for name, value in os.environ.items() if name.endswith("_NUM_THREADS")}
     progress("environment", {"variables": json.dumps(environment), "membership": config.membership})
     progress("ready", {"endpoint": "tcp://127.0.0.1:2", "threads": str(config.engine.threads)})

@@ -23,8 +23,9 @@ from splitserve.common.errors import ConfigError
 from splitserve.kvconnector.layout.memory import KVMemory
 from splitserve.kvconnector.lmcache.tier import LMCacheStore
 from splitserve.kvconnector.tiers.shared import ChainCopy, TierState
+from splitserve.orchestration.hosts.addresses import free_port
 from splitserve.orchestration.lmcache.environment import interpreter
-from splitserve.orchestration.lmcache.server import PREFIX, free_port
+from splitserve.orchestration.lmcache.server import PREFIX
 from splitserve.protocol.block_hash import extend_hashes, root_hash
 from splitserve.protocol.memory_records import LayoutRecord
 from waiting import PATIENCE_SECONDS, wait_until

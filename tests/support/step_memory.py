@@ -13,6 +13,7 @@ import torch
 from splitserve.models.parallel.ranks import Alone
 from splitserve.protocol.config import EngineConfig
 from splitserve.protocol.step import SampleSpec, ScheduledChunk, StepPlan
+from splitserve.worker.start.clock import StartClock
 from splitserve.worker.start.served_model import ServedModel, load_served_model
 
 MAX_TOKENS = 256  # of a step
@@ -31,7 +32,9 @@ def serve(checkpoint: str, dtype: str) -> ServedModel:
         max_model_len=512,
         max_num_batched_tokens=MAX_TOKENS,
     )
-    return load_served_model(engine.on("cpu"), torch.device("cpu"), Alone(), lambda _stage, _detail: None)
+    served = load_served_model(engine.on("cpu"), torch.device("cpu"), Alone(), lambda _stage, _detail: None)
+    served.warm_up(StartClock())
+    return served
 
 
 def step(chosen: random.Random, num_tokens: int, num_blocks: int) -> StepPlan:

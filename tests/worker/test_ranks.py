@@ -25,6 +25,7 @@ from splitserve.protocol.request import Party, Role
 from splitserve.protocol.step import SampleSpec, ScheduledChunk, StepPlan
 from splitserve.worker.ranks.others import RankError, Ranks
 from splitserve.worker.ranks.runner import RankedRunner
+from splitserve.worker.start.clock import StartClock
 from splitserve.worker.start.served_model import load_served_model
 from waiting import PATIENCE_SECONDS
 
@@ -58,6 +59,7 @@ class Team:
         try:
             self.group = join_group(store, shard_of(load_model_config(model), 0, size, expert_parallel), CPU)
             self.served = load_served_model(engine, CPU, self.group, lambda _stage, _detail: None)
+            self.served.warm_up(StartClock())
             self.ranks.wait_until_ready()
         except Exception as error:
             explained = self.ranks.explain(error)

@@ -3,26 +3,31 @@
 import logging
 import os
 import re
+import subprocess
+import sys
+import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from splitserve.kernels.api import AttentionShape, PagedAttention
+from splitserve.kernels.api import AttentionPlan, AttentionShape, PagedAttention, PagedBatch
 from splitserve.kernels.registry import select_kernels
 from splitserve.models.config import load_model_config
 from splitserve.models.runner.runner import ModelRunner
 from splitserve.models.weights.loader import load_model
 from splitserve.protocol.step import UNKNOWN_TOKEN, ScheduledChunk, StepPlan
 from splitserve.worker.entry import set_up_ucx
-from splitserve.worker.start.clock import StartClock
+from splitserve.worker.start.beside import Beside
+from splitserve.worker.start.clock import StartClock, process_age_seconds
 from splitserve.worker.start.warm_up import (
-    AttentionPreload,
     StepLimits,
     all_plans,
     chunk_lengths,
     few_plans,
+    load_attention,
     overlapped_plans,
     warm_up,
 )
@@ -128,23 +133,48 @@ def test_all_steps_run_and_leave_no_trace(tiny_qwen3: Path) -> None:
         assert [token is None for token in drawn] == [chunk.sample is None for chunk in plan.chunks]
 
 
-class TestPreload:
+def test_attention_kernels_are_loaded_by_each_kind_of_step() -> None:
+    loaded = select_kernels(CPU, torch.float32)
+    steps: list[list[int]] = []
+
+    def noting(shape: AttentionShape) -> PagedAttention:
+        attention = loaded.make_attention(shape)
+        plan = attention.plan
+
+        def note(batch: PagedBatch) -> AttentionPlan:
+            steps.append(list(batch.query_lens))
+            return plan(batch)
+
+        attention.plan = note  # type: ignore[method-assign]
+        return attention
+
     shape = AttentionShape(
         num_heads=4, num_kv_heads=2, head_dim=8, block_size=4, num_layers=3, dtype=torch.float32, device=CPU
     )
+    load_attention(replace(loaded, make_attention=noting), shape)
+    assert steps == [[1], [2], [1, 2]]
 
-    def test_it_runs_each_kind_of_attention(self) -> None:
-        kernels = select_kernels(CPU, torch.float32)
-        AttentionPreload(kernels, self.shape, StartClock()).wait()
+
+class TestBeside:
+    def test_it_runs_beside_its_maker(self) -> None:
+        begun, may_end = threading.Event(), threading.Event()
+
+        def run() -> str:
+            begun.set()
+            may_end.wait()
+            return threading.current_thread().name
+
+        beside = Beside("a-phase", run)
+        begun.wait()
+        may_end.set()
+        assert beside.wait() == "a-phase"
 
     def test_its_error_is_the_starts(self) -> None:
-        def broken(_shape: AttentionShape) -> PagedAttention:
+        def broken() -> None:
             raise ValueError("no kernel for this shape")
 
-        kernels = select_kernels(CPU, torch.float32)
-        object.__setattr__(kernels, "make_attention", broken)
         with pytest.raises(ValueError, match="no kernel for this shape"):
-            AttentionPreload(kernels, self.shape, StartClock()).wait()
+            Beside("a-phase", broken).wait()
 
 
 def test_the_clock_tells_each_phase_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -157,6 +187,14 @@ def test_the_clock_tells_each_phase_once(caplog: pytest.LogCaptureFixture) -> No
     assert float(took[1][1].removesuffix(" s")) >= 0.12
     assert re.fullmatch(r"\d+\.\d s: imports \d+\.\d, weights \d+\.\d", str(clock))
     assert clock.total_seconds >= 0.12
+
+
+def test_a_process_is_not_older_than_the_time_since_before_its_start() -> None:
+    program = f"from {process_age_seconds.__module__} import process_age_seconds; print(process_age_seconds())"
+    began_at = time.monotonic()
+    shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    tick_seconds = 1 / os.sysconf("SC_CLK_TCK")
+    assert 0.0 < float(shown) <= time.monotonic() - began_at + tick_seconds
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,12 @@
 """A worker process from its config to its end: model, KV memory, connector, loop."""
 
-import functools
 import gc
 import logging
 import os
 import secrets
 import signal
-from collections.abc import Callable, Sequence
-from multiprocessing.connection import Connection
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -26,6 +25,7 @@ from splitserve.engine.profiling.step_profiler import NoProfiler, ProfiledLaunch
 from splitserve.engine.steps.executor import Executor, OverlappedExecutor, StepExecutor
 from splitserve.engine.steps.launch_pace import LaunchPace
 from splitserve.kvconnector.blocks.digest import FirstDigests, digests_of, no_digests
+from splitserve.kvconnector.cuda.memory import make_context_current
 from splitserve.kvconnector.layout.memory import KVMemory
 from splitserve.kvconnector.nixl.connector import NixlConnector
 from splitserve.kvconnector.ranks.copies import RankedTierCopier
@@ -46,6 +46,7 @@ from splitserve.worker.machine.threads import give_way, pin_threads
 from splitserve.worker.ranks.others import RankError, Ranks
 from splitserve.worker.ranks.runner import RankedLauncher, RankedRunner
 from splitserve.worker.ranks.team import Team, start_team
+from splitserve.worker.start.beside import Beside
 from splitserve.worker.start.clock import StartClock
 from splitserve.worker.start.kv_tiers import RankTiers, make_tiers
 from splitserve.worker.start.registration import setup_of
@@ -99,9 +100,8 @@ def run_worker(config: WorkerConfig, progress: Progress, load: Loader = load_ser
         start_team(me, config.role, config.engine, device, on_rank_failure, affinity=config.affinity) as team,
     ):
         served = load(config.engine, device, team.group, progress, clock)
-        team.wait_until_ready()
         pace = LaunchPace() if config.engine.late_launch else None
-        make_executor = functools.partial(_make_executor, served.runner, team.ranks, pace)
+        make_executor = partial(_make_executor, served.runner, team.ranks, pace)
         watch = on_rank_failure.watch
         _serve(config, me, served, make_executor, progress, team=team, clock=clock, watch=watch, cores=cores)
 
@@ -183,13 +183,15 @@ def _serve(
     memory = served.memory
     waker = Waker()
     sockets = WorkerSockets(me, config.host, config.membership, config.secret)
-    with clock.phase("KV tiers"):
-        tiers = make_tiers(config.engine, config.engine_id, memory, gates=served.gates)
-    with clock.phase("connector"):
-        local = _make_connector(me, memory, waker.wake, config.engine, tiers.served)
-        connector, copies = _joined(local, tiers, team.links, waker.wake)
-        for link in team.links:
-            sockets.watch(link.fileno())
+    # While CUDA graphs are captured, no other thread may register their device's memory; the warm-up replays them.
+    transfers = Beside(
+        "transfers-start", partial(_make_transfers, config.engine, me, served, team=team, wake=waker.wake, clock=clock)
+    )
+    served.warm_up(clock)
+    team.wait_until_ready()
+    tiers, connector, copies = transfers.wait()
+    for link in team.links:
+        sockets.watch(link.fileno())
     for name, holds in tiers.describe():
         logger.info("KV tier %s: %s", name, holds)
         progress("kv_tier", {"name": name, "holds": holds})
@@ -259,14 +261,18 @@ def _run(loop: WorkerLoop, config: WorkerConfig, clock: StartClock, on_ready: Ca
     loop.run()
 
 
-def _joined(
-    local: NixlConnector, tiers: RankTiers, links: Sequence[Connection], wake: Callable[[], None]
-) -> tuple[KVConnector, TierCopier]:
-    """Return the connector and the copies of this rank, joined with those of the ranks at the ends of ``links``."""
-
-    copies = LocalTierCopier(tiers.stores, wake)
-    if not links:
-        return local, copies
-    connector = RankedConnector(local, links)
-    tiers.keep_common(connector.found)
-    return connector, RankedTierCopier(copies, connector)
+def _make_transfers(
+    engine: EngineConfig, me: Party, served: ServedModel, *, team: Team, wake: Callable[[], None], clock: StartClock
+) -> tuple[RankTiers, KVConnector, TierCopier]:
+    """Return the tiers, the connector and the copies of this rank, joined with those of the team's others."""
+    make_context_current(served.memory.device)
+    with clock.phase("KV tiers, beside the warm-up"):
+        tiers = make_tiers(engine, me.engine_id, served.memory, gates=served.gates)
+    with clock.phase("connector, beside the warm-up"):
+        local = _make_connector(me, served.memory, wake, engine, tiers.served)
+        copies = LocalTierCopier(tiers.stores, wake)
+        if not team.links:
+            return tiers, local, copies
+        connector = RankedConnector(local, team.links)
+        tiers.keep_common(connector.found)
+        return tiers, connector, RankedTierCopier(copies, connector)

@@ -12,6 +12,7 @@ import signal
 import sys
 import threading
 import time
+from functools import partial
 from io import FileIO
 from multiprocessing.connection import Connection
 from typing import NamedTuple, NoReturn
@@ -21,6 +22,7 @@ import torch
 
 from splitserve.common.errors import SplitserveError
 from splitserve.common.logs import set_up_logging
+from splitserve.kvconnector.cuda.memory import make_context_current
 from splitserve.kvconnector.layout.memory import KVMemory
 from splitserve.kvconnector.nixl.connector import NixlConnector
 from splitserve.kvconnector.ranks.transfers import RankTransfers
@@ -33,6 +35,8 @@ from splitserve.models.runner.runner import ModelRunner, NonFiniteLogitsError
 from splitserve.protocol.step import LaunchedStep, LaunchingRunner, StepPlan
 from splitserve.worker.machine.threads import keep_near, pin_threads
 from splitserve.worker.ranks.messages import RankFailed, RankOrder, RankReady, RankReport
+from splitserve.worker.start.beside import Beside
+from splitserve.worker.start.clock import StartClock
 from splitserve.worker.start.kv_tiers import make_tiers
 from splitserve.worker.start.served_model import device_of, load_served_model
 
@@ -73,8 +77,11 @@ class RankProcess:
             load_model_config(engine.model, engine.model_backend), self._order.rank, size, engine.expert_parallel
         )
         group = join_group(find_store(self._order.store_port, size), shard, device)
-        served = load_served_model(engine, device, group, lambda _stage, _detail: None)
-        transfers = self._transfers(served.memory)
+        clock = StartClock()
+        served = load_served_model(engine, device, group, lambda _stage, _detail: None, clock)
+        making = Beside("transfers-start", partial(self._transfers, served.memory))
+        served.warm_up(clock)
+        transfers = making.wait()
         threading.Thread(target=self._carry_out, args=(transfers,), name="transfers", daemon=True).start()
         self._report(RankReady())
         if served.runner.launcher is None:
@@ -85,6 +92,7 @@ class RankProcess:
     def _transfers(self, memory: KVMemory) -> RankTransfers:
         """Return the transfers of this rank's heads, which rank 0's connector controls over the link."""
         order, engine = self._order, self._order.engine
+        make_context_current(memory.device)
         settings = ReadSettings.of(memory.kind, num_threads=engine.read_threads, maps=engine.map_peer_memory)
         tiers = make_tiers(order.engine, order.party.engine_id, memory, order.rank)
         return RankTransfers(

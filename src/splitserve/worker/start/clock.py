@@ -1,13 +1,31 @@
 """Durations of the phases of a worker's start: a line of log for each, and their sum."""
 
 import logging
+import os
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import psutil
 
 logger = logging.getLogger(__name__)
+
+
+_START_TICKS = 19  # index of the start among the fields of /proc/self/stat after the program's name: <proc(5)>
+
+
+def process_age_seconds() -> float:
+    """Return the time since this process was started or forked.
+
+    On Linux both ends are times since boot: psutil counts from a boot time of whole seconds.
+    """
+    if sys.platform != "linux":
+        return max(0.0, time.time() - psutil.Process().create_time())
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    started_at = int(fields[_START_TICKS]) / os.sysconf("SC_CLK_TCK")
+    return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - started_at)
 
 
 class StartClock:
@@ -17,7 +35,7 @@ class StartClock:
     """
 
     def __init__(self) -> None:
-        age_seconds = max(0.0, time.time() - psutil.Process().create_time())
+        age_seconds = process_age_seconds()
         self._began_at = time.monotonic() - age_seconds
         self._phases: list[tuple[str, float]] = []
         self._note("imports", age_seconds)

@@ -36,9 +36,10 @@ from splitserve.models.weights.shard import local_config
 from splitserve.protocol.config import EngineConfig
 from splitserve.protocol.memory_records import LATENT_ORDER, TRANSFORMERS_ORDER, LayoutRecord, latent_group
 from splitserve.protocol.placement.step_model import StepModel
+from splitserve.worker.start.beside import Beside
 from splitserve.worker.start.clock import StartClock
 from splitserve.worker.start.memory_plan import free_kv_bytes
-from splitserve.worker.start.warm_up import AttentionPreload, StepLimits, warm_up
+from splitserve.worker.start.warm_up import StepLimits, load_attention, warm_up
 
 logger = logging.getLogger(__name__)
 
@@ -47,15 +48,21 @@ Progress = Callable[[str, dict[str, str]], None]
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """A rank's model, loaded and ready for steps. ``memory`` holds the rank's own heads; ``gates``: the gates by which
-    the runner's steps wait for loads into it, None if they don't wait."""
+    """A rank's model, loaded. ``memory`` holds the rank's own heads; ``limits`` of its steps; ``gates``: the gates by
+    which the runner's steps wait for loads into the memory, None if they don't wait."""
 
     memory: KVMemory
     runner: ModelRunner
     max_model_len: int
     vocab_size: int
+    limits: StepLimits
     gates: LoadGates | None = None
     step_estimate: StepModel = field(default_factory=StepModel)  # of the time before steps were seen
+
+    def warm_up(self, clock: StartClock) -> None:
+        """Run steps of all kinds, before the first request. All ranks do this together."""
+        with clock.phase("warm-up"):
+            warm_up(self.runner, self.limits)
 
 
 def device_of(wanted: str, rank: int, size: int) -> torch.device:
@@ -75,7 +82,7 @@ def device_of(wanted: str, rank: int, size: int) -> torch.device:
 def load_served_model(
     engine: EngineConfig, device: torch.device, group: Collectives, progress: Progress, clock: StartClock | None = None
 ) -> ServedModel:
-    """Load this rank's part of the model, allocate its KV memory, and warm up its runner.
+    """Load this rank's part of the model, allocate its KV memory, and make its runner, which is still to be warmed up.
 
     All ranks of ``group`` call it with the same ``engine``, whose settings that depend on the device are decided, and
     get the same number of blocks. ``progress`` is called at the stages "weights" and "kv_memory"; ``clock`` measures
@@ -106,11 +113,9 @@ def load_served_model(
     limits = _step_limits(engine, plan)
     gates = load_gates(layout, device) if engine.host_kv_memory_bytes and engine.enable_prefix_caching else None
     runner = _make_runner(model, memory, limits, engine, clock=clock, gates=gates, group=group)
-    with clock.phase("warm-up"):
-        warm_up(runner, limits)
     progress("kv_memory", _describe_memory(memory, plan))
     estimate = estimate_steps(model_config, device_rates(device, engine.threads), model.dtype.itemsize, size)
-    return ServedModel(memory, runner, plan.max_model_len, model_config.vocab_size, gates, estimate)
+    return ServedModel(memory, runner, plan.max_model_len, model_config.vocab_size, limits, gates, estimate)
 
 
 def _load(
@@ -133,7 +138,13 @@ def _load(
         has_sinks=local.sinks,
     )  # fmt: skip
     preloads = device.type == "cuda" and model_config.latent is None
-    preload = AttentionPreload(kernels, shape, clock) if preloads else None
+
+    def preload() -> None:
+        with clock.phase("attention kernels, beside the weights"):
+            load_attention(kernels, shape)
+
+    # One waits for a compiler, the other for files.
+    preloading = Beside("attention-preload", preload) if preloads else None
     with clock.phase("weights"):
         options: dict[str, Any] = {
             "dtype": dtype,
@@ -146,8 +157,8 @@ def _load(
         else:
             loading = importlib.import_module("splitserve.models.transformers_backend.loading")
             model = loading.load_transformers_model(engine.model, model_config, **options)
-    if preload is not None:
-        preload.wait()
+    if preloading is not None:
+        preloading.wait()
     layout = layout_of(engine, model_config, str(kv_dtype).removeprefix("torch."), group.shard.size)
     progress("weights", {"seconds": f"{time.monotonic() - started:.1f}", "dtype": str(dtype).removeprefix("torch.")})
     return model, layout

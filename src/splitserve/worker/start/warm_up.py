@@ -1,12 +1,11 @@
 """Steps before the first request: they trigger everything that is compiled, loaded or tuned on its first use. What
-needs no weights (:class:`AttentionPreload`) happens while these load.
+needs no weights (:func:`load_attention`) happens while these load.
 
 On a GPU kernels are chosen, and some compiled, by properties of a step's sizes: whether a number is 1, a multiple of
 16, beyond a bound. So there's a step of each kind of size, for prefill, decode and both together, and for each way to
 draw. On CPU a step costs more than what it would save: two small ones do.
 """
 
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -17,7 +16,6 @@ from splitserve.kernels.api import AttentionShape, Kernels, PagedBatch
 from splitserve.kvconnector.layout.shape import num_blocks_for
 from splitserve.models.runner.runner import ModelRunner
 from splitserve.protocol.step import UNKNOWN_TOKEN, ChunkTable, SampleSpec, ScheduledChunk, StepPlan
-from splitserve.worker.start.clock import StartClock
 
 _GREEDY = SampleSpec(temperature=0.0, top_k=0, top_p=1.0, seed=0, choice=0, position=1)
 _RANDOM = SampleSpec(temperature=1.0, top_k=0, top_p=1.0, seed=0, choice=0, position=1)
@@ -49,39 +47,13 @@ class StepLimits:
         return min(self.max_num_batched_tokens, self.max_model_len - 1, self.num_blocks * self.block_size)
 
 
-class AttentionPreload:
-    """Loads the attention kernels in a thread while the weights load: one waits for files, the other for a compiler.
-
-    It begins when it's created. Only the process's caches remember what it did.
-    """
-
-    def __init__(self, kernels: Kernels, shape: AttentionShape, clock: StartClock) -> None:
-        self._kernels = kernels
-        self._shape = shape
-        self._clock = clock
-        self._error: Exception | None = None
-        self._thread = threading.Thread(target=self._run, name="attention-preload", daemon=True)
-        self._thread.start()
-
-    def wait(self) -> None:
-        """Wait until the preload is over. Raises its error."""
-        self._thread.join()
-        if self._error is not None:
-            raise self._error
-
-    def _run(self) -> None:
-        try:
-            with self._clock.phase("attention kernels, beside the weights"), torch.inference_mode():
-                self._load()
-        except Exception as error:
-            self._error = error
-
-    def _load(self) -> None:
-        """A decode token, a chunk, and both in one step, over a block of memory."""
-        shape = self._shape
-        if shape.device.type == "cuda":
-            torch.cuda.set_device(shape.device)  # a thread begins with the first one
-        attention = self._kernels.make_attention(shape)
+def load_attention(kernels: Kernels, shape: AttentionShape) -> None:
+    """Load the attention kernels: run a decode token, a chunk, and both in one step, over a block of memory. Only the
+    process's caches remember it."""
+    if shape.device.type == "cuda":
+        torch.cuda.set_device(shape.device)  # a thread begins with the first one
+    with torch.inference_mode():
+        attention = kernels.make_attention(shape)
         size = (1, shape.num_layers, shape.num_kv_heads, 2, shape.block_size, shape.head_dim)
         kv_layer = torch.zeros(size, dtype=shape.dtype, device=shape.device)[:, 0]
         for query_lens in ([1], [2], [1, 2]):
@@ -90,8 +62,8 @@ class AttentionPreload:
                 (sum(query_lens), shape.num_heads, shape.head_dim), dtype=shape.dtype, device=shape.device
             )
             attention.run(query, kv_layer, plan)
-        if shape.device.type == "cuda":
-            torch.cuda.synchronize(shape.device)
+    if shape.device.type == "cuda":
+        torch.cuda.synchronize(shape.device)
 
 
 def warm_up(runner: ModelRunner, limits: StepLimits) -> int:
