@@ -6,12 +6,11 @@ import mmap
 import threading
 from collections.abc import Sequence
 
-import numpy as np
-import numpy.typing as npt
 import psutil
 import torch
 
 from splitserve.common.errors import ConfigError
+from splitserve.kvconnector.layout.shared_table import OwnTable
 from splitserve.protocol.cache_layout import DTYPE_BYTES, BlockLayout
 from splitserve.protocol.memory_records import LayoutRecord, MemoryKind, MemoryRegion
 
@@ -29,7 +28,7 @@ class GroupMemory:
     """Blocks of one group of the cache, and their generations.
 
     ``bytes``: uint8 ``[num_blocks, block_bytes]`` on ``device``; ``generations``: uint64 ``[num_blocks]``, always on
-    the host. Raises :class:`ConfigError` for more memory than there is.
+    the host, in a ``table`` that other processes can map. Raises :class:`ConfigError` for more memory than there is.
     """
 
     def __init__(self, block_bytes: int, num_blocks: int, device: torch.device | None) -> None:
@@ -47,9 +46,8 @@ class GroupMemory:
         except (OSError, torch.OutOfMemoryError) as error:
             raise ConfigError(f"cannot allocate {_gib(num_bytes)} of KV memory; lower --kv-memory") from error
         self.bytes = flat.view(num_blocks, block_bytes)
-        self.generations: npt.NDArray[np.uint64] = np.frombuffer(
-            anonymous_memory(num_blocks * 8), dtype=np.uint64, count=num_blocks
-        )
+        self.table = OwnTable(num_blocks)
+        self.generations = self.table.numbers
 
     @property
     def kind(self) -> MemoryKind:

@@ -17,7 +17,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 
@@ -26,7 +26,7 @@ import msgspec
 from splitserve.kvconnector.blocks.digest import DigestBlocks, no_digests
 from splitserve.kvconnector.cuda.memory import check_ipc_capable
 from splitserve.kvconnector.layout.memory import KVMemory
-from splitserve.kvconnector.layout.shape import runs
+from splitserve.kvconnector.layout.shape import Run, runs
 from splitserve.kvconnector.nixl.mapped_reads import MappedReader
 from splitserve.kvconnector.nixl.peer_access import LocalSide
 from splitserve.kvconnector.nixl.read_thread import Connected, ReadThread
@@ -62,6 +62,11 @@ class _Peer:
         self.shape, self.cost = shape or self.shape, cost or self.cost
         self._chosen.clear()
 
+    @property
+    def counts_runs(self) -> bool:
+        """True if the path of a read depends on how many of its blocks are adjacent."""
+        return self.shape is not None and not self.shape.is_whole and self.shape.is_mapped
+
     def path(self, num_blocks: int, num_runs: int, wanted: ReadPath | None) -> ReadPath:
         """Return the path of a read of blocks in ``num_runs`` runs that are adjacent on both sides."""
         shape, cost = self.shape, self.cost
@@ -69,7 +74,7 @@ class _Peer:
             return ReadPath.DIRECT
         if wanted is not None and wanted in path_seconds(shape, cost, num_blocks):
             return wanted
-        if not shape.is_whole and shape.is_mapped:  # depends on how many blocks are adjacent
+        if self.counts_runs:
             return choose_path(shape, cost, num_blocks, num_runs)
         if num_blocks not in self._chosen:
             self._chosen[num_blocks] = choose_path(shape, cost, num_blocks)
@@ -146,12 +151,14 @@ class NixlConnector:
         with self._lock:
             peer = self._peers.get(command.peer)
             mapped = None if peer is None else peer.mapped
-            found = [] if mapped is None else list(runs(command.local_blocks, command.remote_blocks))
-            reads = self._reads(command, peer, len(found))
+            found: Iterable[Run] = runs(command.local_blocks, command.remote_blocks)
+            if peer is not None and peer.counts_runs:
+                found = list(found)
+            reads = self._reads(command, peer, len(found) if isinstance(found, list) else 0)
             self._split_reads[command.read_id] = ReadJoin(len(reads))
         first, path = None, reads[0][1]
-        if path.is_through_mapping and mapped is not None:
-            first = mapped.start(found, path, started)
+        if path.is_through_mapping and mapped is not None and mapped.has_blocks(command.remote_blocks):
+            first = mapped.start(found, len(command.remote_blocks), path, started)
         for thread, (part, path) in zip(self._threads, reads, strict=False):
             thread.submit(partial(thread.read, part, path, first))
 

@@ -1,12 +1,13 @@
 """Reads of generations: of each group of the peer's blocks, and of its host tier's slots, whose ids follow the ids of
-the first group's blocks."""
+the first group's blocks. Those of the first group are read in place where they can be mapped."""
 
 from collections.abc import Sequence
 from itertools import accumulate
 
 import numpy as np
 
-from splitserve.kvconnector.nixl.agent import Agent, Transfer
+from splitserve.kvconnector.layout.shared_table import PeerTable, open_table
+from splitserve.kvconnector.nixl.agent import Agent, Transfer, TransferError
 from splitserve.kvconnector.transfer.read_plan import num_readable_blocks
 from splitserve.protocol.memory_records import MemoryKind
 from splitserve.protocol.messages.handover import PeerWelcome
@@ -26,21 +27,41 @@ class GenerationReads:
         self.scratch = np.zeros((READS_AT_ONCE, sum(numbers)), dtype=np.uint64)
         self.free_rows = list(range(READS_AT_ONCE))
         self._rows = [row.data for row in self.scratch]
+        self._table: PeerTable | None = None
         agent.register(MemoryKind.DRAM, int(self.scratch.ctypes.data), self.scratch.nbytes)
 
+    def map(self) -> None:
+        """Read the generations of the first group's blocks in place from now on, if they can be mapped."""
+        shared = self._welcome.ranks[0].generations
+        if shared is not None:
+            self._table = open_table(shared, self._num_peer_blocks[0])
+
+    def unmap(self) -> None:
+        if self._table is not None:
+            self._table.close()
+            self._table = None
+
     def landed(self, ids: Sequence[int], scratch_row: int, group: int = 0) -> list[int]:
-        """Return the generations as last read into a row."""
-        row, offset = self._rows[scratch_row], self._offsets[group]
-        return [row[offset + block_id] for block_id in ids]
+        """Return the generations: those that are mapped as they are now, others as last read into a row.
+
+        Raises :class:`TransferError` if the peer has ended, so that what is mapped says nothing any more."""
+        row, offset, table = self._rows[scratch_row], self._offsets[group], self._table
+        if group or table is None:
+            return [row[offset + block_id] for block_id in ids]
+        num_blocks = self._num_peer_blocks[0]
+        found = [table.read(block_id) if block_id < num_blocks else int(row[block_id]) for block_id in ids]
+        if not table.is_current:
+            raise TransferError("the peer's process has ended")
+        return found
 
     def make(self, remote_name: str, ids: Sequence[int], scratch_row: int, group: int = 0) -> list[Transfer]:
-        """Make reads of the spans of a group's generations that cover some blocks and slots; they are not yet
-        posted."""
+        """Make reads of the spans of a group's generations that cover some blocks and slots, if they aren't mapped;
+        they are not yet posted."""
         num_blocks, address = self._num_peer_blocks[group], self._welcome.generations_addresses[group]
         blocks = [block_id for block_id in ids if block_id < num_blocks]
         slots = [block_id for block_id in ids if block_id >= num_blocks]
         checks = []
-        if blocks:
+        if blocks and (group or self._table is None):
             checks.append(self._make_one(remote_name, blocks, scratch_row, address, self._offsets[group]))
         host = self._welcome.ranks[0].host
         if slots and host is not None:

@@ -11,7 +11,7 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -78,8 +78,9 @@ class Launch(NamedTuple):
     sources: Sequence[int]
 
 
-def launches(spans: Sequence[BlockPieces], found: Sequence[Run]) -> Iterator[Launch]:
+def launches(spans: Sequence[BlockPieces], found: Iterable[Run]) -> Iterator[Launch]:
     """Yield a launch for each shape of pieces; nearly always all spans have one shape."""
+    found = list(found)
     local = [first + index for first, _, count in found for index in range(count)]
     remote = [first + index for _, first, count in found for index in range(count)]
     for rows, alike in itertools.groupby(spans, lambda span: (span.rows, span.width, *span.pitches)):
@@ -91,23 +92,27 @@ def launches(spans: Sequence[BlockPieces], found: Sequence[Run]) -> Iterator[Lau
         yield Launch((*rows, min(address_bits & -address_bits, 16)), targets, sources)
 
 
-def growing_parts(count: int) -> Iterator[slice]:
-    """Split ``count`` runs of blocks into slices: a few that are soon in flight, then ever larger ones."""
-    low, size = 0, _FIRST_RUNS
-    while low < count:
-        yield slice(low, low + size)
-        low, size = low + size, size * _GROWTH
+def growing_parts(found: Iterable[Run]) -> Iterator[list[Run]]:
+    """Split runs of blocks into parts, as they are asked for: a few that are soon in flight, then ever larger ones."""
+    left, size = iter(found), _FIRST_RUNS
+    while part := list(itertools.islice(left, size)):
+        yield part
+        size *= _GROWTH
 
 
 class MappedRead:
-    """A read of ``found`` by ``path`` since ``started``: queued in parts, the first of them by the thread that commands
-    it while the owner of the peer's reader wakes up. Once all are queued, it is the copies' end to wait for."""
+    """A read by ``path`` since ``started`` of ``num_blocks`` blocks in runs ``found``: queued in parts, the first of
+    them by the thread that commands it while the owner of the peer's reader wakes up. Once all are queued, it is the
+    copies' end to wait for."""
 
-    def __init__(self, reader: "MappedReader", found: Sequence[Run], path: ReadPath, started: float) -> None:
+    def __init__(
+        self, reader: "MappedReader", found: Iterable[Run], num_blocks: int, path: ReadPath, started: float
+    ) -> None:
         self.path = path
+        self.num_blocks = num_blocks
+        self.num_queued = 0  # blocks
         self.found = found
-        self.num_blocks = sum(run[2] for run in found)
-        self.num_queued = 0  # runs
+        self.parts = growing_parts(found)  # that aren't queued yet
         self.started = started
         self.queued_at = 0.0  # by the monotonic clock: all copies were queued
         self.copying_seconds = 0.0  # from the first copy to the last one's end, by the GPU's clock
@@ -119,13 +124,13 @@ class MappedRead:
     def begin(self) -> None:
         """Record that the first copy is queued next. Idempotent."""
         if self._begin is None:
-            self._begin = _recorded(self._reader.streams[0])
+            self._begin = self._reader.recorded(self._reader.streams[0])
 
     def all_queued(self, num_bytes: int) -> None:
         """Record that all copies are queued, ``num_bytes`` in all."""
         self.begin()
         self._num_bytes = num_bytes
-        self._ends = [_recorded(stream) for stream in self._reader.streams]
+        self._ends = [self._reader.recorded(stream) for stream in self._reader.streams]
         self.queued_at = time.monotonic()
         seconds = num_bytes / self._reader.bytes_per_second[self.path]
         self.expected_at = self.started + seconds
@@ -141,14 +146,9 @@ class MappedRead:
         if self._begin is not None and not self.copying_seconds:
             self.copying_seconds = max(map(self._begin.elapsed_time, self._ends)) / 1e3
             self._reader.learn(self.path, self._num_bytes, self.copying_seconds)
+            self._reader.unused_events += [self._begin, *self._ends]
+            self._begin, self._ends = None, []
         return True
-
-
-def _recorded(stream: torch.cuda.Stream) -> torch.cuda.Event:
-    """Return an event on the stream that has the GPU's time."""
-    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-    event.record(stream)
-    return event
 
 
 class MappedReader:
@@ -182,6 +182,7 @@ class MappedReader:
         self._lock = threading.Lock()  # of the copiers, and of the mappings' end
         self._is_closed = False
         self._row_copiers: dict[tuple[int, ...], RowCopier] = {}
+        self.unused_events: list[torch.cuda.Event] = []
 
     def expect(self, cost: ReadCost) -> None:
         """Set the measured speed of this link."""
@@ -189,21 +190,35 @@ class MappedReader:
             if link is not None:
                 self.bytes_per_second[path] = link.bytes_per_second
 
+    def recorded(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
+        """Return an event on the stream that has the GPU's time. Events are used again, as creating one delays a
+        copy."""
+        try:
+            event = self.unused_events.pop()
+        except IndexError:
+            event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(stream)
+        return event
+
     def learn(self, path: ReadPath, num_bytes: int, seconds: float) -> None:
         """Raise the speed of this link to that of a read, if the read was faster."""
         if seconds > 0.0:
             self.bytes_per_second[path] = max(self.bytes_per_second[path], num_bytes / seconds)
 
-    def start(self, found: Sequence[Run], path: ReadPath, started: float) -> MappedRead | None:
-        """Queue the first copies of a read, for :meth:`read` to go on with; waits for nothing. None if some of the
-        blocks are slots of the peer's host tier, if the reader is closed or busy, if a kernel isn't ready to be
-        launched, or if CUDA refuses, which :meth:`read` will report."""
-        if any(first + count > self._num_peer_blocks for _, first, count in found):
-            return None
+    def has_blocks(self, remote: Sequence[int]) -> bool:
+        """Return whether these are blocks of the peer's device, none a slot of its host tier."""
+        return max(remote, default=0) < self._num_peer_blocks
+
+    def start(self, found: Iterable[Run], num_blocks: int, path: ReadPath, started: float) -> MappedRead | None:
+        """Queue the first copies of a read, for :meth:`read` to go on with; waits for nothing. None if the reader is
+        closed or busy, if a kernel isn't ready to be launched, or if CUDA refuses, which :meth:`read` will report.
+
+        ``found``: runs of ``num_blocks`` blocks of the peer's device; those of copy engines may be found while the
+        first ones are in flight."""
         if not self._lock.acquire(blocking=False):
             return None
         try:
-            return None if self._is_closed else self._start(found, path, started)
+            return None if self._is_closed else self._start(MappedRead(self, found, num_blocks, path, started))
         finally:
             self._lock.release()
 
@@ -216,13 +231,13 @@ class MappedReader:
     ) -> MappedRead:
         """Start copying this rank's part of blocks ``remote`` to blocks ``local``, but for the copies of ``first`` that
         are queued, and return the read. Raises :class:`TransferError`; then no copy is in flight."""
-        return self._read(self._spans, first or MappedRead(self, list(runs(local, remote)), path, time.monotonic()))
+        return self._read(self._spans, first or self._new_read(local, remote, path))
 
     def probe(self, target: int, count: int, size: int) -> MappedRead:
         """Start copying ``count`` pieces of ``size`` bytes, none adjacent, of the peer's blocks to address
         ``target``."""
         targets, sources = (range(at, at + 2 * size * count, 2 * size) for at in (target, self._probed_address))
-        read = MappedRead(self, [], ReadPath.MAPPED, time.monotonic())
+        read = MappedRead(self, [], 0, ReadPath.MAPPED, time.monotonic())
         read.begin()
         with self._lock:
             status = self._copier.start([CopyBatch(targets, sources, [1] * count, size, size, size)], self._first)
@@ -233,7 +248,7 @@ class MappedReader:
     def probe_blocks(self, target: int, path: ReadPath, remote: Sequence[int]) -> MappedRead:
         """Start copying blocks ``remote`` like :meth:`read`, but to address ``target``."""
         spans = [span._replace(target=span.target - self._address + target) for span in self._spans]
-        return self._read(spans, MappedRead(self, list(runs(range(len(remote)), remote)), path, time.monotonic()))
+        return self._read(spans, self._new_read(range(len(remote)), remote, path))
 
     def try_kernel(self, target: int) -> bool:
         """Compile the reading kernel and try it with one block, to address ``target``; return whether there is one.
@@ -264,15 +279,17 @@ class MappedReader:
     def _num_bytes(self, read: MappedRead) -> int:
         return read.num_blocks * sum(span.rows * span.width for span in self._spans)
 
-    def _start(self, found: Sequence[Run], path: ReadPath, started: float) -> MappedRead | None:
+    def _new_read(self, local: Sequence[int], remote: Sequence[int], path: ReadPath) -> MappedRead:
+        return MappedRead(self, list(runs(local, remote)), len(remote), path, time.monotonic())
+
+    def _start(self, read: MappedRead) -> MappedRead | None:
         self._context.enter()
-        read = MappedRead(self, found, path, started)
-        if path is ReadPath.KERNEL:
+        if read.path is ReadPath.KERNEL:
             return read if self._launch_if_ready(read) else None
-        for part in itertools.islice(growing_parts(len(found)), _NUM_FIRST_PARTS):
+        for part in itertools.islice(read.parts, _NUM_FIRST_PARTS):
             if self._queue(self._spans, read, part) != 0:
                 return None
-        if read.num_queued == len(found):
+        if read.num_queued == read.num_blocks:
             read.all_queued(self._num_bytes(read))
         return read
 
@@ -283,18 +300,17 @@ class MappedReader:
         if read.path is ReadPath.KERNEL:
             self._launch(spans, read)
         else:
-            for part in growing_parts(len(read.found)):
-                if part.start >= read.num_queued:
-                    with self._lock:
-                        status = self._queue(spans, read, part)
-                    self._check(status)
+            for part in read.parts:
+                with self._lock:
+                    status = self._queue(spans, read, part)
+                self._check(status)
         read.all_queued(self._num_bytes(read))
         return read
 
-    def _queue(self, spans: Sequence[BlockPieces], read: MappedRead, part: slice) -> int:
+    def _queue(self, spans: Sequence[BlockPieces], read: MappedRead, found: Sequence[Run]) -> int:
         """Queue copies of some runs by copy engines, evenly over the streams: spans, which are of different ranks, or
         the runs of the only one. Return CUDA's status."""
-        found, step = read.found[part], len(self.streams)
+        step = len(self.streams)
         for number, stream in enumerate(self.streams):
             if len(spans) > 1:
                 copies = [span.of(found) for span in spans[number::step]]
@@ -304,7 +320,7 @@ class MappedReader:
             status = self._copier.start(copies, stream.cuda_stream)
             if status != 0:
                 return status
-        read.num_queued += len(found)
+        read.num_queued += sum(count for _, _, count in found)
         return 0
 
     def _check(self, status: int) -> None:

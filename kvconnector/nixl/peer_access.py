@@ -72,6 +72,8 @@ class PeerAccess:
         self._mappings = {span.rank: self._map(welcome.ranks[span.rank]) for span in self.spans}
         try:
             self.mapped = self._make_mapped()
+            if self.mapped is not None:
+                self.generations.map()
             if self.mapped is None and not self.is_whole and self.is_simple:
                 self._prepare_staging()
         except Exception:
@@ -238,5 +240,6 @@ class PeerAccess:
         self._unmap()
 
     def _unmap(self) -> None:
+        self.generations.unmap()
         for mapping in itertools.chain(*self._mappings.values()):
             mapping.close()

@@ -7,7 +7,14 @@ from splitserve.kvconnector.transfer.gather import GatherSource, NoGathers
 from splitserve.kvconnector.transfer.owner_thread import OwnerThread
 from splitserve.kvconnector.transfer.read_settings import ReadSettings
 from splitserve.protocol.handover.reads import Readers
-from splitserve.protocol.memory_records import GatherMemory, HostTierMemory, MappableMemory, MemoryKind, RankMemory
+from splitserve.protocol.memory_records import (
+    GatherMemory,
+    HostTierMemory,
+    MappableMemory,
+    MemoryKind,
+    RankMemory,
+    SharedTable,
+)
 
 _IDLE_FACTOR = 10  # polls are so much rarer while peers only connect: a core would spend 6% on the usual ones
 
@@ -29,6 +36,7 @@ class NixlServer(OwnerThread):
         self._gather: GatherSource | NoGathers = NoGathers()
         gather: GatherMemory | None = None
         mappable: list[MappableMemory] = []
+        generations: SharedTable | None = None
         if memory.layout.cache.is_simple:
             self._gather = GatherSource(memory, settings.gather_slots, settings.gather_slot_bytes)
             gather = self._gather.region()
@@ -36,11 +44,13 @@ class NixlServer(OwnerThread):
             self._agent.register(gather.slots.kind, gather.slots.blocks_address, num_bytes, gather.slots.device_id)
             self._agent.register(MemoryKind.DRAM, gather.tickets_address, gather.slots.num_blocks * 8)
             mappable = export(memory.bytes, self._gather.memory)
+            if mappable:
+                generations = memory.groups[0].table.record()
         if host is not None:
             num_bytes = host.slots.num_bytes
             self._agent.register(MemoryKind.DRAM, host.slots.blocks_address, num_bytes)
             self._agent.register(MemoryKind.DRAM, host.generations_address, host.slots.num_blocks * 8)
-        self.served = RankMemory(self._agent.metadata(), regions, gather, host, mappable)
+        self.served = RankMemory(self._agent.metadata(), regions, gather, host, mappable, generations)
 
     @property
     def is_busy(self) -> bool:

@@ -47,6 +47,8 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     # ``module:function`` that forks processes of the child's own, or "". A child of a fork server calls it with its
     # config before it has a thread.
     forks: str = ""
+    # ``module:function``, called with its config before the entry is imported, if that takes long; or "".
+    early: str = ""
     config: msgspec.Raw
     status_fd: int = -1  # set when it is started; a child of a fork server has another
     listener_fd: int = -1  # likewise; -1: it gets no listening socket
@@ -131,6 +133,8 @@ def run(order: Order, status: StatusPipe, start_life_line: Callable[[], None], *
         if order.forks and can_fork:
             _imported(order.forks)(config)
         start_life_line()
+        if order.early:
+            _imported(order.early)(config)
         entry: Entry = _imported(order.entry)
         entry(config, status.report)
     except SplitserveError as error:

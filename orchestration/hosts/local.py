@@ -42,8 +42,10 @@ class Entries:
 
 
 ENTRIES = Entries()
-FORK_RANKS = "splitserve.worker.ranks.starts:fork_ranks"
+FORK_RANKS = "splitserve.worker.ranks.forks:fork_ranks"
 """What a worker calls that a fork server starts: see :attr:`splitserve.orchestration.hosts.child.Order.forks`."""
+BEGIN_ON_GPU = "splitserve.worker.start.early:begin_on_gpu"
+"""What a worker on GPUs calls first: see :attr:`splitserve.orchestration.hosts.child.Order.early`."""
 
 
 def _module_of(entry: str, known: str) -> str:
@@ -185,6 +187,7 @@ class LocalHost:
                 log_file=self._log_file(name),
                 preloaded=self._preloaded(pool),
                 forks=FORK_RANKS if self._preloaded(pool) else "",
+                early=BEGIN_ON_GPU if gpus and self._entries == ENTRIES else "",
             )
         except OSError:
             self.release(name)

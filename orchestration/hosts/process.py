@@ -116,8 +116,8 @@ class ChildProcess:
     ``emit``: with stage ``started`` (detail ``pid``), with the child's progress and, last, with its exit.
 
     Its log is appended to ``log_file``, which is kept short; None: it goes to this process's own output.
-    ``preloaded``: a fork server that has imported this module starts it, if the platform can; "": none. ``forks``: see
-    :class:`Order`. ``listener``: a listening socket that it shares with others.
+    ``preloaded``: a fork server that has imported this module starts it, if the platform can; "": none. ``forks``,
+    ``early``: see :class:`Order`. ``listener``: a listening socket that it shares with others.
     """
 
     def __init__(
@@ -134,6 +134,7 @@ class ChildProcess:
         log_file: Path | None = None,
         preloaded: str = "",
         forks: str = "",
+        early: str = "",
         listener: socket.socket | None = None,
     ) -> None:
         self.name = name
@@ -147,6 +148,7 @@ class ChildProcess:
             kind=_KINDS[type(config)],
             entry=entry,
             forks=forks,
+            early=early,
             config=msgspec.Raw(msgspec.json.encode(config)),
             listener_fd=-1 if listener is None else listener.fileno(),
             shared_memory=shared_memory,

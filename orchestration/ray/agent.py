@@ -24,7 +24,7 @@ from splitserve.orchestration.cluster.host import ChildExited, ChildProgress, Ev
 from splitserve.orchestration.hosts.addresses import own_address, reachable_url
 from splitserve.orchestration.hosts.core_plan import WorkerPlan, plan_workers, wanted_affinity
 from splitserve.orchestration.hosts.gpus import VISIBLE, list_gpus, visible
-from splitserve.orchestration.hosts.local import Entries
+from splitserve.orchestration.hosts.local import BEGIN_ON_GPU, ENTRIES, Entries
 from splitserve.orchestration.hosts.log_files import read_log
 from splitserve.orchestration.hosts.process import ChildProcess
 from splitserve.orchestration.hosts.shared_memory import remove_abandoned
@@ -150,7 +150,9 @@ class Agent:
                 lmcache_endpoint=endpoint_on(order.cluster, node_id, spec, pool),
             )
             self._add("plan", {"text": plan.describe(keeps_awake=config.engine.keep_cores_awake)})
-            self._spawn(entries.worker, config, order.threads, {**environment, **worker_environment(spec, pool)})
+            early = BEGIN_ON_GPU if gpus and entries == ENTRIES else ""
+            variables = {**environment, **worker_environment(spec, pool)}
+            self._spawn(entries.worker, config, order.threads, variables, early)
         elif is_lmcache(order.name):
             server = spec.lmcache_config()
             assert server is not None, "no worker has asked for it"
@@ -173,7 +175,7 @@ class Agent:
         why = "other workers of the node use the same cores"
         return replace(plan, why=why) if not gpus and not wanted.cores and pool.affinity.pin else plan
 
-    def _spawn(self, entry: str, config: object, threads: int, environment: dict[str, str]) -> None:
+    def _spawn(self, entry: str, config: object, threads: int, environment: dict[str, str], early: str = "") -> None:
         self._child = ChildProcess(
             name=self._order.name,
             entry=entry,
@@ -183,6 +185,7 @@ class Agent:
             emit=self._on_event,
             environment=environment,
             log_file=self._log_file(),
+            early=early,
         )
 
     def _on_event(self, event: Event) -> None:

@@ -1,7 +1,7 @@
 """The first copies of a read through a mapping, which the thread that commands it queues, and the wait for its end."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from threading import Lock
 from types import SimpleNamespace
@@ -57,7 +57,7 @@ def test_the_thread_that_commands_a_read_queues_its_first_copies(prefill: int, m
     assert len(found) == 24, "no two blocks are adjacent on both sides"
     whole = torch.cat([source.blocks[remote] for source in sources], dim=2)
     memory.blocks.fill_(-1.0)
-    first = reader.start(found, ReadPath.MAPPED, clock.now)
+    first = reader.start(iter(found), 24, ReadPath.MAPPED, clock.now)
     assert first is not None and first.num_queued == 20 and driver.context == CONTEXT
     assert torch.equal(memory.blocks[local[:20]], whole[:20]) and (memory.blocks[local[20:]] == -1.0).all()
     assert len(driver.calls) == 2 * prefill
@@ -65,14 +65,14 @@ def test_the_thread_that_commands_a_read_queues_its_first_copies(prefill: int, m
     pending = reader.read(local, remote, ReadPath.MAPPED, first)
     assert torch.equal(memory.blocks[local], whole) and len(driver.calls) == 3 * prefill
     assert pending.due_at == pytest.approx(121.6), "all of them, since the first ones were queued"
-    few = reader.start(found[:5], ReadPath.MAPPED, clock.now)
+    few = reader.start(iter(found[:5]), 5, ReadPath.MAPPED, clock.now)
     assert few is not None and few.queued_at == clock.now, "all of them"
     assert reader.read(local[:5], remote[:5], ReadPath.MAPPED, few) is few and len(driver.calls) == 5 * prefill
-    assert reader.start([(1, 3, 1), (2, NUM_BLOCKS, 1)], ReadPath.MAPPED, clock.now) is None, "a slot of the host tier"
+    assert reader.has_blocks([3, NUM_BLOCKS - 1]) and not reader.has_blocks([3, NUM_BLOCKS]), "a slot of the host tier"
     with reader._lock:
-        assert reader.start(found, ReadPath.MAPPED, clock.now) is None, "it waits for nothing"
+        assert reader.start(iter(found), 24, ReadPath.MAPPED, clock.now) is None, "it waits for nothing"
     reader.close()
-    assert reader.start(found, ReadPath.MAPPED, clock.now) is None and len(driver.calls) == 5 * prefill
+    assert reader.start(iter(found), 24, ReadPath.MAPPED, clock.now) is None and len(driver.calls) == 5 * prefill
 
 
 @INTERPRETED
@@ -80,7 +80,7 @@ def test_the_thread_that_commands_a_read_queues_adjacent_blocks_at_once(monkeypa
     driver = stand_in_for_cuda(monkeypatch)
     sources, memory = [KVMemory(layout(2), NUM_BLOCKS) for _ in range(2)], KVMemory(layout(1), NUM_BLOCKS)
     reader = reader_of(memory, sources)
-    read = reader.start([(0, 0, NUM_BLOCKS)], ReadPath.MAPPED, 100.0)
+    read = reader.start([(0, 0, NUM_BLOCKS)], NUM_BLOCKS, ReadPath.MAPPED, 100.0)
     assert read is not None and read.queued_at and driver.calls == ["batch of rows"] * 2, "one for each rank"
 
 
@@ -103,8 +103,8 @@ def test_rows_are_copied_on_several_streams(prefill: int, decode: int, monkeypat
     monkeypatch.setattr(reader._copier, "start", start)
     local = range(2 * NUM_BLOCKS - 2, -1, -2)
     found = [(block // 2, block // 2, 1) for block in local]
-    assert reader.start(found, ReadPath.MAPPED, 100.0) is not None
-    reader.read([], [], ReadPath.MAPPED, MappedRead(reader, found, ReadPath.MAPPED, 100.0))
+    assert reader.start(found, NUM_BLOCKS, ReadPath.MAPPED, 100.0) is not None
+    reader.read([], [], ReadPath.MAPPED, MappedRead(reader, found, NUM_BLOCKS, ReadPath.MAPPED, 100.0))
     together = [target for targets in queued.values() for target in targets]
     size = memory.block_bytes
     assert len(together) == (20 + NUM_BLOCKS) * prefill and len(set(together)) == NUM_BLOCKS * prefill
@@ -126,20 +126,20 @@ def test_the_thread_that_commands_a_read_launches_the_kernel(monkeypatch: pytest
     memory = KVMemory(layout(1), NUM_BLOCKS)
     reader = reader_of(memory, sources)
     found = [(1, 2, 1), (4, 7, 2), (9, 3, 1)]
-    assert reader.start(found, ReadPath.KERNEL, 100.0) is None, "it is not compiled"
+    assert reader.start(found, 4, ReadPath.KERNEL, 100.0) is None, "it is not compiled"
     reader.read([0], [0], ReadPath.KERNEL)
     (copier,) = reader._row_copiers.values()
     with monkeypatch.context() as patch:
         patch.setattr(copier, "is_ready", lambda: False)
-        assert reader.start(found, ReadPath.KERNEL, 100.0) is None, "the device has no room"
+        assert reader.start(found, 4, ReadPath.KERNEL, 100.0) is None, "the device has no room"
         patch.undo()
         patch.setattr(copier, "start", Mock(side_effect=RuntimeError("no")))
-        assert reader.start(found, ReadPath.KERNEL, 100.0) is None, "the other thread reports it"
+        assert reader.start(found, 4, ReadPath.KERNEL, 100.0) is None, "the other thread reports it"
     with monkeypatch.context() as patch:
         patch.setattr(mapped_reads, "_MOST_FIRST_PIECES", 7)
-        assert reader.start(found, ReadPath.KERNEL, 100.0) is None, "it takes too long"
+        assert reader.start(found, 4, ReadPath.KERNEL, 100.0) is None, "it takes too long"
     memory.blocks.fill_(-1.0)
-    read = reader.start(found, ReadPath.KERNEL, 100.0)
+    read = reader.start(found, 4, ReadPath.KERNEL, 100.0)
     assert read is not None and read.queued_at and driver.calls == []
     whole = torch.cat([source.blocks[[2, 7, 8, 3]] for source in sources], dim=2)
     assert torch.equal(memory.blocks[[1, 4, 5, 9]], whole)
@@ -154,7 +154,7 @@ def test_first_copies_that_cuda_refuses_are_left_to_the_read(monkeypatch: pytest
     memory = KVMemory(layout(1), NUM_BLOCKS)
     reader = reader_of(memory, [memory])
     monkeypatch.setattr(reader._copier, "start", lambda _copies, _stream: 700)
-    assert reader.start([(1, 2, 1)], ReadPath.MAPPED, 100.0) is None
+    assert reader.start([(1, 2, 1)], 1, ReadPath.MAPPED, 100.0) is None
     with pytest.raises(TransferError, match="700"):
         reader.read([1], [2])
 
@@ -192,12 +192,12 @@ def test_a_read_through_a_mapping_begins_where_it_is_commanded() -> None:
     """Others begin on the threads that own the agents."""
     peer, submitted = _Peer(1, 1), []
     read = ReadCommand(1, PEER, range(64), range(63, -1, -1))
-    begun: list[tuple[Sequence[Run], ReadPath]] = []
+    begun: list[tuple[list[Run], int, ReadPath]] = []
     first = object()
 
-    def start(found: Sequence[Run], path: ReadPath, _started: float) -> object:
+    def start(found: Iterable[Run], num_blocks: int, path: ReadPath, _started: float) -> object:
         assert submitted == []
-        begun.append((found, path))
+        begun.append((list(found), num_blocks, path))
         return first
 
     connector = object.__new__(NixlConnector)
@@ -205,15 +205,18 @@ def test_a_read_through_a_mapping_begins_where_it_is_commanded() -> None:
     connector._memory = SimpleNamespace(groups=[SimpleNamespace(block_bytes=4 * MIB)])  # type: ignore[assignment]
     thread = SimpleNamespace(read=lambda *_arguments: None, submit=submitted.append)
     connector._threads, connector._peers = [thread], {PEER: peer}  # type: ignore[list-item]
-    peer.mapped = SimpleNamespace(start=start)  # type: ignore[assignment]
+    peer.mapped = SimpleNamespace(start=start, has_blocks=lambda remote: max(remote) < 64)  # type: ignore[assignment]
     connector.read(read)
     peer.learn(ReadShape(True, 1, 32, 4 * MIB, 4 * MIB, 16, 0, True), ReadCost(POSTED, COPY, None, MAPPED))
     assert submitted.pop().args == (read, ReadPath.DIRECT, None) and begun == []
     connector.read(read)
     assert submitted.pop().args == (read, ReadPath.MAPPED, first)
     apart = [(block, 63 - block, 1) for block in range(64)]
-    assert begun.pop() == (apart, ReadPath.MAPPED)
+    assert begun.pop() == (apart, 64, ReadPath.MAPPED)
     slow = LinkCost(1e-5, 1e-4, 390e9)
     peer.learn(ReadShape(False, 2, 32, 4 * MIB, 2 * MIB, 16, 0, True), ReadCost(POSTED, COPY, None, slow, MAPPED))
     connector.read(read)
-    assert submitted.pop().args == (read, ReadPath.KERNEL, first) and begun == [(apart, ReadPath.KERNEL)]
+    assert submitted.pop().args == (read, ReadPath.KERNEL, first) and begun == [(apart, 64, ReadPath.KERNEL)]
+    from_tier = ReadCommand(2, PEER, [1, 2], [3, 64])
+    connector.read(from_tier)
+    assert submitted.pop().args[2] is None and len(begun) == 1, "a slot of the host tier"

@@ -92,9 +92,10 @@ def test_neighbours_on_both_sides_are_one_copy() -> None:
 
 @pytest.mark.parametrize(("count", "sizes"), [(0, []), (3, [3]), (4, [4]), (5, [4, 1]), (90, [4, 16, 64, 6])])
 def test_a_few_blocks_are_in_flight_first(count: int, sizes: list[int]) -> None:
-    parts = [range(count)[part] for part in growing_parts(count)]
+    found = [(index, index, 1) for index in range(count)]
+    parts = list(growing_parts(iter(found)))
     assert [len(part) for part in parts] == sizes
-    assert [index for part in parts for index in part] == list(range(count))
+    assert [run for part in parts for run in part] == found
 
 
 @pytest.mark.parametrize("is_flat", [True, False])

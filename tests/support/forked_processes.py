@@ -10,5 +10,5 @@ from multiprocessing.context import ForkServerContext
 def fork_context() -> ForkServerContext:
     """Return the context of such processes. They have the environment of the first one's start."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["splitserve.kvconnector.nixl.connector", "splitserve.worker.ranks.starts"])
+    context.set_forkserver_preload(["splitserve.kvconnector.nixl.connector", "splitserve.worker.ranks.process"])
     return context

@@ -5,8 +5,8 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from forked_processes import fork_context
-from splitserve.worker.ranks.process import RankEnds, run_rank
-from splitserve.worker.ranks.starts import StartedRank, start_rank
+from splitserve.worker.ranks.process import run_rank
+from splitserve.worker.ranks.starts import RankEnds, StartedRank, start_rank
 
 
 def start_ranks(count: int) -> list[StartedRank]:

@@ -165,11 +165,20 @@ class HostTierMemory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     generations_address: Unsigned
 
 
+class SharedTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A table in host memory as processes on the same machine can map it: a sealed file without a name, the owner's
+    ``descriptor`` in process ``pid``. The file begins with ``token``, random numbers: then it is the right one."""
+
+    pid: Size
+    descriptor: Count
+    token: Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
+
+
 class RankMemory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One rank of a tensor-parallel worker, as a reader needs it. ``metadata`` is the connector's own.
 
     ``regions`` has one for each group of the cache. The rest is there for caches of one full group only. ``mappable``:
-    on a GPU, the memory of the blocks and that of the slots.
+    on a GPU, the memory of the blocks and that of the slots; ``generations``: there, too, the blocks' generations.
     """
 
     metadata: bytes
@@ -177,6 +186,7 @@ class RankMemory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     gather: GatherMemory | None = None
     host: HostTierMemory | None = None
     mappable: Annotated[list[MappableMemory], msgspec.Meta(max_length=2)] = []
+    generations: SharedTable | None = None
 
     @property
     def region(self) -> MemoryRegion:

@@ -45,6 +45,7 @@ from splitserve.worker.machine.awake_cores import kept_awake
 from splitserve.worker.machine.threads import give_way, pin_threads
 from splitserve.worker.ranks.others import RankError, Ranks
 from splitserve.worker.ranks.runner import RankedLauncher, RankedRunner
+from splitserve.worker.ranks.starts import threads_per_rank
 from splitserve.worker.ranks.team import Team, start_team
 from splitserve.worker.start.beside import Beside
 from splitserve.worker.start.clock import StartClock
@@ -79,7 +80,7 @@ def run_worker(config: WorkerConfig, progress: Progress, load: Loader = load_ser
     if problems:
         raise SettingsError(problems)
     give_way(device)
-    threads = max(1, (config.engine.threads or len(usable_cpus())) // size)
+    threads = threads_per_rank(config.engine)
     torch.set_num_threads(threads)
     config = msgspec.structs.replace(
         config, engine=msgspec.structs.replace(config.engine.on(device.type), threads=threads)

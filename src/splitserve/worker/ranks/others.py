@@ -22,7 +22,7 @@ from splitserve.protocol.config import CoreAffinity, EngineConfig
 from splitserve.protocol.request import Party, Role
 from splitserve.protocol.step import StepPlan
 from splitserve.worker.ranks.messages import RankFailed, RankOrder, RankReport
-from splitserve.worker.ranks.starts import StartedRank, start_program, start_rank
+from splitserve.worker.ranks.starts import StartedRank, start_program, start_rank, thread_variables
 
 logger = logging.getLogger(__name__)
 
@@ -104,8 +104,8 @@ class Ranks:
         self._broken = False  # no step can run any more
         self._closing = False
         self._encoder = msgspec.msgpack.Encoder(enc_hook=list)
-        threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(engine.threads))
-        start = functools.partial(start_program, environment={**os.environ, **threads})
+        threads = thread_variables(engine.threads)
+        start = functools.partial(start_program, threads=engine.threads)
         waiting = list(started)
         self._ranks: list[_Rank] = []
         for rank in range(1, engine.tensor_parallel_size):

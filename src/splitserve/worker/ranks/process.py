@@ -1,4 +1,4 @@
-"""Main of a worker's rank 1 and up, which :mod:`.starts` alone starts: as a program, or forked from the worker.
+"""Main of a worker's rank 1 and up: a program (:mod:`.starts`), or forked from the worker (:mod:`.forks`).
 
 It runs the steps that it receives, in their order, and ends with its worker: in order when the steps' pipe ends, at
 once when its life line ends. It ignores signals meant for the worker.
@@ -15,7 +15,7 @@ import time
 from functools import partial
 from io import FileIO
 from multiprocessing.connection import Connection
-from typing import NamedTuple, NoReturn
+from typing import NoReturn
 
 import msgspec
 import torch
@@ -35,6 +35,7 @@ from splitserve.models.runner.runner import ModelRunner, NonFiniteLogitsError
 from splitserve.protocol.step import LaunchedStep, LaunchingRunner, StepPlan
 from splitserve.worker.machine.threads import keep_near, pin_threads
 from splitserve.worker.ranks.messages import RankFailed, RankOrder, RankReady, RankReport
+from splitserve.worker.ranks.starts import RankEnds
 from splitserve.worker.start.beside import Beside
 from splitserve.worker.start.clock import StartClock
 from splitserve.worker.start.kv_tiers import make_tiers
@@ -44,15 +45,6 @@ logger = logging.getLogger(__name__)
 
 _GONE_SECONDS = 0.3  # by then this process has ended with its worker, if that's why the others can't be reached
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
-
-
-class RankEnds(NamedTuple):
-    """Descriptors of a rank's ends of its pipes. ``life_line``: standard input of a program."""
-
-    life_line: int
-    steps: int
-    reports: int
-    link: int
 
 
 class RankProcess:

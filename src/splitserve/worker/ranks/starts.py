@@ -1,28 +1,34 @@
-"""Starts of rank processes: on CPU forked from the worker before its first thread, else as programs.
+"""Starts of rank processes: as programs, or on CPU by :mod:`.forks`.
 
-A forked rank has all imports already. It is forked before its order is known, and waits for it; so a worker's process
-forks as many ranks as its config asks for at once (:func:`fork_ranks`), and takes them later.
+A rank is started before its order is known, and waits for it: a program imports meanwhile. So a worker's process starts
+as many ranks as its config asks for at once (:func:`start_programs`), and takes them later. Importing this module is
+quick.
 """
 
 import contextlib
 import fcntl
 import os
-import signal
 import subprocess
 import sys
-import threading
-import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe
-from typing import IO, NoReturn, Protocol
+from typing import IO, NamedTuple, Protocol
 
-from splitserve.protocol.config import WorkerConfig
-from splitserve.worker.machine.threads import give_way_on_cpu
-from splitserve.worker.ranks import process as rank_process
-from splitserve.worker.ranks.process import RankEnds
+from splitserve.common.cores import usable_cpus
+from splitserve.protocol.config import EngineConfig
 
+_MAIN = "splitserve.worker.ranks.process"
 _STEPS_PIPE_BYTES = 1 << 20
+
+
+class RankEnds(NamedTuple):
+    """Descriptors of a rank's ends of its pipes. ``life_line``: standard input of a program."""
+
+    life_line: int
+    steps: int
+    reports: int
+    link: int
 
 
 class Process(Protocol):
@@ -43,28 +49,6 @@ class StartedRank:
     link: Connection
     reports: IO[bytes]
     life_line: IO[bytes]
-
-
-class ForkedRank:
-    """Child of this process by a fork."""
-
-    def __init__(self, pid: int) -> None:
-        self.pid = pid
-        self._lock = threading.Lock()  # around the use of the id, which another process may get after the end
-        self._has_ended = False
-
-    def wait(self) -> int:
-        """Wait for the end; returns the exit status, as :class:`subprocess.Popen` does. Call it once."""
-        os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
-        with self._lock:
-            self._has_ended = True
-            _, status = os.waitpid(self.pid, 0)
-        return os.waitstatus_to_exitcode(status)
-
-    def kill(self) -> None:
-        with self._lock:
-            if not self._has_ended:
-                os.kill(self.pid, signal.SIGKILL)
 
 
 def start_rank(start: Callable[[RankEnds], Process]) -> StartedRank:
@@ -91,55 +75,43 @@ def start_rank(start: Callable[[RankEnds], Process]) -> StartedRank:
         os.close(their_life_line_fd)
 
 
-def start_program(ends: RankEnds, environment: Mapping[str, str]) -> Process:
-    """Start a rank that imports for itself."""
+def start_program(ends: RankEnds, threads: int) -> Process:
+    """Start a rank that imports for itself, for ``threads`` threads."""
     return subprocess.Popen(
-        [sys.executable, "-m", rank_process.__name__, str(ends.steps), str(ends.reports), str(ends.link)],
+        [sys.executable, "-m", _MAIN, str(ends.steps), str(ends.reports), str(ends.link)],
         stdin=ends.life_line,
         pass_fds=(ends.steps, ends.reports, ends.link),
-        env=environment,
+        env={**os.environ, **thread_variables(threads)},
     )
 
 
-def fork_rank(ends: RankEnds) -> Process:
-    """Fork a rank from this process, which must have no other thread."""
-    pid = os.fork()
-    if pid == 0:
-        _be_rank(ends)
-    return ForkedRank(pid)
+def thread_variables(threads: int) -> dict[str, str]:
+    """Return the variables of a rank's environment that count its threads."""
+    return dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(threads))
 
 
-def fork_ranks(config: WorkerConfig) -> None:
-    """Fork the other ranks of a worker on CPU, before this process, its rank 0, starts a thread or an operation. Those
-    that can't be forked are started as programs later."""
-    if threading.active_count() > 1:  # a fork would lose them, and keep their locks
-        return
+def threads_per_rank(engine: EngineConfig) -> int:
+    """Return the threads of each rank: its share of the worker's, or of the cores that it may use."""
+    return max(1, (engine.threads or len(usable_cpus())) // engine.tensor_parallel_size)
+
+
+def start_programs(engine: EngineConfig) -> None:
+    """Start the other ranks of a worker as programs. Those that can't be started now are started later."""
+    start_early(engine, lambda ends: start_program(ends, threads_per_rank(engine)))
+
+
+def start_early(engine: EngineConfig, start: Callable[[RankEnds], Process]) -> None:
+    """Start the other ranks of a worker with ``start``, for :func:`waiting_ranks`."""
     with contextlib.suppress(OSError):
-        for _ in range(config.engine.tensor_parallel_size - 1):
-            _waiting.append(start_rank(fork_rank))
+        for _ in range(engine.tensor_parallel_size - 1):
+            _waiting.append(start_rank(start))
 
 
-def forked_ranks() -> list[StartedRank]:
-    """Return the ranks that :func:`fork_ranks` has forked, to their first user."""
+def waiting_ranks() -> list[StartedRank]:
+    """Return the ranks that were started early, to their first user."""
     taken = list(_waiting)
     _waiting.clear()
     return taken
 
 
 _waiting: list[StartedRank] = []
-
-
-def _be_rank(ends: RankEnds) -> NoReturn:
-    """Be a rank, with no descriptor of the worker's: their ends must mean the end of the worker."""
-    try:
-        kept = sorted(ends)
-        for before, after in zip([2, *kept], [*kept, os.sysconf("SC_OPEN_MAX")], strict=True):
-            os.closerange(before + 1, after)
-        os.dup2(ends.life_line, 0)
-        os.close(ends.life_line)
-        give_way_on_cpu()
-        rank_process.run_rank(ends._replace(life_line=0))
-    except BaseException:
-        traceback.print_exc()
-    finally:  # the worker's own frames, further up the stack, must not continue here
-        os._exit(1)

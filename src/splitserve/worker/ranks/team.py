@@ -15,7 +15,7 @@ from splitserve.models.parallel.ranks import Alone, CollectiveError, Collectives
 from splitserve.protocol.config import CoreAffinity, EngineConfig
 from splitserve.protocol.request import Party, Role
 from splitserve.worker.ranks.others import RankError, Ranks
-from splitserve.worker.ranks.starts import forked_ranks
+from splitserve.worker.ranks.starts import waiting_ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +66,7 @@ def start_team(
         load_model_config(engine.model, engine.model_backend), 0, size, engine.expert_parallel
     )  # before anything is started
     store, port = open_store(size)
-    started = forked_ranks() if device.type == "cpu" else ()
-    ranks = Ranks(party, role, engine, port, on_failure, affinity=affinity, started=started)
+    ranks = Ranks(party, role, engine, port, on_failure, affinity=affinity, started=waiting_ranks())
     group: Collectives | None = None
     try:
         group = join_group(store, shard, device)

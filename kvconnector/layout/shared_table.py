@@ -1,0 +1,112 @@
+"""A table of numbers that processes on the same machine read in place, such as the generations of KV blocks.
+
+The owner keeps it in a file without a name. A reader opens the file through the owner's descriptors in ``/proc``, which
+requires the same user and the same namespace of processes; where that fails, it reads the table in another way. The
+file is sealed, since access to a mapping of a file that has shrunk would end the reader.
+"""
+
+import fcntl
+import logging
+import mmap
+import os
+import secrets
+import select
+
+import numpy as np
+import numpy.typing as npt
+
+from splitserve.protocol.memory_records import SharedTable
+
+logger = logging.getLogger(__name__)
+
+_NAME = "splitserve-table"
+_TOKEN_BYTES = 16
+_NUMBERS_AT = 64  # bytes from the file's start
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+
+class OwnTable:
+    """A table that others may read. ``numbers``: uint64 ``[count]``, zeros at first."""
+
+    def __init__(self, count: int) -> None:
+        self._token = secrets.token_bytes(_TOKEN_BYTES)
+        self._file = -1
+        num_bytes = _NUMBERS_AT + 8 * count
+        try:
+            self._file = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            os.ftruncate(self._file, num_bytes)
+            fcntl.fcntl(self._file, fcntl.F_ADD_SEALS, _SEALS)
+            memory = mmap.mmap(self._file, num_bytes)
+        except OSError as error:
+            logger.info("a table can't be shared with other processes: %s", error)
+            self._close()
+            memory = mmap.mmap(-1, num_bytes)
+        memory[:_TOKEN_BYTES] = self._token
+        self.numbers: npt.NDArray[np.uint64] = np.frombuffer(memory, np.uint64, count, _NUMBERS_AT)
+
+    def __del__(self) -> None:
+        self._close()
+
+    def record(self) -> SharedTable | None:
+        """Return how others find the table while this process lives; None if it can't be shared."""
+        return None if self._file < 0 else SharedTable(os.getpid(), self._file, self._token)
+
+    def _close(self) -> None:
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+
+class PeerTable:
+    """Another process's table. Use :func:`open_table`."""
+
+    def __init__(self, numbers: memoryview, owner: int) -> None:
+        self._numbers = numbers
+        self._owner = owner  # a descriptor of its process
+        self._end = select.poll()
+        self._end.register(owner, select.POLLIN)
+
+    def read(self, index: int) -> int:
+        """Return the number at ``index`` as it is now."""
+        return int(self._numbers[index])
+
+    @property
+    def is_current(self) -> bool:
+        """False once the owner has ended: the numbers then stay as they were."""
+        return not self._end.poll(0)
+
+    def close(self) -> None:
+        self._numbers.release()
+        os.close(self._owner)
+
+
+def open_table(table: SharedTable, count: int) -> PeerTable | None:
+    """Return a peer's table of ``count`` numbers, or None if it can't be mapped here."""
+    owner = -1
+    try:
+        owner = os.pidfd_open(table.pid)  # first: if it still lives when the token fits, the token was its own
+        numbers = _mapped(table, count)
+    except (OSError, ValueError) as error:
+        logger.debug("the table of process %d can't be mapped: %s", table.pid, error)
+        if owner >= 0:
+            os.close(owner)
+        return None
+    return PeerTable(numbers, owner)
+
+
+def _mapped(table: SharedTable, count: int) -> memoryview:
+    """Map the file. Raises OSError, or ValueError for a file that isn't such a table."""
+    path = f"/proc/{table.pid}/fd/{table.descriptor}"
+    if not os.readlink(path).startswith(f"/memfd:{_NAME}"):  # whatever else it is isn't even opened
+        raise ValueError(f"{path} is no table")
+    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        size = os.fstat(file).st_size
+        if size < _NUMBERS_AT + 8 * count or fcntl.fcntl(file, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
+            raise ValueError(f"{path} has {size} bytes, or isn't sealed")
+        memory = mmap.mmap(file, size, prot=mmap.PROT_READ)
+    finally:
+        os.close(file)
+    if memory[:_TOKEN_BYTES] != table.token:
+        raise ValueError(f"{path} has another token")
+    return memoryview(memory)[_NUMBERS_AT : _NUMBERS_AT + 8 * count].cast("Q")

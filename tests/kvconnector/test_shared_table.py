@@ -1,0 +1,159 @@
+"""Tables that another process reads in place: only the right ones, and only while their owner lives."""
+
+import fcntl
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import msgspec
+import numpy as np
+import pytest
+
+from splitserve.kvconnector.layout import shared_table
+from splitserve.kvconnector.layout.shared_table import OwnTable, open_table
+from splitserve.kvconnector.nixl.agent import TransferError
+from splitserve.kvconnector.nixl.generation_reads import GenerationReads
+from splitserve.protocol.memory_records import MemoryKind, MemoryRegion, RankMemory, SharedTable
+
+COUNT = 1000
+OWNER = """
+import sys, msgspec
+from splitserve.kvconnector.layout.shared_table import OwnTable
+table = OwnTable(int(sys.argv[1]))
+table.numbers[7] = 2**64 - 1
+sys.stdout.buffer.write(msgspec.json.encode(table.record()) + b"\\n")
+sys.stdout.flush()
+for line in sys.stdin:
+    index, number = map(int, line.split())
+    table.numbers[index] = number
+    print("done", flush=True)
+"""
+
+
+@pytest.fixture
+def owner() -> Iterator[subprocess.Popen[bytes]]:
+    command = [sys.executable, "-c", OWNER, str(COUNT)]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    yield process
+    process.kill()
+    process.communicate()
+
+
+def record_of(owner: subprocess.Popen[bytes]) -> SharedTable:
+    assert owner.stdout is not None
+    return msgspec.json.decode(owner.stdout.readline(), type=SharedTable)
+
+
+def test_another_process_reads_the_numbers_as_they_are_now(owner: subprocess.Popen[bytes]) -> None:
+    table = open_table(record_of(owner), COUNT)
+    assert table is not None and owner.stdin is not None and owner.stdout is not None
+    assert [table.read(index) for index in (0, 7, COUNT - 1)] == [0, 2**64 - 1, 0]
+    owner.stdin.write(b"999 42\n")
+    owner.stdin.flush()
+    assert owner.stdout.readline() == b"done\n"
+    assert table.read(COUNT - 1) == 42 and table.is_current
+    owner.kill()
+    owner.wait()
+    assert table.read(COUNT - 1) == 42 and not table.is_current
+    table.close()
+
+
+def open_descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_what_is_no_table_is_not_opened(owner: subprocess.Popen[bytes], tmp_path: Path) -> None:
+    """Nor one of another worker that now has the number, one that is too short, or one that could shrink."""
+    record = record_of(owner)
+    table = open_table(record, COUNT)
+    assert table is not None
+    table.close()
+    before = open_descriptors()
+    replace = msgspec.structs.replace
+    assert open_table(replace(record, token=bytes(16)), COUNT) is None
+    assert open_table(record, COUNT + 1) is None
+    assert open_table(replace(record, descriptor=1), COUNT) is None, "its output"
+    assert open_table(replace(record, descriptor=9999), COUNT) is None
+    assert open_table(replace(record, pid=2**22 + 1), COUNT) is None, "no process has such a number"
+    own = OwnTable(COUNT)
+    (tmp_path / "memfd:splitserve-table").write_bytes(bytes(64 + 8 * COUNT))
+    with (tmp_path / "memfd:splitserve-table").open() as file:
+        assert open_table(SharedTable(os.getpid(), file.fileno(), bytes(16)), COUNT) is None
+    unsealed = os.memfd_create("splitserve-table", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(unsealed, 64 + 8 * COUNT)
+    assert open_table(SharedTable(os.getpid(), unsealed, bytes(16)), COUNT) is None
+    os.close(unsealed)
+    del own
+    assert open_descriptors() == before
+
+
+def test_a_table_cannot_shrink() -> None:
+    table = OwnTable(COUNT)
+    record = table.record()
+    assert record is not None
+    with pytest.raises(PermissionError):
+        os.ftruncate(record.descriptor, 0)
+    with pytest.raises(PermissionError):
+        fcntl.fcntl(record.descriptor, fcntl.F_ADD_SEALS, 0)
+
+
+def test_where_there_are_no_such_files_a_table_is_not_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_name: str, _flags: int) -> int:
+        raise PermissionError("vm.memfd_noexec")
+
+    monkeypatch.setattr(shared_table.os, "memfd_create", refuse)
+    table = OwnTable(3)
+    table.numbers[:] = [1, 2, 3]
+    assert table.record() is None and table.numbers.tolist() == [1, 2, 3]
+
+
+def reads_of(record: SharedTable | None) -> GenerationReads:
+    region = MemoryRegion(MemoryKind.VRAM, 0, 4096, COUNT, 64)
+    welcome = SimpleNamespace(ranks=[RankMemory(b"x", [region], generations=record)], generations_addresses=[4096])
+    agent = SimpleNamespace(register=lambda *_: None, make_read=lambda *arguments: arguments)
+    return GenerationReads(agent, welcome)  # type: ignore[arg-type]
+
+
+def test_generations_are_read_in_place_while_the_peer_lives(owner: subprocess.Popen[bytes]) -> None:
+    reads = reads_of(record_of(owner))
+    assert len(reads.make("peer", [3, 7], 0)) == 1, "not mapped yet"
+    reads.map()
+    assert reads.make("peer", [3, 7], 0) == [] and reads.landed([7, 3], 0) == [2**64 - 1, 0]
+    owner.kill()
+    owner.wait()
+    with pytest.raises(TransferError, match="has ended"):
+        reads.landed([7, 3], 0)
+    reads.unmap()
+    reads.scratch[0, :9] = np.arange(9)
+    assert reads.landed([7, 3], 0) == [7, 3]
+
+
+@pytest.mark.parametrize(
+    "spoil", [lambda record: None, lambda record: msgspec.structs.replace(record, token=bytes(16))]
+)
+def test_generations_that_cannot_be_mapped_are_read_by_nixl(
+    owner: subprocess.Popen[bytes], spoil: Callable[[SharedTable], SharedTable | None]
+) -> None:
+    reads = reads_of(spoil(record_of(owner)))
+    reads.map()
+    assert len(reads.make("peer", [3, 7], 0)) == 1
+    reads.scratch[0, :9] = np.arange(9)
+    assert reads.landed([7, 3], 0) == [7, 3]
+
+
+def test_a_closed_table_keeps_no_memory() -> None:
+    def num_mapped() -> int:
+        return Path("/proc/self/maps").read_text().count("splitserve-table")
+
+    own = OwnTable(COUNT)
+    record = own.record()
+    assert record is not None
+    before = num_mapped()
+    table = open_table(record, COUNT)
+    assert table is not None and num_mapped() == before + 1
+    table.close()
+    del table
+    assert num_mapped() == before
