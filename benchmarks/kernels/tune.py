@@ -4,7 +4,7 @@ Candidates are checked against the reference, then timed in a CUDA graph on cold
 timed again, longer, beside the default. Results are written after each shape, so nothing is lost when the command is
 interrupted. By default they go to the user's own directory, where every worker finds them at its next start.
 
-With ``--in-steps`` nothing is searched for: see :mod:`.tune_steps`.
+With ``--in-steps`` whole steps are timed: see :mod:`.tune_steps`.
 """
 
 import argparse
@@ -46,14 +46,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     directory = Path(arguments.output) if arguments.output else tuning.user_directory()
     device = torch.device("cuda", torch.cuda.current_device())
     try:
-        if arguments.in_steps:
-            with tuning.tuner_lock():
-                for shape in arguments.shape:
-                    config = named_config(shape)
-                    target = TuneTarget(config, DTYPES[arguments.dtype], device, arguments.block_size)
-                    tune_in_steps(shape, target, arguments.operation, arguments.rows, directory)
-            return 0
         with tuning.tuner_lock(), CompilePool(arguments.jobs) as pool:
+            if arguments.in_steps is not None:
+                for shape in arguments.shape:
+                    target = TuneTarget(named_config(shape), DTYPES[arguments.dtype], device, arguments.block_size)
+                    tune_in_steps(
+                        shape, target, arguments.operation, arguments.rows, directory,
+                        num_searched=arguments.in_steps, pool=pool,
+                    )  # fmt: skip
+                return 0
             bandwidth = copy_bandwidth(device)
             print(f"{device_name}, copy {bandwidth / 1e12:.3f} TB/s", flush=True)
             tuner = Tuner(device_name, directory, bandwidth, pool)
@@ -86,10 +87,15 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         help=f"directory of the results; empty: ${tuning.DIRECTORY_VARIABLE}, else the user's cache",
     )
     parser.add_argument(
-        "--in-steps", action="store_true", help="choose among the parameters in the files by the time of decode steps"
+        "--in-steps",
+        type=not_negative,
+        nargs="?",
+        const=0,
+        metavar="N",
+        help="choose by the time of decode steps, among the parameters in the files and the N that are fastest alone",
     )
     arguments = parser.parse_args(argv)
-    if arguments.in_steps and arguments.tensor_parallel_size != [1]:
+    if arguments.in_steps is not None and arguments.tensor_parallel_size != [1]:
         parser.error(
             f"--in-steps times the steps of one rank, but --tensor-parallel-size is {arguments.tensor_parallel_size}; "
             "leave one of them out"

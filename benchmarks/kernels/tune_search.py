@@ -63,15 +63,16 @@ class Search:
             self._compile_all(new)
             for candidate in new:
                 self._attempt(candidate)
-            best = self._fastest(1)[0] if self._seconds else {}
+            best = self.fastest(1)[0] if self._seconds else {}
         default = self._default_seconds(_FINAL_REPEATS)
-        final = [(self._time(candidate, _FINAL_REPEATS), candidate) for candidate in self._fastest(_NUM_FINALISTS)]
+        final = [(self._time(candidate, _FINAL_REPEATS), candidate) for candidate in self.fastest(_NUM_FINALISTS)]
         seconds, winner = min(final, key=itemgetter(0), default=(default, {}))
         if seconds > (1 - _MIN_GAIN) * default:
             seconds, winner = default, {}
         return TunedRow(rows, winner, seconds, default, self._case.num_bytes, len(self._tried), tuple(self._failures))
 
-    def _fastest(self, count: int) -> list[Params]:
+    def fastest(self, count: int) -> list[Params]:
+        """Return the fastest right candidates so far, each timed briefly."""
         return [candidate for _, candidate in sorted(self._seconds, key=itemgetter(0))[:count]]
 
     def _attempt(self, candidate: Params) -> None:
