@@ -20,11 +20,11 @@ from splitserve.benchmarks.common.arguments import not_negative, positive
 from splitserve.benchmarks.common.report import table
 from splitserve.benchmarks.kernels.device_timing import copy_bandwidth
 from splitserve.benchmarks.kernels.tune_compile import CompilePool
-from splitserve.benchmarks.kernels.tune_search import Search, TunedRow
+from splitserve.benchmarks.kernels.tune_search import Search, TunedRow, record_found
 from splitserve.benchmarks.kernels.tune_steps import tune_in_steps
 from splitserve.common.errors import ConfigError
 from splitserve.kernels.tuning import parameters as tuning
-from splitserve.kernels.tuning.parameters import TunedEntry, TuningError
+from splitserve.kernels.tuning.parameters import TuningError
 from splitserve.kernels.tuning.tunables import OPERATIONS, Tunable, TuneTarget, load_tunable
 from splitserve.models.config import ModelConfig
 from splitserve.models.declared import check_tensor_parallel_size
@@ -128,10 +128,8 @@ class Tuner:
             found = [row for count in sorted(set(rows)) if (row := self._row(operation, tunable, target, key, count))]
             if not found:
                 continue
-            entries = self._merged(operation, key, found)
-            path = tuning.record(
-                self._directory, self._device_name, operation, key, entries, chip_name=tuning.current_chip()
-            )
+            winners = {row.rows: row.params for row in found}
+            path = record_found(self._directory, self._device_name, operation, key, winners)
             print(table([row.cells(self._copy_bytes_per_second) for row in found], _HEADERS))
             for row in found:
                 for failure in row.failures:
@@ -151,14 +149,6 @@ class Tuner:
         if target.device.type == "cuda":
             torch.cuda.empty_cache()
         return found
-
-    def _merged(self, operation: str, key: str, found: Sequence[TunedRow]) -> list[TunedEntry]:
-        """Merge the results with those known for other numbers of rows, since a file's list replaces all others for a
-        shape."""
-        known = tuning.TunedConfigs(self._device_name, [self._directory, tuning.SHIPPED_DIRECTORY])
-        entries = {entry.max_rows: entry for entry in known.entries(operation, key)}
-        entries |= {row.rows: TunedEntry(row.rows, dict(row.params)) for row in found}
-        return [entries[rows] for rows in sorted(entries)]
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
 """The search for the fastest right launch parameters of one case, alone: for ``splitserve tune``."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -10,7 +11,7 @@ from torch import Tensor
 from splitserve.benchmarks.kernels.device_timing import TOLERANCE, relative_error, seconds_per_call
 from splitserve.common.errors import ConfigError
 from splitserve.kernels.tuning import parameters as tuning
-from splitserve.kernels.tuning.parameters import Params
+from splitserve.kernels.tuning.parameters import Params, TunedEntry
 from splitserve.kernels.tuning.tunables import TunableCase
 
 _NUM_FINALISTS = 3
@@ -108,6 +109,16 @@ def right_calls(case: TunableCase, expected: Tensor) -> Sequence[Callable[[], Te
     if not (error := relative_error(actual, expected)) <= tolerance:
         raise ValueError(f"differs from the reference by {error:.3g}")
     return calls
+
+
+def record_found(directory: Path, device_name: str, operation: str, key: str, found: Mapping[int, Params]) -> Path:
+    """Put the parameters of a shape that were ``found``, by number of rows, into the device's file in ``directory``;
+    return its path. Those known for other numbers of rows come along, since a file's list replaces all others."""
+    known = tuning.TunedConfigs(device_name, [directory, tuning.SHIPPED_DIRECTORY]).entries(operation, key)
+    entries = {entry.max_rows: entry for entry in known}
+    entries |= {rows: TunedEntry(rows, dict(params)) for rows, params in found.items()}
+    chip_name = tuning.current_chip()
+    return tuning.record(directory, device_name, operation, key, list(entries.values()), chip_name=chip_name)
 
 
 def first_line(error: Exception) -> str:

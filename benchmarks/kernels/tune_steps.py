@@ -13,13 +13,11 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from splitserve.benchmarks.engine import engine
 from splitserve.benchmarks.kernels.tune_compile import CompilePool
-from splitserve.benchmarks.kernels.tune_search import Search, first_line, right_calls
+from splitserve.benchmarks.kernels.tune_search import Search, first_line, record_found, right_calls
 from splitserve.kernels.tuning import parameters as tuning
-from splitserve.kernels.tuning.parameters import Params, TunedEntry
+from splitserve.kernels.tuning.parameters import Params
 from splitserve.kernels.tuning.tunables import Tunable, TunableCase, TuneTarget, load_tunable
 from splitserve.models.demo.published import named_config
 
@@ -135,7 +133,7 @@ def tune_in_steps(
     ``num_searched``: of each shape, that many of a search's fastest take part; 0: there is none.
 
     Raises :class:`splitserve.kernels.tuning.parameters.TuningError` if the file can't be written.
-    """  # fmt: skip
+    """
 
     def fastest_alone(operation: str, key: str, count: int, case: TunableCase) -> Sequence[Params]:
         if not num_searched:
@@ -159,20 +157,7 @@ def tune_in_steps(
     known = tuning.TunedConfigs(device_name, [directory, tuning.SHIPPED_DIRECTORY], tuning.current_chip())
     tuner = StepTuner(known, {each: load_tunable(each) for each in operations}, target, seconds, fastest_alone)
     print(f"\n{name}, steps of {_CONTEXT} tokens of context", flush=True)
-    record = functools.partial(_record, device_name, directory)
     for count in sorted(set(rows)):
-        record(tuner.choose(count))
+        for (operation, key), params in tuner.choose(count).params.items():
+            print(f"written to {record_found(directory, device_name, operation, key, {count: params})}", flush=True)
     bench.close()
-    if target.device.type == "cuda":
-        torch.cuda.empty_cache()
-
-
-def _record(device_name: str, directory: Path, chosen: Chosen) -> None:
-    known = tuning.TunedConfigs(device_name, [directory, tuning.SHIPPED_DIRECTORY])
-    for (operation, key), params in chosen.params.items():
-        entries = {entry.max_rows: entry for entry in known.entries(operation, key)}
-        entries[chosen.rows] = TunedEntry(chosen.rows, dict(params))
-        path = tuning.record(
-            directory, device_name, operation, key, list(entries.values()), chip_name=tuning.current_chip()
-        )
-        print(f"written to {path}", flush=True)
