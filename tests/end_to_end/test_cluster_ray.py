@@ -195,11 +195,9 @@ def is_upgraded(status: ClusterStatus) -> bool:
     return status.upgrade is not None and status.upgrade.state != "running"
 
 
-def test_the_controller_comes_back(life: Life, tiny_qwen3: Path, tmp_path: Path) -> None:
+def test_the_controller_comes_back(life: Life, tiny_qwen3: Path) -> None:
     client = life.client
     status = scale(client, {"fill": 1, "gen": 2})
-    assert same_on_this_machine(write_spec(tmp_path / "spec.yaml", tiny_qwen3, "same", num_prefill=1), life.url)
-
     controller = ray.get_actor(controller_name("life"), namespace=NAMESPACE)
     pids = {worker.name: worker.pid for worker in status.workers}
     # What Ray makes of a group whose node is gone while there is no controller to remove it.
@@ -223,6 +221,11 @@ def test_the_controller_comes_back(life: Life, tiny_qwen3: Path, tmp_path: Path)
     os.kill(router, signal.SIGKILL)
     wait_until(lambda: status_of(client).router.pid not in (0, router), "another router runs")
     wait_until(lambda: right_tokens_or_none(life.url, tiny_qwen3) == life.expected, "it answers as before")
+
+
+@pytest.mark.slow
+def test_the_same_spec_gives_the_same_tokens_without_ray(life: Life, tiny_qwen3: Path, tmp_path: Path) -> None:
+    assert same_on_this_machine(write_spec(tmp_path / "spec.yaml", tiny_qwen3, "same", num_prefill=1), life.url)
 
 
 def num_restarts(client: RayClient, name: str) -> int:

@@ -84,7 +84,7 @@ LINK_OF = """
     from nixl_reader import PeerWelcome, Reader, SOURCE
 
     reader = Reader()
-    reader.connector.connect(SOURCE, msgspec.msgpack.decode(sys.stdin.buffer.read(), type=PeerWelcome))
+    reader.connector.connect(SOURCE, msgspec.msgpack.decode(bytes.fromhex(sys.argv[2]), type=PeerWelcome))
     assert reader.wait(lambda: bool(reader.events))
     print(reader.events[0].link)
     reader.connector.close()
@@ -101,11 +101,11 @@ LINK_OF = """
 def test_the_transport_is_known(source: Source, variables: dict[str, str], transport: str) -> None:
     """UCX chooses it, and says so in its log only; a user who wants that log for himself keeps it."""
     command = [sys.executable, "-c", textwrap.dedent(LINK_OF), str(SUPPORT)]
-    welcome = msgspec.msgpack.encode(source.welcome)
+    command.append(msgspec.msgpack.encode(source.welcome).hex())
     ended = subprocess.run(
-        command, timeout=200, check=False, capture_output=True, input=welcome, env=os.environ | variables
+        command, timeout=200, check=False, capture_output=True, text=True, env=os.environ | variables
     )
-    assert f"transport='{transport}'" in ended.stdout.decode(), ended.stdout + ended.stderr[-3000:]
+    assert f"transport='{transport}'" in ended.stdout, ended.stdout + ended.stderr[-3000:]
 
 
 def test_the_speed_of_a_link_is_measured(source: Source, reader: Reader) -> None:
