@@ -135,7 +135,7 @@ class Run:
             for process, _ in running.values():
                 process.terminate()
             for process, _ in running.values():
-                process.wait()
+                process.communicate()  # closes its standard input, and waits for its end
         left = sum(1 for _ in self._missing())
         if left:
             print(f"{left} loads are left")
@@ -160,6 +160,7 @@ class Run:
     def _collect(self, running: Running) -> None:
         for number, (process, name) in list(running.items()):
             if process.poll() is not None:
+                process.communicate()  # closes its standard input
                 del running[number]
                 self._read(name)
                 if process.returncode:
