@@ -4,7 +4,7 @@ Candidates are checked against the reference, then timed in a CUDA graph on cold
 timed again, longer, beside the default. Results are written after each shape, so nothing is lost when the command is
 interrupted. By default they go to the user's own directory, where every worker finds them at its next start.
 
-With ``--in-steps`` nothing is searched for: see :mod:`.tune_steps`.
+With ``--in-steps`` whole steps are timed: see :mod:`.tune_steps`.
 """
 
 import argparse
@@ -20,11 +20,11 @@ from splitserve.benchmarks.common.arguments import not_negative, positive
 from splitserve.benchmarks.common.report import table
 from splitserve.benchmarks.kernels.device_timing import copy_bandwidth
 from splitserve.benchmarks.kernels.tune_compile import CompilePool
-from splitserve.benchmarks.kernels.tune_search import Search, TunedRow
+from splitserve.benchmarks.kernels.tune_search import Search, TunedRow, record_found
 from splitserve.benchmarks.kernels.tune_steps import tune_in_steps
 from splitserve.common.errors import ConfigError
 from splitserve.kernels.tuning import parameters as tuning
-from splitserve.kernels.tuning.parameters import TunedEntry, TuningError
+from splitserve.kernels.tuning.parameters import TuningError
 from splitserve.kernels.tuning.tunables import OPERATIONS, Tunable, TuneTarget, load_tunable
 from splitserve.models.config import ModelConfig
 from splitserve.models.declared import check_tensor_parallel_size
@@ -46,14 +46,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     directory = Path(arguments.output) if arguments.output else tuning.user_directory()
     device = torch.device("cuda", torch.cuda.current_device())
     try:
-        if arguments.in_steps:
-            with tuning.tuner_lock():
-                for shape in arguments.shape:
-                    config = named_config(shape)
-                    target = TuneTarget(config, DTYPES[arguments.dtype], device, arguments.block_size)
-                    tune_in_steps(shape, target, arguments.operation, arguments.rows, directory)
-            return 0
         with tuning.tuner_lock(), CompilePool(arguments.jobs) as pool:
+            if arguments.in_steps is not None:
+                for shape in arguments.shape:
+                    target = TuneTarget(named_config(shape), DTYPES[arguments.dtype], device, arguments.block_size)
+                    tune_in_steps(
+                        shape, target, arguments.operation, arguments.rows, directory,
+                        num_searched=arguments.in_steps, pool=pool,
+                    )  # fmt: skip
+                return 0
             bandwidth = copy_bandwidth(device)
             print(f"{device_name}, copy {bandwidth / 1e12:.3f} TB/s", flush=True)
             tuner = Tuner(device_name, directory, bandwidth, pool)
@@ -86,10 +87,15 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         help=f"directory of the results; empty: ${tuning.DIRECTORY_VARIABLE}, else the user's cache",
     )
     parser.add_argument(
-        "--in-steps", action="store_true", help="choose among the parameters in the files by the time of decode steps"
+        "--in-steps",
+        type=not_negative,
+        nargs="?",
+        const=0,
+        metavar="N",
+        help="choose by the time of decode steps, among the parameters in the files and the N that are fastest alone",
     )
     arguments = parser.parse_args(argv)
-    if arguments.in_steps and arguments.tensor_parallel_size != [1]:
+    if arguments.in_steps is not None and arguments.tensor_parallel_size != [1]:
         parser.error(
             f"--in-steps times the steps of one rank, but --tensor-parallel-size is {arguments.tensor_parallel_size}; "
             "leave one of them out"
@@ -122,10 +128,8 @@ class Tuner:
             found = [row for count in sorted(set(rows)) if (row := self._row(operation, tunable, target, key, count))]
             if not found:
                 continue
-            entries = self._merged(operation, key, found)
-            path = tuning.record(
-                self._directory, self._device_name, operation, key, entries, chip_name=tuning.current_chip()
-            )
+            winners = {row.rows: row.params for row in found}
+            path = record_found(self._directory, self._device_name, operation, key, winners)
             print(table([row.cells(self._copy_bytes_per_second) for row in found], _HEADERS))
             for row in found:
                 for failure in row.failures:
@@ -145,14 +149,6 @@ class Tuner:
         if target.device.type == "cuda":
             torch.cuda.empty_cache()
         return found
-
-    def _merged(self, operation: str, key: str, found: Sequence[TunedRow]) -> list[TunedEntry]:
-        """Merge the results with those known for other numbers of rows, since a file's list replaces all others for a
-        shape."""
-        known = tuning.TunedConfigs(self._device_name, [self._directory, tuning.SHIPPED_DIRECTORY])
-        entries = {entry.max_rows: entry for entry in known.entries(operation, key)}
-        entries |= {row.rows: TunedEntry(row.rows, dict(row.params)) for row in found}
-        return [entries[rows] for rows in sorted(entries)]
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
 """The search for the fastest right launch parameters of one case, alone: for ``splitserve tune``."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -10,7 +11,7 @@ from torch import Tensor
 from splitserve.benchmarks.kernels.device_timing import TOLERANCE, relative_error, seconds_per_call
 from splitserve.common.errors import ConfigError
 from splitserve.kernels.tuning import parameters as tuning
-from splitserve.kernels.tuning.parameters import Params
+from splitserve.kernels.tuning.parameters import Params, TunedEntry
 from splitserve.kernels.tuning.tunables import TunableCase
 
 _NUM_FINALISTS = 3
@@ -63,15 +64,16 @@ class Search:
             self._compile_all(new)
             for candidate in new:
                 self._attempt(candidate)
-            best = self._fastest(1)[0] if self._seconds else {}
+            best = self.fastest(1)[0] if self._seconds else {}
         default = self._default_seconds(_FINAL_REPEATS)
-        final = [(self._time(candidate, _FINAL_REPEATS), candidate) for candidate in self._fastest(_NUM_FINALISTS)]
+        final = [(self._time(candidate, _FINAL_REPEATS), candidate) for candidate in self.fastest(_NUM_FINALISTS)]
         seconds, winner = min(final, key=itemgetter(0), default=(default, {}))
         if seconds > (1 - _MIN_GAIN) * default:
             seconds, winner = default, {}
         return TunedRow(rows, winner, seconds, default, self._case.num_bytes, len(self._tried), tuple(self._failures))
 
-    def _fastest(self, count: int) -> list[Params]:
+    def fastest(self, count: int) -> list[Params]:
+        """Return the fastest right candidates so far, each timed briefly."""
         return [candidate for _, candidate in sorted(self._seconds, key=itemgetter(0))[:count]]
 
     def _attempt(self, candidate: Params) -> None:
@@ -107,6 +109,16 @@ def right_calls(case: TunableCase, expected: Tensor) -> Sequence[Callable[[], Te
     if not (error := relative_error(actual, expected)) <= tolerance:
         raise ValueError(f"differs from the reference by {error:.3g}")
     return calls
+
+
+def record_found(directory: Path, device_name: str, operation: str, key: str, found: Mapping[int, Params]) -> Path:
+    """Put the parameters of a shape that were ``found``, by number of rows, into the device's file in ``directory``;
+    return its path. Those known for other numbers of rows come along, since a file's list replaces all others."""
+    known = tuning.TunedConfigs(device_name, [directory, tuning.SHIPPED_DIRECTORY]).entries(operation, key)
+    entries = {entry.max_rows: entry for entry in known}
+    entries |= {rows: TunedEntry(rows, dict(params)) for rows, params in found.items()}
+    chip_name = tuning.current_chip()
+    return tuning.record(directory, device_name, operation, key, list(entries.values()), chip_name=chip_name)
 
 
 def first_line(error: Exception) -> str:

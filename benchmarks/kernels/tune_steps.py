@@ -2,8 +2,8 @@
 
 In a step kernels overlap, so parameters that are fastest alone may be slower there. For each number of rows the
 parameters that the files list for any number of rows, and the default, take each shape's place in turn, while
-everything else stays; what makes the step faster stays, too. Nothing new is searched for: run ``splitserve tune``
-without the option first.
+everything else stays; what makes the step faster stays, too. ``--in-steps N`` searches for new ones, too, and tries the
+N that are fastest alone.
 """
 
 import functools
@@ -13,13 +13,12 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from splitserve.benchmarks.engine import engine
-from splitserve.benchmarks.kernels.tune_search import first_line, right_calls
+from splitserve.benchmarks.kernels.tune_compile import CompilePool
+from splitserve.benchmarks.kernels.tune_search import Search, first_line, record_found, right_calls
 from splitserve.kernels.tuning import parameters as tuning
-from splitserve.kernels.tuning.parameters import Params, TunedEntry
-from splitserve.kernels.tuning.tunables import Tunable, TuneTarget, load_tunable
+from splitserve.kernels.tuning.parameters import Params
+from splitserve.kernels.tuning.tunables import Tunable, TunableCase, TuneTarget, load_tunable
 from splitserve.models.demo.published import named_config
 
 MIN_GAIN = 0.003  # share of a step's time: a smaller gain is noise
@@ -29,6 +28,14 @@ _CONFIRMATIONS = 2  # times that a candidate and what it replaces are timed agai
 
 Place = tuple[str, str]  # operation, and key of a shape
 StepSeconds = Callable[[int], float]  # of a decode step of so many sequences, with the parameters that apply now
+FastestAlone = Callable[
+    [str, str, int, TunableCase], Sequence[Params]
+]  # of an operation, a shape, rows, and their case
+
+
+def no_others(_operation: str, _key: str, _rows: int, _case: TunableCase) -> Sequence[Params]:
+    """Search for nothing."""
+    return ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +52,14 @@ class StepTuner:
     """Choice of the parameters of all ``tunables``, by operation, for one model."""
 
     def __init__(
-        self, known: tuning.TunedConfigs, tunables: Mapping[str, Tunable], target: TuneTarget, seconds: StepSeconds
+        self,
+        known: tuning.TunedConfigs,
+        tunables: Mapping[str, Tunable],
+        target: TuneTarget,
+        seconds: StepSeconds,
+        fastest_alone: FastestAlone = no_others,
     ) -> None:
+        self._fastest_alone = fastest_alone
         self._known = known
         self._tunables = tunables
         self._target = target
@@ -78,9 +91,11 @@ class StepTuner:
     def _candidates(self, place: Place, rows: int, current: Params) -> Iterable[Params]:
         """Return the parameters to try: those with right answers for ``rows``."""
         operation, key = place
-        others = [each for each in [*self._known.known(*place), {}] if each != current]
-        if not others or (case := self._tunables[operation].case(self._target, key, rows)) is None:
+        case = self._tunables[operation].case(self._target, key, rows)
+        if case is None:
             return []
+        found = [{}, *self._known.known(*place), *self._fastest_alone(operation, key, rows, case)]
+        others = [each for index, each in enumerate(found) if each != current and each not in found[:index]]
         right, expected = [], case.expected()
         for candidate in others:
             try:
@@ -105,12 +120,28 @@ class StepTuner:
 
 
 def tune_in_steps(
-    name: str, target: TuneTarget, operations: Sequence[str], rows: Sequence[int], directory: Path
+    name: str,
+    target: TuneTarget,
+    operations: Sequence[str],
+    rows: Sequence[int],
+    directory: Path,
+    *,
+    num_searched: int,
+    pool: CompilePool,
 ) -> None:
     """Choose for ``rows`` of the model called ``name``, and write what changed into the device's file in ``directory``.
+    ``num_searched``: of each shape, that many of a search's fastest take part; 0: there is none.
 
     Raises :class:`splitserve.kernels.tuning.parameters.TuningError` if the file can't be written.
     """
+
+    def fastest_alone(operation: str, key: str, count: int, case: TunableCase) -> Sequence[Params]:
+        if not num_searched:
+            return ()
+        search = Search(operation, case, target.device, functools.partial(pool.compile, operation, target, key, count))
+        search.run(count)
+        return search.fastest(num_searched)
+
     options = ["--shape", name, "--batch", *map(str, rows), "--context", str(_CONTEXT), "--prefill", "--no-busy"]
     options += ["--steps", str(_STEPS), "--repeat", str(_ROUNDS), "--block-size", str(target.block_size)]
     options += ["--dtype", str(target.dtype).removeprefix("torch."), "--attention-backend", "triton"]
@@ -124,22 +155,9 @@ def tune_in_steps(
     device_name = tuning.current_device_name()
     assert device_name is not None
     known = tuning.TunedConfigs(device_name, [directory, tuning.SHIPPED_DIRECTORY], tuning.current_chip())
-    tuner = StepTuner(known, {each: load_tunable(each) for each in operations}, target, seconds)
+    tuner = StepTuner(known, {each: load_tunable(each) for each in operations}, target, seconds, fastest_alone)
     print(f"\n{name}, steps of {_CONTEXT} tokens of context", flush=True)
-    record = functools.partial(_record, device_name, directory)
     for count in sorted(set(rows)):
-        record(tuner.choose(count))
+        for (operation, key), params in tuner.choose(count).params.items():
+            print(f"written to {record_found(directory, device_name, operation, key, {count: params})}", flush=True)
     bench.close()
-    if target.device.type == "cuda":
-        torch.cuda.empty_cache()
-
-
-def _record(device_name: str, directory: Path, chosen: Chosen) -> None:
-    known = tuning.TunedConfigs(device_name, [directory, tuning.SHIPPED_DIRECTORY])
-    for (operation, key), params in chosen.params.items():
-        entries = {entry.max_rows: entry for entry in known.entries(operation, key)}
-        entries[chosen.rows] = TunedEntry(chosen.rows, dict(params))
-        path = tuning.record(
-            directory, device_name, operation, key, list(entries.values()), chip_name=tuning.current_chip()
-        )
-        print(f"written to {path}", flush=True)

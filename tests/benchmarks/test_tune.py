@@ -19,7 +19,7 @@ from splitserve.common.errors import ConfigError
 from splitserve.kernels.experts.spec import RouterSpec
 from splitserve.kernels.tuning import parameters as tuning
 from splitserve.kernels.tuning.parameters import Params, TunedEntry
-from splitserve.kernels.tuning.tunables import OPERATIONS, TuneTarget, load_tunable
+from splitserve.kernels.tuning.tunables import OPERATIONS, TunableCase, TuneTarget, load_tunable
 from splitserve.models.config import Fp8Format
 from splitserve.models.demo.checkpoint import SHAPES
 from splitserve.models.experts import ExpertsSpec
@@ -252,6 +252,16 @@ def test_in_steps_parameters_are_chosen_by_what_they_do_to_the_others(
     assert "first any, {'speed': 3}: differs from the reference" in printed
     assert "4000.000 ms a step, now 3000.000" in printed
     assert tuner.choose(8).params == chosen.params and tuner.choose(64).params == {("second", "any"): {"speed": 2}}
+    searched: list[tuple[str, str, int]] = []
+
+    def fastest_alone(operation: str, key: str, rows: int, case: TunableCase) -> list[Params]:
+        searched.append((operation, key, rows))
+        return [{"speed": 4}, {"speed": 5}]
+
+    alone[5] = 0.25
+    tuner = StepTuner(known, {name: Paired(name) for name in ("first", "second")}, TARGET, seconds, fastest_alone)
+    assert tuner.choose(8).params == {(name, "any"): {"speed": 5} for name in ("first", "second")}
+    assert searched == [("first", "any", 8), ("second", "any", 8)]
 
 
 def test_steps_are_those_of_one_rank(capsys: pytest.CaptureFixture[str]) -> None:
