@@ -13,7 +13,7 @@ that ``up`` starts. Reported are the seconds from the start of ``up``
 
 and those that ``down`` takes; beside them the phases of each worker's start, as its log has them. The first run builds
 the kernels that this machine lacks. Leftovers of ``down`` are a failure: processes, files below the state folder,
-shared memory. A run that fails or is interrupted ends its cluster before the bench ends.
+shared memory. A run that fails or is interrupted ends its cluster before the bench ends, one that is killed soon after.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Child processes of benches, which print a line when they are ready, and a model for a router."""
+"""Child processes of benches, which end with them, and a model for a router."""
 
 import contextlib
 import json
@@ -7,13 +7,21 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from splitserve.benchmarks.common import child
 from splitserve.common.errors import ConfigError
 from splitserve.models.demo.tokenizer import QWEN_TOKENS, train_tokenizer
 
 
+def start_child(module: str, *arguments: str, stdout: int | None = None) -> "subprocess.Popen[str]":
+    """Start a module as a program. It ends with this process, even if that is killed."""
+    command = [sys.executable, "-m", child.__name__, module, *arguments]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=stdout, text=True)
+
+
 @contextlib.contextmanager
 def child_process(module: str, *arguments: str) -> Iterator["subprocess.Popen[str]"]:
-    with subprocess.Popen([sys.executable, "-m", module, *arguments], stdout=subprocess.PIPE, text=True) as process:
+    """Run a module as a program beside the block; its output is read with :func:`next_line`."""
+    with start_child(module, *arguments, stdout=subprocess.PIPE) as process:
         try:
             yield process
         finally:

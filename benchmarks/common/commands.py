@@ -2,7 +2,8 @@
 
 A cluster that ``splitserve up`` has started outlives that command, and would outlive the bench. Each bench has a state
 folder of its own (``$SPLITSERVE_STATE_DIR``), which every process of its clusters inherits; :func:`ended_on_failure`
-ends them by it if the bench fails or is interrupted.
+ends them by it if the bench fails, is interrupted or killed. As a program this module is the guard that does so: once
+its standard input ends, it ends the clusters of the state folder that is its argument.
 """
 
 import contextlib
@@ -83,17 +84,36 @@ def _running(state: str, arguments: tuple[str, ...], stderr: int) -> Iterator["s
 
 @contextlib.contextmanager
 def ended_on_failure(state: str) -> Iterator[None]:
-    """End all processes of the clusters of this state folder if the block fails or is interrupted.
+    """End all processes of the clusters of this state folder if the block fails or is interrupted, or if this process
+    is killed.
 
-    Signals are ignored until they have ended. Processes that can't be ended are named on standard error.
+    A guard ends them, a program with a session of its own. Signals are ignored until they have ended. Processes that
+    can't be ended are named on standard error.
     """
-    try:
-        yield
-    except BaseException:
-        with _undisturbed():
-            for process in end_clusters(state):
-                _say(f"process {describe(process)} could not be ended")
-        raise
+    with subprocess.Popen(
+        [sys.executable, "-m", __name__, state],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+    ) as guard:
+        assert guard.stdin is not None and guard.stdout is not None
+        guard.stdout.readline()  # what follows is measured: not beside the guard's start
+        try:
+            yield
+        except BaseException:
+            with _undisturbed():
+                guard.stdin.close()
+                guard.wait()
+            raise
+        guard.kill()
+
+
+def _guard(state: str) -> None:
+    """End the clusters of this state folder once standard input ends."""
+    print(flush=True)
+    sys.stdin.read()
+    for process in end_clusters(state):
+        _say(f"process {describe(process)} could not be ended")
 
 
 def end_clusters(state: str) -> list[psutil.Process]:
@@ -163,3 +183,7 @@ def _undisturbed() -> Iterator[None]:
 def _say(line: str) -> None:
     with contextlib.suppress(OSError):  # nobody reads it any more; the clusters are to be ended all the same
         print(f"splitserve bench: {line}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    _guard(sys.argv[1])

@@ -8,16 +8,14 @@ by wall time.
 import argparse
 import os
 import subprocess
-import sys
-import threading
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
-from io import FileIO
 
 import torch
 
 from splitserve.benchmarks.common.arguments import positive
+from splitserve.benchmarks.common.children import start_child
 from splitserve.benchmarks.common.report import add_result_options, keep_result, table
 from splitserve.common.errors import ConfigError
 from splitserve.models.parallel.all_reduce import Measured, sizes_to_measure
@@ -33,7 +31,6 @@ _GLOO_CALLS = 20
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parse(argv)
     if arguments.rank:
-        threading.Thread(target=_end_with_parent, daemon=True).start()
         _measure(arguments, arguments.rank)
         os._exit(0)  # skips the device's shutdown
     if arguments.ranks < 2:
@@ -92,18 +89,11 @@ def _measure(arguments: argparse.Namespace, rank: int) -> list[Measured]:
                 pass
 
 
-def _start(arguments: argparse.Namespace, rank: int, port: int) -> "subprocess.Popen[bytes]":
+def _start(arguments: argparse.Namespace, rank: int, port: int) -> "subprocess.Popen[str]":
     options = {"rank": rank, "port": port, "ranks": arguments.ranks, "device": arguments.device,
                "hidden-size": arguments.hidden_size, "dtype": arguments.dtype}  # fmt: skip
     words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
-    return subprocess.Popen(
-        [sys.executable, "-m", "splitserve.benchmarks.kernels.all_reduce", *words], stdin=subprocess.PIPE
-    )
-
-
-def _end_with_parent() -> None:
-    FileIO(sys.stdin.fileno(), closefd=False).read()  # unbuffered: no thread holds its lock when the interpreter ends
-    os._exit(1)
+    return start_child("splitserve.benchmarks.kernels.all_reduce", *words)
 
 
 def _times(group: Collectives, arguments: argparse.Namespace, device: torch.device) -> list[Measured]:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import msgspec
 
+from splitserve.benchmarks.common.children import start_child
 from splitserve.benchmarks.common.report import results_directory
 from splitserve.benchmarks.goodput.arms import parse_arm
 from splitserve.benchmarks.twin.calibration import CPU as CPU_RATES
@@ -42,7 +43,7 @@ POLL_SECONDS = 0.2
 NUM_CAPACITY_REQUESTS = 300
 PACED_STEPS = StepModel(8e-3, 3e-4, 5e-7, 1.2e-4, 2e-8, 1000)
 
-Running = dict[int, tuple["subprocess.Popen[bytes]", str]]
+Running = dict[int, tuple["subprocess.Popen[str]", str]]
 """Processes of loads and the loads' names, by the number of their share of the cores."""
 
 
@@ -134,7 +135,7 @@ class Run:
             for process, _ in running.values():
                 process.terminate()
             for process, _ in running.values():
-                process.wait()
+                process.communicate()  # closes its standard input, and waits for its end
         left = sum(1 for _ in self._missing())
         if left:
             print(f"{left} loads are left")
@@ -151,14 +152,15 @@ class Run:
                 return
             order.cpus = cpus
             name = f"{order.case.name}_{order.repeat}"
-            command = [sys.executable, "-m", "splitserve.benchmarks.twin.measure"]
-            running[number] = subprocess.Popen([*command, msgspec.json.encode(order).decode()]), name
+            text = msgspec.json.encode(order).decode()
+            running[number] = start_child("splitserve.benchmarks.twin.measure", text), name
             begun.add(name)
             print(f"{name}: {order.rate:.3g} requests/s", flush=True)
 
     def _collect(self, running: Running) -> None:
         for number, (process, name) in list(running.items()):
             if process.poll() is not None:
+                process.communicate()  # closes its standard input
                 del running[number]
                 self._read(name)
                 if process.returncode:

@@ -115,6 +115,13 @@ def test_a_bench_that_is_interrupted_leaves_no_process(
     assert process.returncode == 130 and "interrupted" in output, output
 
 
+def test_a_bench_that_is_killed_leaves_no_process_either(model: str, folder: Path) -> None:
+    with bench(folder, model, "--", *UP_OPTIONS) as process:
+        wait_until(lambda: any("splitserve.worker.entry" in each.cmdline() for each in processes_below(folder)))
+        process.kill()
+    wait_until(lambda: processes_below(folder) == [], "its guard ends the cluster")
+
+
 def test_a_process_that_ignores_everything_is_killed_and_named(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

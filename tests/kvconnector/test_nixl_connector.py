@@ -152,7 +152,7 @@ def test_generations_are_read_as_they_are_now() -> None:
 def test_generations_that_were_read_before_the_data_was_there_do_not_count() -> None:
     source, memory = Source(8), make_memory(8)
     reader = PeerReader("reads", LocalSide(memory, 0, ReadSettings.of(memory.kind), no_digests), source.welcome)
-    data = Mock(expected_at=time.monotonic() + 60.0, queued_at=0.0, copying_seconds=0.0)
+    data = Mock(expected_at=time.monotonic() + 60.0, queued_at=0.0)
     data.is_done.return_value = False
     reader.access.mapped = Mock()
     reader.access.mapped.read.return_value = data
