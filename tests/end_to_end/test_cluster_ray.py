@@ -225,7 +225,16 @@ def test_the_controller_comes_back(life: Life, tiny_qwen3: Path) -> None:
 
 @pytest.mark.slow
 def test_the_same_spec_gives_the_same_tokens_without_ray(life: Life, tiny_qwen3: Path, tmp_path: Path) -> None:
-    assert same_on_this_machine(write_spec(tmp_path / "spec.yaml", tiny_qwen3, "same", num_prefill=1), life.url)
+    drawn = [{**body, "temperature": 0.9, "top_p": 0.9, "seed": 5} for body in bodies("tiny")]
+    requests = [*bodies("tiny"), *drawn]
+    spec = read_spec(write_spec(tmp_path / "spec.yaml", tiny_qwen3, "same", num_prefill=1))
+    with LocalCluster(spec, log_level="warning") as local:
+        ours, theirs = [
+            [answer["choices"][0]["token_ids"] for answer in complete_all(each, requests, at_once=False)]
+            for each in (life.url, local.url)
+        ]
+    assert ours[: len(drawn)] != ours[len(drawn) :], "drawing draws"
+    assert ours == theirs
 
 
 def num_restarts(client: RayClient, name: str) -> int:
@@ -254,19 +263,6 @@ def test_an_upgrade_under_load_and_an_end_that_leaves_nothing(life: Life, tiny_q
     assert not any(folder.exists() for folder in folders), "shared memory"
     assert not processes_of("life") and not client.leftovers() and not life.state.exists()
     wait_until(is_idle, "nothing is reserved on any node")
-
-
-def same_on_this_machine(spec: str, url: str) -> bool:
-    """Return whether the same spec gives the same tokens without Ray, greedy and drawn."""
-    drawn = [{**body, "temperature": 0.9, "top_p": 0.9, "seed": 5} for body in bodies("tiny")]
-    requests = [*bodies("tiny"), *drawn]
-    with LocalCluster(read_spec(spec), log_level="warning") as local:
-        ours, theirs = [
-            [answer["choices"][0]["token_ids"] for answer in complete_all(each, requests, at_once=False)]
-            for each in (url, local.url)
-        ]
-    assert ours[: len(drawn)] != ours[len(drawn) :], "drawing draws"
-    return ours == theirs
 
 
 def kill_in_the_middle(*arguments: str) -> None:
