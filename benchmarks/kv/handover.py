@@ -222,7 +222,7 @@ def are_through_mapping(paths: str) -> bool:
 
 
 HEADERS = ["prompt", "block", "tp", "pool", "path", "threads", "MB/rank", "ms", "p99 ms", "GB/s", "copy GB/s", "share"]
-HEADERS += ["of one alone", "us: commanded", "woken", "queued", "copying", "copied", "verified", "noticed"]
+HEADERS += ["of one alone", "us: commanded", "woken", "queued", "copied", "verified", "noticed"]
 
 
 def row_of(result: dict[str, Any]) -> list[object]:

@@ -39,7 +39,6 @@ STAGES = {
     "commanded": "the call of the connector",
     "woken": "from the start until the reading thread has begun",
     "queued": "until all copies are queued",
-    "copying": "from the first copy to the last one's end, by the GPU's clock",
     "copied": "from the start until the data has landed",
     "verified": "until the generations have been read",
     "noticed": "the rest: the commanding thread has the result; without a mapping also the reading thread's wake-up",

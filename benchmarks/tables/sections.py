@@ -215,7 +215,6 @@ STAGES = {
     "copied": "data landed",
     "verified": "verified",
     "noticed": "noticed after",
-    "copying": "GPU copied for",
 }
 
 
@@ -233,8 +232,7 @@ def stages(runs: Sequence[Run]) -> Section:
     headers = ["ranks", "GPUs", "ranks per GPU at most", "prompt", "blocks", "path", "cores", "median ms"]
     text = (
         "`bench handover`: the slowest rank's stages, medians in microseconds from a read's command, but for the last "
-        "two: from the verified result until the commanding thread has it, and by the GPU's clock from the first copy "
-        "to the end of the last one."
+        "one: from the verified result until the commanding thread has it."
     )
     return Section("Stages of a hand-over", text, [*headers, *STAGES.values(), "run", "commit"], rows)
 

@@ -40,9 +40,9 @@ class Read:
 
     def stages(self) -> ReadStages:
         """Return the stages so far."""
-        queued_at, copying = (0.0, 0.0) if self.mapped is None else (self.mapped.queued_at, self.mapped.copying_seconds)
+        queued_at = 0.0 if self.mapped is None else self.mapped.queued_at
         woken, queued, copied = (max(0.0, at - self.started_at) for at in (self.woken_at, queued_at, self.copied_at))
-        return ReadStages(woken, queued, copied, copying)
+        return ReadStages(woken, queued, copied)
 
 
 class BlockReads:

@@ -115,20 +115,12 @@ class MappedRead:
         self.parts = growing_parts(found)  # that aren't queued yet
         self.started = started
         self.queued_at = 0.0  # by the monotonic clock: all copies were queued
-        self.copying_seconds = 0.0  # from the first copy to the last one's end, by the GPU's clock
         self.due_at = self.expected_at = 0.0
         self._reader = reader
-        self._begin: torch.cuda.Event | None = None
         self._ends: list[torch.cuda.Event] = []
-
-    def begin(self) -> None:
-        """Record that the first copy is queued next. Idempotent."""
-        if self._begin is None:
-            self._begin = self._reader.recorded(self._reader.streams[0])
 
     def all_queued(self, num_bytes: int) -> None:
         """Record that all copies are queued, ``num_bytes`` in all."""
-        self.begin()
         self._num_bytes = num_bytes
         self._ends = [self._reader.recorded(stream) for stream in self._reader.streams]
         self.queued_at = time.monotonic()
@@ -143,11 +135,10 @@ class MappedRead:
         for end in self._ends:
             if not end.query():  # type: ignore[no-untyped-call]
                 end.synchronize()
-        if self._begin is not None and not self.copying_seconds:
-            self.copying_seconds = max(map(self._begin.elapsed_time, self._ends)) / 1e3
-            self._reader.learn(self.path, self._num_bytes, self.copying_seconds)
-            self._reader.unused_events += [self._begin, *self._ends]
-            self._begin, self._ends = None, []
+        if self._ends:
+            self._reader.learn(self.path, self._num_bytes, time.monotonic() - self.started)
+            self._reader.unused_events += self._ends
+            self._ends = []
         return True
 
 
@@ -191,17 +182,17 @@ class MappedReader:
                 self.bytes_per_second[path] = link.bytes_per_second
 
     def recorded(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
-        """Return an event on the stream that has the GPU's time. Events are used again, as creating one delays a
-        copy."""
+        """Return an event on the stream. Events are used again, since it takes time to create them; they don't tell the
+        GPU's time, since that delays copies."""
         try:
             event = self.unused_events.pop()
         except IndexError:
-            event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(stream)
         return event
 
     def learn(self, path: ReadPath, num_bytes: int, seconds: float) -> None:
-        """Raise the speed of this link to that of a read, if the read was faster."""
+        """Raise the speed of this link to that of a read, if the read was faster; one that was noticed late was not."""
         if seconds > 0.0:
             self.bytes_per_second[path] = max(self.bytes_per_second[path], num_bytes / seconds)
 
@@ -238,7 +229,6 @@ class MappedReader:
         ``target``."""
         targets, sources = (range(at, at + 2 * size * count, 2 * size) for at in (target, self._probed_address))
         read = MappedRead(self, [], 0, ReadPath.MAPPED, time.monotonic())
-        read.begin()
         with self._lock:
             status = self._copier.start([CopyBatch(targets, sources, [1] * count, size, size, size)], self._first)
         self._check(status)
@@ -316,7 +306,6 @@ class MappedReader:
                 copies = [span.of(found) for span in spans[number::step]]
             else:
                 copies = [spans[0].of(found[number::step])]
-            read.begin()
             status = self._copier.start(copies, stream.cuda_stream)
             if status != 0:
                 return status
@@ -337,7 +326,6 @@ class MappedReader:
         if not all(copier is not None and copier.is_ready() for copier in copiers):
             return False
         with contextlib.suppress(Exception):  # the owner of the reader tries again, and reports it
-            read.begin()
             for copier, launch in zip(copiers, wanted, strict=True):
                 assert copier is not None
                 copier.start(launch.targets, launch.sources)
@@ -348,7 +336,6 @@ class MappedReader:
         try:
             for launch in launches(spans, read.found):
                 copier = self._row_copier(launch.key)
-                read.begin()
                 with self._lock:
                     copier.start(launch.targets, launch.sources)
         except Exception as error:  # from the compiler, or from CUDA

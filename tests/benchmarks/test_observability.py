@@ -1,23 +1,10 @@
 """The bench of what observing requests costs the router: each arm serves, and their costs are compared."""
 
-import gc
 import json
-from collections.abc import Iterator
 from pathlib import Path
-
-import pytest
 
 from otlp_receiver import collector
 from splitserve.benchmarks.router import observability
-
-
-@pytest.fixture(autouse=True)
-def collector_as_before() -> Iterator[None]:
-    """Undo the bench's settings of Python's collector."""
-    threshold = gc.get_threshold()
-    yield
-    gc.set_threshold(*threshold)
-    gc.unfreeze()
 
 
 def test_the_arms_are_compared_and_the_result_is_kept(tmp_path: Path) -> None:

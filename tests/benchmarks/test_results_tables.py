@@ -143,7 +143,6 @@ def test_stages_of_hand_overs_have_a_table_where_runs_have_them() -> None:
     assert row[:7] == ["4:2", "2 x H200", "2", "4096", "fresh", "mapped, one stream", "default"]
     shown = dict(zip(section.headers, row, strict=True))
     assert shown["thread awake"] == number(new["stages_us"]["woken"])
-    assert shown["GPU copied for"] == number(new["stages_us"]["copying"])
     assert set(results_sections.STAGES) == set(STAGES), "of the bench"
     assert [row[5] for row in results_sections.reads(runs).rows] == ["mapped", "mapped, one stream"]
 

@@ -95,8 +95,10 @@ def test_a_first_request_that_fails_leaves_no_process(model: str, folder: Path) 
 
 @pytest.mark.parametrize(
     ("number", "shell"),
-    [(signal.SIGINT, 'exec "$@"'), (signal.SIGTERM, "trap '' INT; exec \"$@\"")],
-    ids=["Ctrl-C", "SIGTERM, Ctrl-C is ignored as in the background"],
+    [
+        pytest.param(signal.SIGINT, 'exec "$@"', id="Ctrl-C", marks=pytest.mark.slow),
+        pytest.param(signal.SIGTERM, "trap '' INT; exec \"$@\"", id="SIGTERM, Ctrl-C is ignored as in the background"),
+    ],
 )
 def test_a_bench_that_is_interrupted_leaves_no_process(
     model: str, folder: Path, number: signal.Signals, shell: str

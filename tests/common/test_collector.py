@@ -1,6 +1,8 @@
 """The collector of processes whose pauses are felt."""
 
 import gc
+import subprocess
+import sys
 import weakref
 from collections.abc import Iterator
 
@@ -20,6 +22,7 @@ class Node:
 @pytest.fixture
 def started() -> Iterator[Collector]:
     thresholds, num_callbacks = gc.get_threshold(), len(gc.callbacks)
+    assert gc.get_freeze_count(), "by conftest.py"
     found = Collector()
     found.start()
     yield found
@@ -27,7 +30,14 @@ def started() -> Iterator[Collector]:
     found.stop()
     assert gc.get_threshold() == thresholds
     assert len(gc.callbacks) == num_callbacks
-    assert not gc.get_freeze_count()
+    assert gc.get_freeze_count(), "the objects that were set aside before are so again"
+
+
+def test_a_process_that_had_set_nothing_aside_has_nothing_set_aside() -> None:
+    program = "import gc; from splitserve.common.collector import Collector; found = Collector(); found.start(); "
+    program += "assert gc.get_freeze_count(); found.stop(); print(gc.get_freeze_count())"
+    done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
+    assert done.stdout == "0\n"
 
 
 def test_a_pass_looks_at_young_objects_only(started: Collector) -> None:

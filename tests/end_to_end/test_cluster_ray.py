@@ -195,11 +195,9 @@ def is_upgraded(status: ClusterStatus) -> bool:
     return status.upgrade is not None and status.upgrade.state != "running"
 
 
-def test_the_controller_comes_back(life: Life, tiny_qwen3: Path, tmp_path: Path) -> None:
+def test_the_controller_comes_back(life: Life, tiny_qwen3: Path) -> None:
     client = life.client
     status = scale(client, {"fill": 1, "gen": 2})
-    assert same_on_this_machine(write_spec(tmp_path / "spec.yaml", tiny_qwen3, "same", num_prefill=1), life.url)
-
     controller = ray.get_actor(controller_name("life"), namespace=NAMESPACE)
     pids = {worker.name: worker.pid for worker in status.workers}
     # What Ray makes of a group whose node is gone while there is no controller to remove it.
@@ -223,6 +221,20 @@ def test_the_controller_comes_back(life: Life, tiny_qwen3: Path, tmp_path: Path)
     os.kill(router, signal.SIGKILL)
     wait_until(lambda: status_of(client).router.pid not in (0, router), "another router runs")
     wait_until(lambda: right_tokens_or_none(life.url, tiny_qwen3) == life.expected, "it answers as before")
+
+
+@pytest.mark.slow
+def test_the_same_spec_gives_the_same_tokens_without_ray(life: Life, tiny_qwen3: Path, tmp_path: Path) -> None:
+    drawn = [{**body, "temperature": 0.9, "top_p": 0.9, "seed": 5} for body in bodies("tiny")]
+    requests = [*bodies("tiny"), *drawn]
+    spec = read_spec(write_spec(tmp_path / "spec.yaml", tiny_qwen3, "same", num_prefill=1))
+    with LocalCluster(spec, log_level="warning") as local:
+        ours, theirs = [
+            [answer["choices"][0]["token_ids"] for answer in complete_all(each, requests, at_once=False)]
+            for each in (life.url, local.url)
+        ]
+    assert ours[: len(drawn)] != ours[len(drawn) :], "drawing draws"
+    assert ours == theirs
 
 
 def num_restarts(client: RayClient, name: str) -> int:
@@ -251,19 +263,6 @@ def test_an_upgrade_under_load_and_an_end_that_leaves_nothing(life: Life, tiny_q
     assert not any(folder.exists() for folder in folders), "shared memory"
     assert not processes_of("life") and not client.leftovers() and not life.state.exists()
     wait_until(is_idle, "nothing is reserved on any node")
-
-
-def same_on_this_machine(spec: str, url: str) -> bool:
-    """Return whether the same spec gives the same tokens without Ray, greedy and drawn."""
-    drawn = [{**body, "temperature": 0.9, "top_p": 0.9, "seed": 5} for body in bodies("tiny")]
-    requests = [*bodies("tiny"), *drawn]
-    with LocalCluster(read_spec(spec), log_level="warning") as local:
-        ours, theirs = [
-            [answer["choices"][0]["token_ids"] for answer in complete_all(each, requests, at_once=False)]
-            for each in (url, local.url)
-        ]
-    assert ours[: len(drawn)] != ours[len(drawn) :], "drawing draws"
-    return ours == theirs
 
 
 def kill_in_the_middle(*arguments: str) -> None:

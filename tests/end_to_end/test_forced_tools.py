@@ -28,7 +28,7 @@ def test_a_model_of_random_weights_calls_tools_when_it_must(tiny_qwen3: Path, tm
     (model / "chat_template.jinja").write_text(TEMPLATE)
     with cluster(model, "1P1D") as running, openai.OpenAI(base_url=running.url + "/v1", api_key="none") as client:
         ended = 0
-        for seed in range(4):
+        for seed in range(2):
             for choice in ("required", {"type": "function", "function": {"name": "weather"}}):
                 fields: dict[str, Any] = {
                     "model": running.spec.served_model_name,
@@ -51,4 +51,4 @@ def test_a_model_of_random_weights_calls_tools_when_it_must(tiny_qwen3: Path, tm
                 if answer.finish_reason == "tool_calls":
                     ended += 1
                     jsonschema.validate(json.loads(function.arguments), SCHEMAS[function.name])
-        assert ended >= 4
+        assert ended >= 2

@@ -169,10 +169,7 @@ def test_a_read_that_is_due_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> No
         waits.append(clock.now)
         clock.now = 100.00031
 
-    elapsed = 0.31
-    event = SimpleNamespace(
-        record=lambda _stream: None, query=lambda: False, synchronize=wait, elapsed_time=lambda _end: elapsed
-    )
+    event = SimpleNamespace(record=lambda _stream: None, query=lambda: False, synchronize=wait)
     monkeypatch.setattr(torch.cuda, "Event", lambda **_options: event)
     monkeypatch.setattr(mapped_reads.time, "monotonic", lambda: clock.now)
     memory = KVMemory(layout(1), NUM_BLOCKS)

@@ -152,7 +152,7 @@ def test_generations_are_read_as_they_are_now() -> None:
 def test_generations_that_were_read_before_the_data_was_there_do_not_count() -> None:
     source, memory = Source(8), make_memory(8)
     reader = PeerReader("reads", LocalSide(memory, 0, ReadSettings.of(memory.kind), no_digests), source.welcome)
-    data = Mock(expected_at=time.monotonic() + 60.0, queued_at=0.0, copying_seconds=0.0)
+    data = Mock(expected_at=time.monotonic() + 60.0, queued_at=0.0)
     data.is_done.return_value = False
     reader.access.mapped = Mock()
     reader.access.mapped.read.return_value = data
@@ -270,55 +270,45 @@ def test_a_killed_reader_leaves_the_source_serving(source: Source, reader: Reade
 
 
 FROZEN_SOURCE = """
-    import signal, sys, time
+    import os, signal, sys, time
+    from types import SimpleNamespace
     sys.path.insert(0, sys.argv[1])
-    from nixl_reader import Reader, Source, SOURCE, PATTERN
+    import msgspec
+    from nixl_reader import PeerWelcome, Reader, SOURCE
+    from stopping import stop_process
 
-    def main():
-        source, reader = Source(), Reader()
-        try:
-            read_from_a_frozen_source(source, reader)
-        finally:  # a frozen child would keep this process from ending
-            source.process.kill()
-            source.process.join()
-        print("nothing landed")
-
-    def read_from_a_frozen_source(source, reader):
-        reader.connect(source)
-        reader.read(1, [0], [1])
-        assert reader.result(1).error is None
-        reader.memory.blocks.zero_()
-        source.signal(signal.SIGSTOP)
-        block_ids = list(range(32))
-        reader.read(2, block_ids, block_ids)
-        assert reader.result(2, seconds=1.0) is None, "a frozen peer gives no result"
-        reader.connector.disconnect(SOURCE)
-        result = reader.result(2)
-        assert result is not None and result.error == "disconnected", result
-        reader.memory.blocks.fill_(-7.0)  # the blocks belong to somebody else now
-        source.signal(signal.SIGCONT)
-        time.sleep(1.0)
-        assert bool((reader.memory.blocks == -7.0).all()), "late bytes landed"
-        reader.connector.close()
-
-    if __name__ == "__main__":
-        main()
+    pid, reader = int(sys.argv[2]), Reader()
+    reader.connect(SimpleNamespace(welcome=msgspec.msgpack.decode(bytes.fromhex(sys.argv[3]), type=PeerWelcome)))
+    reader.read(1, [0], [1])
+    assert reader.result(1).error is None
+    reader.memory.blocks.zero_()
+    stop_process(pid)
+    block_ids = list(range(32))
+    reader.read(2, block_ids, block_ids)
+    assert reader.result(2, seconds=1.0) is None, "a frozen peer gives no result"
+    reader.connector.disconnect(SOURCE)
+    result = reader.result(2)
+    assert result is not None and result.error == "disconnected", result
+    reader.memory.blocks.fill_(-7.0)  # the blocks belong to somebody else now
+    os.kill(pid, signal.SIGCONT)
+    time.sleep(1.0)
+    assert bool((reader.memory.blocks == -7.0).all()), "late bytes landed"
+    reader.connector.close()
+    print("nothing landed")
 """
 
 
-def test_a_frozen_source_gives_no_result_until_disconnect_and_nothing_lands_after(tmp_path: Path) -> None:
+def test_a_frozen_source_gives_no_result_until_disconnect_and_nothing_lands_after() -> None:
     """Over TCP, as between machines: CMA copies without the source's help, so it ignores a SIGSTOP."""
-    script = tmp_path / "frozen_source.py"
-    script.write_text(textwrap.dedent(FROZEN_SOURCE))
-    environment = os.environ | {"UCX_TLS": "tcp"}
-    ended = subprocess.run(
-        [sys.executable, str(script), str(SUPPORT)],
-        timeout=200,
-        check=False,
-        capture_output=True,
-        text=True,
-        env=environment,
-    )
+    source = Source()
+    try:
+        given = str(source.process.pid), msgspec.msgpack.encode(source.welcome).hex()
+        command = [sys.executable, "-c", textwrap.dedent(FROZEN_SOURCE), str(SUPPORT), *given]
+        environment = os.environ | {"UCX_TLS": "tcp"}
+        ended = subprocess.run(command, timeout=200, check=False, capture_output=True, text=True, env=environment)
+    finally:
+        source.process.kill()
+        source.close()
     assert ended.returncode == 0 and "nothing landed" in ended.stdout, ended.stderr[-3000:]
 
 

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import psutil
 import pytest
@@ -78,19 +79,15 @@ def test_a_peer_that_lies_about_its_memory_is_refused_before_a_byte_is_read(
 
 LINK_OF = """
     import sys
+    import msgspec
     sys.path.insert(0, sys.argv[1])
-    from nixl_reader import Reader, Source, SOURCE
+    from nixl_reader import PeerWelcome, Reader, SOURCE
 
-    def main():
-        source, reader = Source(), Reader()
-        reader.connector.connect(SOURCE, source.welcome)
-        assert reader.wait(lambda: bool(reader.events))
-        print(reader.events[0].link)
-        reader.connector.close()
-        source.close()
-
-    if __name__ == "__main__":
-        main()
+    reader = Reader()
+    reader.connector.connect(SOURCE, msgspec.msgpack.decode(bytes.fromhex(sys.argv[2]), type=PeerWelcome))
+    assert reader.wait(lambda: bool(reader.events))
+    print(reader.events[0].link)
+    reader.connector.close()
 """
 
 
@@ -101,11 +98,10 @@ LINK_OF = """
         ({"UCX_PROTO_INFO": "n"}, "unknown"),
     ],
 )
-def test_the_transport_is_known(tmp_path: Path, variables: dict[str, str], transport: str) -> None:
+def test_the_transport_is_known(source: Source, variables: dict[str, str], transport: str) -> None:
     """UCX chooses it, and says so in its log only; a user who wants that log for himself keeps it."""
-    script = tmp_path / "link_of.py"
-    script.write_text(textwrap.dedent(LINK_OF))
-    command = [sys.executable, str(script), str(SUPPORT)]
+    command = [sys.executable, "-c", textwrap.dedent(LINK_OF), str(SUPPORT)]
+    command.append(msgspec.msgpack.encode(source.welcome).hex())
     ended = subprocess.run(
         command, timeout=200, check=False, capture_output=True, text=True, env=os.environ | variables
     )

@@ -46,7 +46,7 @@ def test_an_operator_may_ask_any_of_them(seed: int, shape: Shape) -> None:
 
 
 @given(seed=seeds)
-@settings(max_examples=num_schedules(10))
+@settings(max_examples=num_schedules(8))
 def test_with_any_other_faults(seed: int) -> None:
     run_schedule(router_schedule(seed))
 

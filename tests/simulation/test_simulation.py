@@ -37,7 +37,7 @@ EVERYTHING = Faults(
     kills=1, freezes=1,
 )  # fmt: skip
 
-NUM_SCHEDULES = num_schedules(10)  # of each kind
+NUM_SCHEDULES = num_schedules(8)  # of each kind
 
 seeds = st.integers(0, 2**32)
 bounded = settings(max_examples=NUM_SCHEDULES)

@@ -54,7 +54,7 @@ FAULTS = {
 }  # fmt: skip
 
 seeds = st.integers(0, 2**32)
-bounded = settings(max_examples=num_schedules(5))
+bounded = settings(max_examples=num_schedules(4))
 
 
 @pytest.mark.parametrize("faults", FAULTS.values(), ids=FAULTS)

@@ -70,10 +70,11 @@ class ForkedRouter:
 
     @property
     def returncode(self) -> int | None:
-        return self._process.poll()
+        return self.poll()
 
     def poll(self) -> int | None:
-        return self._process.poll()
+        ended = self._process.ended
+        return ended.result() if ended.done() else None
 
     def send_signal(self, number: int) -> None:
         self._process.send_signal(number)
@@ -83,7 +84,7 @@ class ForkedRouter:
 
     def communicate(self, timeout: float | None = None) -> tuple[str, str]:
         """Wait for the end; what it printed since, and its log. Closes the pipes."""
-        self._process.wait(timeout)
+        self._process.ended.result(timeout)
         if not self.stdout.closed:
             self._output = self.stdout.read()
             self._reader.join(timeout)

@@ -82,21 +82,13 @@ class HostDriver:
 
 
 class Event:
-    """An event of a stream that does everything at once: ``seconds`` between any two of them."""
-
-    seconds = 0.0
-
-    def __init__(self, **_options: bool) -> None:
-        pass
+    """An event of a stream that does everything at once."""
 
     def record(self, _stream: object = None) -> None:
         pass
 
     def query(self) -> bool:
         return True
-
-    def elapsed_time(self, _end: object) -> float:
-        return 1e3 * self.seconds
 
 
 def stand_in_for_cuda(monkeypatch: pytest.MonkeyPatch) -> HostDriver:

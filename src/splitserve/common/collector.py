@@ -25,11 +25,13 @@ class Collector:
     def __init__(self) -> None:
         self._num_blocks = 0  # of memory after the last full pass
         self._thresholds = gc.get_threshold()
+        self._had_set_aside = False
 
     def start(self) -> None:
         """Set aside all objects so far, which mostly live as long as the process."""
         self._thresholds = gc.get_threshold()
-        self._collect_all()
+        self._had_set_aside = gc.get_freeze_count() > 0  # by this process, once all was imported
+        self._collect()
         gc.set_threshold(YOUNG_OBJECTS)
         gc.callbacks.append(_set_aside)
 
@@ -40,7 +42,8 @@ class Collector:
         least = IDLE_GROWTH_BLOCKS if is_idle else max(MIN_GROWTH_BLOCKS, self._num_blocks)
         if growth < least:
             return False
-        self._collect_all()
+        gc.unfreeze()
+        self._collect()
         return True
 
     def stop(self) -> None:
@@ -48,10 +51,10 @@ class Collector:
         if _set_aside in gc.callbacks:
             gc.callbacks.remove(_set_aside)
             gc.set_threshold(*self._thresholds)
-            gc.unfreeze()
+            if not self._had_set_aside:
+                gc.unfreeze()
 
-    def _collect_all(self) -> None:
-        gc.unfreeze()
+    def _collect(self) -> None:
         gc.collect()
         gc.freeze()
         self._num_blocks = sys.getallocatedblocks()

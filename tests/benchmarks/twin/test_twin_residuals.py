@@ -21,7 +21,8 @@ TRUE = Calibration(steps={Role.MIXED: STEPS}, link=LinkModel(bytes_per_second=2e
 LAYOUT = LayoutRecord("twin", "w", "bfloat16", 64, 8, 8, 64)
 SHORT_ANSWERS, LONG_ANSWERS = Exact(700, 40), Exact(300, 150)
 PAIR = (Role.PREFILL, Role.DECODE)
-LOADS = [6.0, 12.0, 20.0, 24.0]
+SLOW = pytest.mark.slow
+LOADS = [6.0, pytest.param(12.0, marks=SLOW), 20.0, pytest.param(24.0, marks=SLOW)]
 """Requests per second of SHORT_ANSWERS: 23%, 47%, 78% and 94% of what the prefill worker can compute."""
 SLOW_LOADS = LOADS[:3]
 """Those at which steps that are 15% slower can compute all prompts, too. Else all reads wait for each other."""
@@ -93,8 +94,9 @@ def test_a_link_at_half_speed_is_named(rate: float) -> None:
 
 @pytest.mark.parametrize(
     ("maker", "rate", "max_num_seqs"),
-    [(SHORT_ANSWERS, 6.0, 2), (SHORT_ANSWERS, 12.0, 3), (SHORT_ANSWERS, 20.0, 3), (SHORT_ANSWERS, 20.0, 4),
-     (LONG_ANSWERS, 4.0, 3), (LONG_ANSWERS, 8.0, 4), (LONG_ANSWERS, 8.0, 6)],
+    [(SHORT_ANSWERS, 6.0, 2), pytest.param(SHORT_ANSWERS, 12.0, 3, marks=SLOW),
+     pytest.param(SHORT_ANSWERS, 20.0, 3, marks=SLOW), (SHORT_ANSWERS, 20.0, 4), (LONG_ANSWERS, 4.0, 3),
+     pytest.param(LONG_ANSWERS, 8.0, 4, marks=SLOW), (LONG_ANSWERS, 8.0, 6)],
 )  # fmt: skip
 def test_a_forgotten_queue_is_named(maker: Exact, rate: float, max_num_seqs: int) -> None:
     """The real workers take few sequences at once, so that requests wait; the twin's take all."""

@@ -46,12 +46,11 @@ class Readers(StrEnum):
 
 
 class ReadStages(msgspec.Struct, frozen=True):
-    """Seconds from a read's start to the end of each of its stages, and ``copying``; 0.0: unknown."""
+    """Seconds from a read's start to the end of each of its stages; 0.0: unknown."""
 
     woken: float = 0.0  # the thread that owns the peer's reader has begun with it
     queued: float = 0.0  # all copies through a mapping are queued
     copied: float = 0.0  # the data has landed
-    copying: float = 0.0  # from the first copy through a mapping to the last one's end, by the GPU's clock
 
 
 class ReadResult(msgspec.Struct, frozen=True, tag=True):
