@@ -14,7 +14,7 @@ from splitserve.kernels.experts.spec import MXFP4_GROUP, GatedActivation
 from splitserve.kernels.experts.triton.experts import TritonExperts
 from splitserve.kernels.experts.weights import ExpertWeights
 from splitserve.kernels.fp8.linear import fp8_unavailable_reason
-from splitserve.kernels.fp8.triton_linear import FP8
+from splitserve.kernels.fp8.triton_quantise import FP8
 from splitserve.kernels.fp8.weight import GROUP as FP8_GROUP
 from splitserve.kernels.tuning.parameters import Params
 from splitserve.kernels.tuning.tunables import ExpertSizes, TuneTarget, num_copies

@@ -1,9 +1,11 @@
-"""FP8 products on GPUs: the quantisation of activations, and a product with block scales. See :mod:`.linear`.
+"""FP8 products on GPUs. See :mod:`.linear`.
 
 A block-scaled product sums one group of columns at a time in the matrix units, and scales each such sum in float32 (as
 in DeepSeek-V3's technical report, section 3.3).
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+
+from abc import abstractmethod
 
 import torch
 import triton
@@ -11,75 +13,67 @@ import triton.language as tl
 from torch import Tensor
 
 from splitserve.kernels.api import RmsNorm, SiluMul
+from splitserve.kernels.fp8.triton_quantise import quantise_rows
+from splitserve.kernels.fp8.triton_row import launch_fp8_row
 from splitserve.kernels.fp8.weight import GROUP, Fp8Weight
 from splitserve.kernels.reference.linear import UnfusedLinear
-
-FP8 = torch.float8_e4m3fn
-_LARGEST = 448.0  # largest number of that format
-_TINY = 1e-12  # the scale of a row of zeros
+from splitserve.kernels.tuning.linear_launch import Variant
 
 
-def quantise_rows(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
-    """Quantise ``x`` [T, K] -> float8 [T, K], scales float32 [T, ceil(K / group)]: the largest of each group becomes
-    448."""
-    rows, columns = x.shape
-    num_groups = triton.cdiv(columns, group)
-    quantised = torch.empty((rows, columns), dtype=FP8, device=x.device)
-    scales = torch.empty((rows, num_groups), dtype=torch.float32, device=x.device)
-    block = triton.next_power_of_2(min(group, columns))
-    _quantise_kernel[(rows, num_groups)](
-        x, quantised, scales, x.stride(0), columns, GROUP_COLUMNS=min(group, columns), BLOCK=block, LARGEST=_LARGEST,
-        TINY=_TINY, num_warps=max(1, min(16, block // 256)),
-    )  # fmt: skip
-    return quantised, scales
-
-
-@triton.jit
-def _quantise_kernel(
-    x,
-    quantised,
-    scales,
-    stride,
-    columns,
-    GROUP_COLUMNS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    LARGEST: tl.constexpr,
-    TINY: tl.constexpr,
-):
-    row, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    within = tl.arange(0, BLOCK)
-    at = group * GROUP_COLUMNS + within
-    inside = (within < GROUP_COLUMNS) & (at < columns)
-    values = tl.load(x + row * stride + at, mask=inside, other=0.0).to(tl.float32)
-    scale = tl.maximum(tl.max(tl.abs(values), 0), TINY) / LARGEST
-    scaled = tl.clamp(values / scale, -LARGEST, LARGEST)
-    tl.store(quantised + row * columns + at, scaled.to(quantised.dtype.element_ty), mask=inside)
-    tl.store(scales + row * tl.num_programs(1) + group, scale)
-
-
-class RowFp8Linear(UnfusedLinear):
-    """Product with a scale per row of the weight and of the activations: cuBLAS or CUTLASS, through PyTorch. bfloat16
-    only."""
-
-    def __init__(self, weight: Fp8Weight, *, rms_norm: RmsNorm, silu_mul: SiluMul) -> None:
-        super().__init__(weight.weight.shape, rms_norm, silu_mul)
-        self._weight, self._scales = weight.weight, weight.scales.view(1, -1).contiguous()
-
-    def __call__(self, x: Tensor) -> Tensor:
-        quantised, scales = quantise_rows(x, self.in_features)
-        return torch._scaled_mm(
-            quantised, self._weight.t(), scale_a=scales, scale_b=self._scales, out_dtype=torch.bfloat16
-        )
-
-
-class BlockFp8Linear(UnfusedLinear):
-    """Product with a scale per :data:`GROUP` columns of a row of the weight and of the activations."""
+class _Fp8Linear(UnfusedLinear):
+    """Linear whose product of a single row is one kernel (:mod:`.triton_row`)."""
 
     def __init__(self, weight: Fp8Weight, *, rms_norm: RmsNorm, silu_mul: SiluMul) -> None:
         super().__init__(weight.weight.shape, rms_norm, silu_mul)
         self._weight, self._scales = weight.weight, weight.scales.contiguous()
 
     def __call__(self, x: Tensor) -> Tensor:
+        return self._row("plain", x) if x.shape[0] == 1 else self._product(x)
+
+    def add_to(
+        self, residual: Tensor, x: Tensor, norm: Tensor | None = None, eps: float = 0.0, *, bias: Tensor | None = None
+    ) -> Tensor | None:
+        if x.shape[0] != 1:
+            return super().add_to(residual, x, norm, eps, bias=bias)
+        launch_fp8_row("add", x, self._weight, self._scales, residual, bias=bias)
+        return None
+
+    def after_norm(self, x: Tensor, norm: Tensor, eps: float, normed: Tensor | None = None) -> Tensor:
+        if x.shape[0] != 1 or normed is not None:
+            return super().after_norm(x, norm, eps, normed)
+        return self._row("norm", x, norm, eps)
+
+    def gated_after_norm(self, x: Tensor, norm: Tensor, eps: float, normed: Tensor | None = None) -> Tensor:
+        if x.shape[0] != 1:
+            return super().gated_after_norm(x, norm, eps, normed)
+        return self._row("gated", x, norm, eps) if normed is None else self._row("gated", normed)
+
+    def _row(self, variant: Variant, x: Tensor, norm: Tensor | None = None, eps: float = 0.0) -> Tensor:
+        width = self.out_features // (1 + (variant == "gated"))
+        out = torch.empty((1, width), dtype=x.dtype, device=x.device)
+        launch_fp8_row(variant, x, self._weight, self._scales, out, norm=norm, eps=eps)
+        return out
+
+    @abstractmethod
+    def _product(self, x: Tensor) -> Tensor:
+        """Return the product of several rows."""
+
+
+class RowFp8Linear(_Fp8Linear):
+    """Product with a scale per row of the weight and of the activations: cuBLAS or CUTLASS, through PyTorch. bfloat16
+    only."""
+
+    def _product(self, x: Tensor) -> Tensor:
+        quantised, scales = quantise_rows(x, self.in_features)
+        return torch._scaled_mm(
+            quantised, self._weight.t(), scale_a=scales, scale_b=self._scales.view(1, -1), out_dtype=torch.bfloat16
+        )
+
+
+class BlockFp8Linear(_Fp8Linear):
+    """Product with a scale per :data:`GROUP` columns of a row of the weight and of the activations."""
+
+    def _product(self, x: Tensor) -> Tensor:
         quantised, scales = quantise_rows(x, GROUP)
         return block_product(quantised, scales, self._weight, self._scales, x.dtype)
 

@@ -66,9 +66,9 @@ def _row_kernel(
     is_column = column < N
     k = tl.arange(0, BLOCK_K)
     rows_at = weight_ptr + column.to(tl.int64)[:, None] * K  # [BLOCK_N, 1]
-    weight = _row_tile(rows_at, k, is_column, N, K, BLOCK_N, BLOCK_K)
+    weight = row_tile(rows_at, k, is_column, N, K, BLOCK_N, BLOCK_K)
     if GATED:
-        up = _row_tile(rows_at + N * K, k, is_column, N, K, BLOCK_N, BLOCK_K)
+        up = row_tile(rows_at + N * K, k, is_column, N, K, BLOCK_N, BLOCK_K)
     if PREFETCH > 0 and OVERLAPPED:
         fetched_at = weight_ptr + tl.minimum(column, N - 1).to(tl.int64) * K
         prefetch(fetched_at, BLOCK_K, K, PREFETCH)
@@ -80,9 +80,9 @@ def _row_kernel(
     squares = tl.zeros((BLOCK_K,), tl.float32)
     for first in tl.static_range(0, K, BLOCK_K):
         if first > 0:
-            weight = _row_tile(rows_at, first + k, is_column, N, K, BLOCK_N, BLOCK_K)
+            weight = row_tile(rows_at, first + k, is_column, N, K, BLOCK_N, BLOCK_K)
             if GATED:
-                up = _row_tile(rows_at + N * K, first + k, is_column, N, K, BLOCK_N, BLOCK_K)
+                up = row_tile(rows_at + N * K, first + k, is_column, N, K, BLOCK_N, BLOCK_K)
         x = tl.load(x_ptr + first + k, mask=first + k < K, other=0.0).to(tl.float32)
         if HAS_NORM:
             squares += x * x
@@ -102,7 +102,7 @@ def _row_kernel(
 
 
 @triton.jit
-def _row_tile(rows_at, k, is_column, N: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
+def row_tile(rows_at, k, is_column, N: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
     """Load [BLOCK_N, BLOCK_K] of the weight; it is read once, so it may be evicted from the cache first."""
     if N % BLOCK_N == 0 and K % BLOCK_K == 0:
         return tl.load(rows_at + k[None, :], eviction_policy="evict_first")

@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,8 @@ from splitserve.kernels.fp8.linear import fp8_unavailable_reason, select_fp8
 from splitserve.kernels.fp8.weight import GROUP, Fp8Weight
 from splitserve.kernels.reference import linear
 from splitserve.kernels.reference import operations as reference
+from splitserve.kernels.tuning import parameters as tuning
+from splitserve.kernels.tuning.linear_launch import Variant
 from splitserve.models.config import Fp8Format, load_model_config
 from splitserve.models.declared import declare, stored_weights
 from splitserve.models.decoder import DecoderModel
@@ -251,7 +254,7 @@ def rand(*shape: int, seed: int = 0) -> Tensor:
 @TRITON
 @pytest.mark.parametrize(("rows", "columns", "group"), [(1, 128, 128), (3, 256, 128), (5, 200, 200), (2, 96, 128)])
 def test_rows_are_quantised_by_their_largest_element(rows: int, columns: int, group: int) -> None:
-    from splitserve.kernels.fp8.triton_linear import quantise_rows
+    from splitserve.kernels.fp8.triton_quantise import quantise_rows
 
     x = rand(rows, columns)
     x[0, :3] = torch.tensor([0.0, 9.0, -9.0])
@@ -272,7 +275,8 @@ def test_rows_are_quantised_by_their_largest_element(rows: int, columns: int, gr
 @TRITON
 @pytest.mark.parametrize(("rows", "outputs", "columns"), [(1, 48, 128), (17, 40, 256), (3, 130, 384)])
 def test_block_products(rows: int, outputs: int, columns: int) -> None:
-    from splitserve.kernels.fp8.triton_linear import block_product, quantise_rows
+    from splitserve.kernels.fp8.triton_linear import block_product
+    from splitserve.kernels.fp8.triton_quantise import quantise_rows
 
     if DEVICE.type == "cpu" and rows > 16:
         rows = 18  # two tiles would take the interpreter too long
@@ -284,6 +288,47 @@ def test_block_products(rows: int, outputs: int, columns: int) -> None:
     right = weight.to(DEVICE).float() * scales.repeat_interleave(GROUP, 1)
     tolerance = 1e-3 if DEVICE.type == "cpu" else 2e-2  # the FP8 units of a GPU add up with some 14 bits
     torch.testing.assert_close(actual, left @ right.T, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.on_gpu
+@TRITON
+@pytest.mark.parametrize("block_k", [128, 256, 512])
+@pytest.mark.parametrize("whole_rows", [False, True])
+@pytest.mark.parametrize(("outputs", "columns"), [(10, 384), (7, 256)])
+def test_the_product_of_a_row_is_rounded_as_that_of_several(
+    outputs: int, columns: int, whole_rows: bool, block_k: int
+) -> None:
+    """In parts and at once, with a last part that isn't full, and with more outputs than programs share evenly."""
+    from splitserve.kernels.fp8.triton_quantise import quantise_rows
+    from splitserve.kernels.fp8.triton_row import launch_fp8_row
+
+    group = columns if whole_rows else GROUP
+    exact = rand(2 * outputs, columns, seed=1)
+    scales = torch.stack([part.abs().amax(1) for part in exact.split(group, dim=1)], dim=1) / LARGEST
+    weight = (exact / scales.repeat_interleave(group, 1)).to(FP8)
+    x, norm, bias = rand(1, columns), 1.0 + 0.1 * rand(columns, seed=2), rand(2 * outputs, seed=3)
+
+    def expected(row: Tensor) -> Tensor:
+        values, row_scales = quantise_rows(row, group)
+        left = values.float() * row_scales.repeat_interleave(group, 1)
+        return left @ (weight.float() * scales.repeat_interleave(group, 1)).T
+
+    def check(variant: Variant, out: Tensor, wanted: Tensor, **options: Any) -> None:
+        # A norm's scale comes after the rounding here: a few elements are rounded to the number beside.
+        tolerance = 0.02 if "norm" in options else 1e-4
+        with tuning.forced(f"linear_{variant}", {"block_m": 1, "block_n": 4, "block_k": block_k, "num_warps": 4}):
+            launch_fp8_row(variant, x, weight, scales, out, **options)
+        assert float((out - wanted).norm() / wanted.norm()) < tolerance, variant
+
+    plain, normed = expected(x), expected(reference.rms_norm(x, norm, 1e-5))
+    check("plain", torch.empty(1, 2 * outputs, device=DEVICE), plain)
+    residual = rand(1, 2 * outputs, seed=4)
+    check("add", residual.clone(), residual + plain)
+    check("add", residual.clone(), residual + plain + bias, bias=bias)
+    check("norm", torch.empty(1, 2 * outputs, device=DEVICE), normed, norm=norm, eps=1e-5)
+    gate, up = normed.chunk(2, dim=1)
+    gated = torch.nn.functional.silu(gate) * up
+    check("gated", torch.empty(1, outputs, device=DEVICE), gated, norm=norm, eps=1e-5)
 
 
 @pytest.mark.gpu
@@ -311,9 +356,9 @@ def test_products_on_a_gpu_are_near_the_dequantised_ones(group: int, rows: int) 
         arguments = (x,) if name == "__call__" else (x, norm, 1e-5)
         actual, expected = getattr(packed, name)(*arguments).float(), getattr(exact, name)(*arguments).float()
         assert float((actual - expected).norm() / expected.norm()) < 0.06, name
-    residual = rand(rows, 768, seed=3).bfloat16()
-    expected = residual.float() + exact(x).float()
-    packed.add_to(residual, x)
+    residual, bias = rand(rows, 768, seed=3).bfloat16(), rand(768, seed=4).bfloat16()
+    expected = residual.float() + exact(x).float() + bias.float()
+    packed.add_to(residual, x, bias=bias)
     assert float((residual.float() - expected).norm() / expected.norm()) < 0.06
 
 

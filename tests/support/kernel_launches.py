@@ -118,8 +118,10 @@ def unused_keys(config: ModelConfig, dtype: torch.dtype) -> list[str]:
     def config_for(operation: str, shape: str, _rows: int) -> None:
         looked_up.add((operation, shape))
 
+    tuning.forget()  # what an earlier model has looked up
     with mock.patch.object(tuning, "config_for", config_for):
         run_steps(config, dtype)
+    tuning.forget()
     target = TuneTarget(config, dtype, CPU, BLOCK_SIZE)
     tuned = [(each, key) for each in OPERATIONS for key in load_tunable(each).shape_keys(target)]
     return [f"{operation} {key}" for operation, key in tuned if (operation, key) not in looked_up]

@@ -13,7 +13,7 @@ from splitserve.kernels.experts.launch import ExpertLaunch
 from splitserve.kernels.experts.triton.activation import ACTIVATION_NUMBERS, activate
 from splitserve.kernels.experts.triton.sorting import SortedPairs
 from splitserve.kernels.experts.weights import ExpertWeights
-from splitserve.kernels.fp8.triton_linear import quantise_rows
+from splitserve.kernels.fp8.triton_quantise import quantise_rows
 from splitserve.kernels.fp8.weight import GROUP as FP8_GROUP
 from splitserve.kernels.triton.launch import overlapped, wait, wait_alone
 

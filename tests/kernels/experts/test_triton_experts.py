@@ -21,7 +21,7 @@ from splitserve.kernels.experts.triton.router import TritonRouter
 from splitserve.kernels.experts.triton.routing import route
 from splitserve.kernels.experts.triton.sorting import sort_pairs
 from splitserve.kernels.experts.weights import ExpertWeights, RouterWeights
-from splitserve.kernels.fp8.triton_linear import quantise_rows
+from splitserve.kernels.fp8.triton_quantise import quantise_rows
 from splitserve.kernels.fp8.weight import GROUP
 from splitserve.kernels.reference import operations
 from splitserve.kernels.reference.linear import PlainLinear
