@@ -63,6 +63,7 @@ def launch_fp8_row(
     )
 
 
+# length: its parameters, and two weights side by side, whose loads must be under way before it waits
 @triton.jit
 def _fp8_row_kernel(
     x_ptr,
@@ -112,16 +113,10 @@ def _fp8_row_kernel(
             plain = _row(x_ptr, norm_ptr, first + k, K, False)
             squares += plain * plain
         x = _row(x_ptr, norm_ptr, first + k, K, HAS_NORM)
-        if NUM_GROUPS == 1:
-            x = _rounded(x, whole_scale, weight_ptr.dtype.element_ty, LARGEST) * whole_scale
-            acc += weight.to(tl.float32) * x[None, :]
-            if GATED:
-                acc_up += up.to(tl.float32) * x[None, :]
-        else:
-            x = _quantised(x, weight_ptr.dtype.element_ty, K // NUM_GROUPS, BLOCK_K, LARGEST, TINY)
-            acc += _scaled(weight, scales_ptr, safe, first, K, NUM_GROUPS, BLOCK_N, BLOCK_K) * x[None, :]
-            if GATED:
-                acc_up += _scaled(up, scales_ptr, safe + N, first, K, NUM_GROUPS, BLOCK_N, BLOCK_K) * x[None, :]
+        x = _quantised(x, whole_scale, weight_ptr.dtype.element_ty, K // NUM_GROUPS, NUM_GROUPS, BLOCK_K, LARGEST, TINY)
+        acc += _scaled(weight, scales_ptr, safe, first, K, NUM_GROUPS, BLOCK_N, BLOCK_K) * x[None, :]
+        if GATED:
+            acc_up += _scaled(up, scales_ptr, safe + N, first, K, NUM_GROUPS, BLOCK_N, BLOCK_K) * x[None, :]
     total = tl.sum(acc, 1)
     total_up = tl.sum(acc_up, 1) if GATED else total
     if NUM_GROUPS == 1:
@@ -147,19 +142,19 @@ def _row(x_ptr, norm_ptr, at, K: tl.constexpr, HAS_NORM: tl.constexpr):
 
 
 @triton.jit
-def _rounded(x, scale, narrow: tl.constexpr, LARGEST: tl.constexpr):
-    """Return ``x`` over ``scale``, rounded to FP8, in float32."""
-    return tl.clamp(x / scale, -LARGEST, LARGEST).to(narrow).to(tl.float32)
-
-
-@triton.jit
 def _quantised(
-    x, narrow: tl.constexpr, GROUP: tl.constexpr, BLOCK_K: tl.constexpr, LARGEST: tl.constexpr, TINY: tl.constexpr
-):
-    """Round ``x`` [BLOCK_K] to FP8 with a scale for each group."""
-    groups = tl.reshape(x, (BLOCK_K // GROUP, GROUP))
-    scale = tl.maximum(tl.max(tl.abs(groups), 1), TINY)[:, None] / LARGEST
-    return tl.reshape(_rounded(groups, scale, narrow, LARGEST) * scale, (BLOCK_K,))
+    x, whole_scale, narrow: tl.constexpr, GROUP: tl.constexpr, NUM_GROUPS: tl.constexpr, BLOCK_K: tl.constexpr,
+    LARGEST: tl.constexpr, TINY: tl.constexpr,
+):  # fmt: skip
+    """Round ``x`` [BLOCK_K] to FP8 with a scale for each group: of a single one, ``whole_scale``."""
+    if NUM_GROUPS == 1:
+        x = tl.clamp(x / whole_scale, -LARGEST, LARGEST).to(narrow).to(tl.float32) * whole_scale
+    else:
+        groups = tl.reshape(x, (BLOCK_K // GROUP, GROUP))
+        scale = tl.maximum(tl.max(tl.abs(groups), 1), TINY)[:, None] / LARGEST
+        groups = tl.clamp(groups / scale, -LARGEST, LARGEST).to(narrow).to(tl.float32) * scale
+        x = tl.reshape(groups, (BLOCK_K,))
+    return x
 
 
 @triton.jit
@@ -167,11 +162,14 @@ def _scaled(
     weight, scales_ptr, rows, first, K: tl.constexpr, NUM_GROUPS: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Return a tile of the weight from column ``first`` on, in float32, times the scales of its groups."""
-    PARTS: tl.constexpr = BLOCK_K // (K // NUM_GROUPS)
-    groups = first // (K // NUM_GROUPS) + tl.arange(0, PARTS)
-    scales = tl.load(
-        scales_ptr + rows[:, None] * NUM_GROUPS + groups[None, :], mask=groups[None, :] < NUM_GROUPS, other=0.0
-    )
-    scales = tl.broadcast_to(scales[:, :, None], (BLOCK_N, PARTS, BLOCK_K // PARTS))
-    return weight.to(tl.float32) * tl.reshape(scales, (BLOCK_N, BLOCK_K))
+    """Return a tile of the weight from column ``first`` on, in float32, times the scales of its groups; that of whole
+    rows is left to the sum."""
+    weight = weight.to(tl.float32)
+    if NUM_GROUPS > 1:
+        GROUP: tl.constexpr = K // NUM_GROUPS
+        groups = first // GROUP + tl.arange(0, BLOCK_K // GROUP)
+        scales_at = scales_ptr + rows[:, None] * NUM_GROUPS + groups[None, :]
+        scales = tl.load(scales_at, mask=groups[None, :] < NUM_GROUPS, other=0.0)
+        scales = tl.broadcast_to(scales[:, :, None], (BLOCK_N, BLOCK_K // GROUP, GROUP))
+        weight *= tl.reshape(scales, (BLOCK_N, BLOCK_K))
+    return weight
