@@ -24,7 +24,7 @@ from splitserve.benchmarks.chaos.outcome import Outcome, print_summary, say, sum
 from splitserve.benchmarks.chaos.recovery import p99_seconds
 from splitserve.benchmarks.chaos.ties import NEAR_TIE_SHARES, Referee
 from splitserve.benchmarks.common.arguments import finite, positive, positive_seconds
-from splitserve.benchmarks.common.report import add_result_options, keep_result
+from splitserve.benchmarks.common.report import add_result_options, keep_result, kept_options
 from splitserve.common.logs import LOG_LEVELS, set_up_logging
 from splitserve.models.demo.checkpoint import write_demo_model
 from splitserve.orchestration.cli.command_parser import CommandParser
@@ -274,5 +274,5 @@ def main(argv: Sequence[str]) -> int:
     outcome = run(options)
     figures = summary(outcome)
     print_summary(figures, outcome)
-    keep_result("chaos", argv, {"options": vars(options), **figures}, options)
+    keep_result("chaos", argv, {"options": kept_options(options), **figures}, options)
     return 0 if outcome.ok else 1

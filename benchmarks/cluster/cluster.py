@@ -25,7 +25,7 @@ from splitserve.benchmarks.chaos.load import Answer, Case, Streams, ask_all, mak
 from splitserve.benchmarks.cluster.ray_machines import Machine, Machines
 from splitserve.benchmarks.cluster.recovery_times import Recovery, lost_and_back, recoveries
 from splitserve.benchmarks.common.arguments import positive
-from splitserve.benchmarks.common.report import add_result_options, keep_result, table
+from splitserve.benchmarks.common.report import add_result_options, keep_result, kept_options, table
 from splitserve.common.errors import SplitserveError
 from splitserve.common.logs import set_up_logging
 from splitserve.models.demo.checkpoint import write_demo_model
@@ -277,6 +277,6 @@ def main(argv: Sequence[str]) -> int:
     print(f"{life.num_requests} requests, {life.num_moved} of them continued by another worker")
     for problem in life.problems:
         print(f"FAIL {problem}")
-    data = {"options": vars(options), "ray_settings": settings, "load_average": os.getloadavg(), **asdict(life)}
+    data = {"options": kept_options(options), "ray_settings": settings, "load_average": os.getloadavg(), **asdict(life)}
     keep_result("cluster", argv, data, options)
     return 1 if life.problems else 0

@@ -34,7 +34,7 @@ from splitserve.benchmarks.common.commands import (
     processes_of,
     run_command,
 )
-from splitserve.benchmarks.common.report import add_result_options, keep_result, table
+from splitserve.benchmarks.common.report import add_result_options, keep_result, kept_options, table
 from splitserve.benchmarks.common.stats import RequestRecord
 from splitserve.benchmarks.serving.conversations import completion_body
 from splitserve.benchmarks.serving.load import Endpoint, run_load
@@ -170,7 +170,7 @@ def main(argv: Sequence[str]) -> int:
     print(table(rows, ["place", *(f"{name} s" for name in STAGES), "limit s"]))
     for problem in problems:
         print(f"FAIL {problem}")
-    data = {"options": vars(options), "results": results, "problems": problems}
+    data = {"options": kept_options(options), "results": results, "problems": problems}
     keep_result("up", argv, data, options)
     return 1 if problems else 0
 

@@ -63,6 +63,11 @@ def add_result_options(parser: argparse.ArgumentParser, *, always: bool = False)
     )
 
 
+def kept_options(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the options to keep with a result: all but where it is kept."""
+    return {name: value for name, value in vars(options).items() if name != "result_dir"}
+
+
 def keep_result(name: str, argv: Sequence[str], data: dict[str, Any], options: argparse.Namespace) -> None:
     """Write the result with :func:`write_result` if the options ask for it, and print its path."""
     if options.result_dir or getattr(options, "save", True):

@@ -6,7 +6,7 @@ next one the logarithm of the pressure is interpolated over the rate.
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -87,10 +87,7 @@ def resampled_goodputs(
     Entry ``k`` of two arms belongs to one resample, so differences and ratios of the arrays have intervals, too.
     """
     random = np.random.default_rng(seed)
-    return {
-        arm: np.array([_resampled(found, objectives, random).rate for _ in range(num_resamples)])
-        for arm, found in probes.items()
-    }
+    return {arm: _resampled(found, objectives, random, num_resamples) for arm, found in probes.items()}
 
 
 def interval(values: NDArray[np.float64]) -> Interval:
@@ -100,21 +97,22 @@ def interval(values: NDArray[np.float64]) -> Interval:
     return Interval(float(low), float(high))
 
 
-def block_indices(num_requests: int, random: np.random.Generator) -> NDArray[np.int64]:
-    """Return ``num_requests`` indices in blocks of consecutive ones, which begin anywhere and wrap around."""
+def block_indices(num_requests: int, num_loads: int, random: np.random.Generator) -> NDArray[np.int64]:
+    """Return indices ``[num_loads, num_requests]`` in blocks of consecutive ones, which begin anywhere and wrap
+    around."""
     length = max(1, min(round(math.sqrt(num_requests)), num_requests // MIN_BLOCKS))
-    starts = random.integers(0, num_requests, size=math.ceil(num_requests / length))
-    found = (starts[:, None] + np.arange(length)[None, :]).ravel() % num_requests
-    return found[:num_requests]
+    starts = random.integers(0, num_requests, size=(num_loads, math.ceil(num_requests / length)))
+    found = (starts[:, :, None] + np.arange(length)).reshape(num_loads, -1) % num_requests
+    return found[:, :num_requests]
 
 
-def _resampled(probes: Sequence[Probe], objectives: Objectives, random: np.random.Generator) -> Goodput:
-    return goodput_of(list(_resampled_points(probes, objectives, random)))
-
-
-def _resampled_points(
-    probes: Sequence[Probe], objectives: Objectives, random: np.random.Generator
-) -> Iterator[tuple[float, float]]:
-    for probe in probes:
-        chosen = block_indices(probe.outcome.num_requests, random)
-        yield probe.rate, probe.outcome.pressure_of(chosen, objectives)
+def _resampled(
+    probes: Sequence[Probe], objectives: Objectives, random: np.random.Generator, num_resamples: int
+) -> NDArray[np.float64]:
+    rates = [probe.rate for probe in probes]
+    pressures = []
+    for outcome in (probe.outcome for probe in probes):
+        chosen = block_indices(outcome.num_requests, num_resamples, random)
+        pressures.append(outcome.pressures(chosen, objectives))
+    by_load = np.reshape(pressures, (len(rates), num_resamples)).T.tolist()
+    return np.array([goodput_of(list(zip(rates, each, strict=True))).rate for each in by_load])

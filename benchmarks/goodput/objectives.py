@@ -68,26 +68,38 @@ class Outcome:
 
     def pressure(self, objectives: Objectives) -> float:
         """Return the pressure of the whole load."""
-        return self.pressure_of(np.arange(self.num_requests), objectives)
+        return min(MAX_PRESSURE, max(self.ratio(objectives, "ttft"), self.ratio(objectives, "itl")))
 
-    def pressure_of(self, chosen: NDArray[np.int64], objectives: Objectives) -> float:
-        """Return the pressure of the requests with these indices, which may repeat."""
-        ratios = (self.ratio(chosen, objectives, "ttft"), self.ratio(chosen, objectives, "itl"))
-        return min(MAX_PRESSURE, max(ratios))
+    def pressures(self, chosen: NDArray[np.int64], objectives: Objectives) -> NDArray[np.float64]:
+        """Return the pressure of each row of ``chosen``, ``[loads, requests]``: indices of requests, which may repeat.
+
+        The gaps are sorted once: in a row, each stands for as many as its request comes.
+        """
+        index = index_of(chosen.shape[1], objectives.percentile)
+        ttft = np.partition(self.ttft_ms[chosen], index)[:, index] / objectives.ttft_ms
+        gaps = np.concatenate(self.gaps_ms)
+        order = np.argsort(gaps)
+        owners = np.repeat(np.arange(self.num_requests), [len(each) for each in self.gaps_ms])[order]
+        itl = np.zeros(len(chosen))
+        for number, row in enumerate(chosen):
+            ends = np.bincount(row, minlength=self.num_requests)[owners].cumsum()
+            if len(ends) and ends[-1]:
+                at = np.searchsorted(ends, index_of(int(ends[-1]), objectives.percentile), side="right")
+                itl[number] = gaps[order[at]] / objectives.itl_ms
+        return np.minimum(MAX_PRESSURE, np.maximum(ttft, itl))
 
     def judged_ms(self, objectives: Objectives) -> dict[str, float | None]:
         """Return the percentiles of TTFT and of the gaps that the objectives bound; None: too many failed."""
-        everything = np.arange(self.num_requests)
-        ttft = self.ratio(everything, objectives, "ttft") * objectives.ttft_ms
-        itl = self.ratio(everything, objectives, "itl") * objectives.itl_ms
+        ttft = self.ratio(objectives, "ttft") * objectives.ttft_ms
+        itl = self.ratio(objectives, "itl") * objectives.itl_ms
         return {name: value if math.isfinite(value) else None for name, value in (("ttft_ms", ttft), ("itl_ms", itl))}
 
-    def ratio(self, chosen: NDArray[np.int64], objectives: Objectives, which: str) -> float:
+    def ratio(self, objectives: Objectives, which: str) -> float:
         """Return the percentile of ``which``, "ttft" or "itl", over its objective."""
         if which == "ttft":
-            return percentile(self.ttft_ms[chosen], objectives.percentile) / objectives.ttft_ms
-        gaps = [self.gaps_ms[index] for index in chosen]
-        return percentile(np.concatenate(gaps) if gaps else np.empty(0), objectives.percentile) / objectives.itl_ms
+            return percentile(self.ttft_ms, objectives.percentile) / objectives.ttft_ms
+        gaps = np.concatenate(self.gaps_ms) if self.gaps_ms else np.empty(0)
+        return percentile(gaps, objectives.percentile) / objectives.itl_ms
 
 
 def percentile(values: NDArray[np.float64], share: float) -> float:
@@ -97,5 +109,10 @@ def percentile(values: NDArray[np.float64], share: float) -> float:
     """
     if not len(values):
         return 0.0
-    index = min(len(values) - 1, math.ceil(len(values) * share / 100) - 1)
+    index = index_of(len(values), share)
     return float(np.partition(values, index)[index])
+
+
+def index_of(number: int, share: float) -> int:
+    """Return the index of that percentile among so many sorted values."""
+    return min(number - 1, math.ceil(number * share / 100) - 1)

@@ -8,8 +8,6 @@ import argparse
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import numpy as np
-
 from splitserve.benchmarks.common.arguments import positive
 from splitserve.benchmarks.common.report import add_result_options, keep_result, table
 from splitserve.benchmarks.engine.engine_options import model_of
@@ -105,8 +103,7 @@ def _with_limit(result: ArmResult, arms: Mapping[str, Arm], comparison: Comparis
     if not failed:
         return f"{words}; more was not offered."
     probe = min(failed, key=lambda probe: probe.rate)
-    everything = np.arange(probe.outcome.num_requests)
-    ratios = {which: probe.outcome.ratio(everything, objectives, which) for which in ("ttft", "itl")}
+    ratios = {which: probe.outcome.ratio(objectives, which) for which in ("ttft", "itl")}
     worst = max(ratios, key=ratios.__getitem__)
     return f"{words}; at {probe.rate:g}/s, {worst.upper()} is {ratios[worst]:.1f} times its objective."
 

@@ -232,19 +232,22 @@ class BlockPool:
         if num_blocks == 1:
             has_neighbour = after is not None and after + 1 < self.num_blocks and self._is_free[after + 1]
             return [after + 1 if after is not None and has_neighbour else int(self._is_free.argmax())]
-        free_ids = np.flatnonzero(self._is_free)
-        if num_blocks == len(free_ids):
-            return free_ids.tolist()
-        starts = np.flatnonzero(np.diff(free_ids, prepend=-2) != 1)
-        lengths = np.diff(starts, append=len(free_ids))
+        if num_blocks == self._num_free:
+            return np.flatnonzero(self._is_free).tolist()
+        # Ends of runs of blocks that are all free or all not: few, where comparing all ids would take milliseconds
+        edges = np.flatnonzero(self._is_free[1:] != self._is_free[:-1]) + 1
+        starts = np.concatenate(([0], edges))
+        lengths = np.diff(starts, append=self.num_blocks)
+        is_free = self._is_free[starts]
+        starts, lengths = starts[is_free], lengths[is_free]
         fitting = np.flatnonzero(lengths >= num_blocks)
         if len(fitting):  # best fit keeps the long runs whole
-            start = starts[fitting[np.argmin(lengths[fitting])]]
-            return free_ids[start : start + num_blocks].tolist()  # type: ignore[no-any-return]
+            start = int(starts[fitting[np.argmin(lengths[fitting])]])
+            return list(range(start, start + num_blocks))
         longest_first = np.argsort(-lengths, kind="stable")
         ends = np.cumsum(lengths[longest_first])
         used = longest_first[: np.searchsorted(ends, num_blocks) + 1]
         counts = lengths[used]
         counts[-1] -= ends[len(used) - 1] - num_blocks
-        begins = starts[used] - (np.cumsum(counts) - counts)  # in free_ids, less the number picked before
-        return free_ids[np.repeat(begins, counts) + np.arange(num_blocks)].tolist()  # type: ignore[no-any-return]
+        begins = starts[used] - (np.cumsum(counts) - counts)  # less the number picked before
+        return (np.repeat(begins, counts) + np.arange(num_blocks)).tolist()  # type: ignore[no-any-return]

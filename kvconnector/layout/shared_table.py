@@ -58,17 +58,13 @@ class OwnTable:
 
 
 class PeerTable:
-    """Another process's table. Use :func:`open_table`."""
+    """Another process's table: its ``numbers`` as they are now. Use :func:`open_table`."""
 
     def __init__(self, numbers: memoryview, owner: int) -> None:
-        self._numbers = numbers
+        self.numbers = numbers
         self._owner = owner  # a descriptor of its process
         self._end = select.poll()
         self._end.register(owner, select.POLLIN)
-
-    def read(self, index: int) -> int:
-        """Return the number at ``index`` as it is now."""
-        return int(self._numbers[index])
 
     @property
     def is_current(self) -> bool:
@@ -76,7 +72,7 @@ class PeerTable:
         return not self._end.poll(0)
 
     def close(self) -> None:
-        self._numbers.release()
+        self.numbers.release()
         os.close(self._owner)
 
 

@@ -48,8 +48,11 @@ class GenerationReads:
         row, offset, table = self._rows[scratch_row], self._offsets[group], self._table
         if group or table is None:
             return [row[offset + block_id] for block_id in ids]
-        num_blocks = self._num_peer_blocks[0]
-        found = [table.read(block_id) if block_id < num_blocks else int(row[block_id]) for block_id in ids]
+        numbers, num_blocks = table.numbers, self._num_peer_blocks[0]
+        if max(ids, default=0) < num_blocks:
+            found = list(map(numbers.__getitem__, ids))  # the quickest way where the caches are cold
+        else:
+            found = [numbers[block_id] if block_id < num_blocks else row[block_id] for block_id in ids]
         if not table.is_current:
             raise TransferError("the peer's process has ended")
         return found

@@ -1,5 +1,6 @@
 """Results: their files, and the description of the code that they were measured with."""
 
+import argparse
 import json
 import shutil
 import subprocess
@@ -45,6 +46,14 @@ def test_a_command_is_kept_without_the_folders_of_its_machine(tmp_path: Path) ->
     argv = ["--continue", "/here/run", "--rounds", "3", "--result-dir=/there", "--result-dir", str(tmp_path), "--save"]
     found = json.loads(report.write_result("goodput", argv, {}, str(tmp_path)).read_text())
     assert found["command"] == ["splitserve", "bench", "goodput", "--rounds", "3", "--save"]
+
+
+def test_options_are_kept_without_the_folder_of_the_result(tmp_path: Path) -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rounds", type=int)
+    report.add_result_options(parser)
+    options = parser.parse_args(["--rounds", "3", "--result-dir", str(tmp_path)])
+    assert report.kept_options(options) == {"rounds": 3, "save": False}
 
 
 def test_a_result_names_the_command_that_made_it(tmp_path: Path) -> None:

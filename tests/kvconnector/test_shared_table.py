@@ -16,7 +16,7 @@ from splitserve.kvconnector.layout import shared_table
 from splitserve.kvconnector.layout.shared_table import OwnTable, open_table
 from splitserve.kvconnector.nixl.agent import TransferError
 from splitserve.kvconnector.nixl.generation_reads import GenerationReads
-from splitserve.protocol.memory_records import MemoryKind, MemoryRegion, RankMemory, SharedTable
+from splitserve.protocol.memory_records import HostTierMemory, MemoryKind, MemoryRegion, RankMemory, SharedTable
 
 COUNT = 1000
 OWNER = """
@@ -50,14 +50,14 @@ def record_of(owner: subprocess.Popen[bytes]) -> SharedTable:
 def test_another_process_reads_the_numbers_as_they_are_now(owner: subprocess.Popen[bytes]) -> None:
     table = open_table(record_of(owner), COUNT)
     assert table is not None and owner.stdin is not None and owner.stdout is not None
-    assert [table.read(index) for index in (0, 7, COUNT - 1)] == [0, 2**64 - 1, 0]
+    assert [table.numbers[index] for index in (0, 7, COUNT - 1)] == [0, 2**64 - 1, 0]
     owner.stdin.write(b"999 42\n")
     owner.stdin.flush()
     assert owner.stdout.readline() == b"done\n"
-    assert table.read(COUNT - 1) == 42 and table.is_current
+    assert table.numbers[COUNT - 1] == 42 and table.is_current
     owner.kill()
     owner.wait()
-    assert table.read(COUNT - 1) == 42 and not table.is_current
+    assert table.numbers[COUNT - 1] == 42 and not table.is_current
     table.close()
 
 
@@ -112,7 +112,9 @@ def test_where_there_are_no_such_files_a_table_is_not_shared(monkeypatch: pytest
 
 def reads_of(record: SharedTable | None) -> GenerationReads:
     region = MemoryRegion(MemoryKind.VRAM, 0, 4096, COUNT, 64)
-    welcome = SimpleNamespace(ranks=[RankMemory(b"x", [region], generations=record)], generations_addresses=[4096])
+    host = HostTierMemory(MemoryRegion(MemoryKind.DRAM, 0, 1 << 30, 8, 64), 1 << 20)
+    rank = RankMemory(b"x", [region], host=host, generations=record)
+    welcome = SimpleNamespace(ranks=[rank], generations_addresses=[4096])
     agent = SimpleNamespace(register=lambda *_: None, make_read=lambda *arguments: arguments)
     return GenerationReads(agent, welcome)  # type: ignore[arg-type]
 
@@ -122,6 +124,9 @@ def test_generations_are_read_in_place_while_the_peer_lives(owner: subprocess.Po
     assert len(reads.make("peer", [3, 7], 0)) == 1, "not mapped yet"
     reads.map()
     assert reads.make("peer", [3, 7], 0) == [] and reads.landed([7, 3], 0) == [2**64 - 1, 0]
+    reads.scratch[0, COUNT + 2] = 5
+    assert len(reads.make("peer", [7, COUNT + 2], 0)) == 1, "a slot of the host tier"
+    assert reads.landed([COUNT + 2, 7], 0) == [5, 2**64 - 1]
     owner.kill()
     owner.wait()
     with pytest.raises(TransferError, match="has ended"):

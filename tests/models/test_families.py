@@ -26,7 +26,7 @@ from splitserve.protocol.step import SampleSpec, ScheduledChunk
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-NUM_NEW_TOKENS = 24
+NUM_NEW_TOKENS = 16
 NUM_AT_EDGES = 4  # after prompts whose length is the point
 NUM_OF_RANKS = 8  # each is a step of two threads that wait for each other
 VOCAB_SIZE = 500

@@ -40,6 +40,17 @@ def test_pressure_is_the_larger_ratio() -> None:
     assert outcome(170.0, 30.0).pressure(OBJECTIVES) == 1.7
 
 
+def test_the_pressure_of_chosen_requests_is_that_of_a_load_of_them() -> None:
+    random = np.random.default_rng(0)
+    gaps = tuple(random.uniform(5, 60, number) for number in (0, 3, 1, 7, 2))
+    whole = Outcome(np.array([20.0, 150.0, 30.0, math.inf, 50.0]), gaps, 0)
+    chosen = np.array([[0, 1, 2, 3, 4], [4, 4, 4, 1, 2], [0, 0, 0, 0, 0], [2, 4, 2, 4, 0], [3, 3, 1, 0, 3]])
+    expected = [Outcome(whole.ttft_ms[row], tuple(gaps[index] for index in row), 0) for row in chosen]
+    for share in (50.0, 99.0):
+        objectives = Objectives(100.0, 20.0, share)
+        assert whole.pressures(chosen, objectives).tolist() == [each.pressure(objectives) for each in expected]
+
+
 def test_failures_are_misses_and_lack_their_tokens() -> None:
     good = RequestRecord(0.0, sent_seconds=0.0, end_seconds=0.1, chunk_seconds=[0.01, 0.02, 0.04])
     cut = RequestRecord(1.0, sent_seconds=1.0, end_seconds=1.1, chunk_seconds=[1.01, 1.02], error="lost")
@@ -58,8 +69,8 @@ def test_the_crossing_is_interpolated_in_the_logarithm() -> None:
 
 
 def test_blocks_are_of_consecutive_requests() -> None:
-    found = block_indices(100, np.random.default_rng(0))
-    assert len(found) == 100 and set(found) <= set(range(100))
+    found, other = block_indices(100, 2, np.random.default_rng(0))
+    assert found.tolist() != other.tolist() and len(found) == 100 and set(found) <= set(range(100))
     steps = np.diff(found) % 100
     assert (steps == 1).sum() >= 85  # ten blocks of ten
 
