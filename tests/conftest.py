@@ -136,11 +136,13 @@ def chat_tokens(tiny_qwen3: Path) -> list[list[list[int]]]:
 
 
 @pytest.fixture(autouse=True)
-def no_log_handler_stays() -> Iterator[None]:
-    """Commands that run in this process set up logging: a later test would log to the captured output of an earlier."""
+def logging_stays_as_it_was() -> Iterator[None]:
+    """Commands that run in this process set up logging: a later test would log to the captured output of an earlier, or
+    not at all."""
     root = logging.getLogger()
-    before = list(root.handlers)
+    before, level = list(root.handlers), root.level
     yield
+    root.setLevel(level)
     for handler in list(root.handlers):
         if handler not in before and type(handler).__module__ == "splitserve.common.logs":
             root.removeHandler(handler)
