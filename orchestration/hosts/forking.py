@@ -32,6 +32,8 @@ _READ_AT_LOAD = (
 _THREADS = ("MKL_NUM_THREADS", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 IDLE_SECONDS = 30.0
 """Time after which a server without children ends."""
+CLOSE_SECONDS = 2.0
+"""Time after which a server that is closed and still imports is killed."""
 LOST_STATUS = 255
 """The exit status of a child whose server ended before it."""
 
@@ -122,6 +124,8 @@ class ForkServerLink:
         """End the server, and with it its children."""
         with suppress(OSError):  # it has ended
             self._control.shutdown(socket.SHUT_RDWR)
+        self._reader.join(CLOSE_SECONDS)
+        self._popen.kill()  # an import may hang; does nothing if it has ended
         self._reader.join()
 
     def _read(self) -> None:

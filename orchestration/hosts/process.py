@@ -78,7 +78,7 @@ class Started(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Program:
-    """What a child's process is started with."""
+    """Program of a child: environment, folder, log, listening socket."""
 
     environment: Mapping[str, str]
     folder: str  # the working directory
@@ -158,7 +158,8 @@ class ChildProcess:
         variables = child_environment(threads, {**defaults, **os.environ, **(environment or {})})
         program = _Program(variables, os.getcwd(), log_file, listener, preloaded)
         self._process: Started | None = None
-        self._was_started = threading.Event()  # or couldn't be
+        self._early_signals: list[int] = []  # which came before the process ran
+        self._signals_lock = threading.Lock()  # guards the two
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, args=(program, order), name=f"child-{name}", daemon=True)
         self._thread.start()
@@ -172,10 +173,13 @@ class ChildProcess:
         return not self._ended.is_set()
 
     def send_signal(self, signal_number: int) -> None:
-        """Send a signal once the child runs, unless it has ended."""
-        self._was_started.wait()
-        if self._process is not None:
-            self._process.send_signal(signal_number)
+        """Send a signal, unless the child has ended. Doesn't wait for its start, right after which it gets those that
+        came before."""
+        with self._signals_lock:
+            if self._process is None:
+                self._early_signals.append(signal_number)
+            else:
+                self._process.send_signal(signal_number)
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
@@ -198,28 +202,33 @@ class ChildProcess:
 
     def _run(self, program: _Program, order: Order) -> None:
         """Start the child, follow it to its end, and remove what it left."""
+        returncode = 1
         try:
             returncode = self._start_and_follow(program, order)
-        except OSError as error:
-            self.error_message, returncode = f"can't be started: {error}", 1
+        except Exception as error:
+            problem = f"{type(error).__name__}: {error}"
+            if self._process is None:
+                self.error_message = f"can't be started: {problem}"
+            else:
+                self._process.kill()
+                returncode = self._process.wait()
+                self.error_message = f"was ended by its launcher, which could not follow it: {problem}"
         finally:
-            self._was_started.set()
-        self._ended.set()
-        if self._shared_memory is not None:
-            self._shared_memory.remove()
-        self._emit(ChildExited(self.name, returncode))
+            self._ended.set()
+            if self._shared_memory is not None:
+                self._shared_memory.remove()
+            self._emit(ChildExited(self.name, returncode))
 
     def _start_and_follow(self, program: _Program, order: Order) -> int:
-        """Return the exit status. Raises :class:`OSError` if the child can't be started."""
+        """Return the exit status. Any error ends the child."""
         read_fd, write_fd = os.pipe()
         life_line_fd, our_end = os.pipe()
         with os.fdopen(read_fd, "rb") as status, os.fdopen(our_end, "wb", buffering=0) as life_line:
             try:
-                process = self._process = program.start(life_line_fd, write_fd)
+                process = self._start(program, life_line_fd, write_fd)
             finally:
                 os.close(write_fd)
                 os.close(life_line_fd)
-            self._was_started.set()
             self._emit(ChildProgress(self.name, "started", {"pid": str(process.pid)}))
             if program.log_file is not None:
                 keep_short(program.log_file, self._ended)
@@ -231,3 +240,12 @@ class ChildProcess:
                     self.error_message = progress.detail["message"]
                 self._emit(ChildProgress(self.name, progress.stage, progress.detail))
             return process.wait()
+
+    def _start(self, program: _Program, life_line: int, status_fd: int) -> Started:
+        """Start the process, and send it the signals that came meanwhile."""
+        process = program.start(life_line, status_fd)
+        with self._signals_lock:
+            self._process = process
+            for signal_number in self._early_signals:
+                process.send_signal(signal_number)
+        return process

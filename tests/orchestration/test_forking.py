@@ -13,10 +13,13 @@ from typing import Any
 import psutil
 import pytest
 
+from splitserve.orchestration.cluster import children
+from splitserve.orchestration.cluster.children import Children
 from splitserve.orchestration.cluster.host import ChildExited, ChildProgress, Event
 from splitserve.orchestration.hosts import forking, process
 from splitserve.orchestration.hosts.forking import LOST_STATUS, ForkError
 from splitserve.orchestration.hosts.process import ChildProcess, child_environment
+from splitserve.orchestration.hosts.shared_memory import SHARED_MEMORY
 from splitserve.protocol.config import EngineConfig, WorkerConfig
 from waiting import PATIENCE_SECONDS, wait_until
 
@@ -94,6 +97,15 @@ def start() -> Iterator[Callable[..., Worker]]:
         assert worker.child.join(PATIENCE_SECONDS)
 
 
+def imports_after(path: Path) -> dict[str, str]:
+    """Return options of a worker whose fork server, which is no other worker's, has imported once ``path`` exists."""
+    return {"preloaded": "late_import", "SPLITSERVE_TEST_IMPORT_AFTER": str(path), "PATH_OF_THE_TEST": str(path)}
+
+
+def shared_memory_of(name: str) -> list[Path]:
+    return list(SHARED_MEMORY.glob(f"splitserve-{os.getpid()}-{name}-*"))
+
+
 def test_workers_of_one_server_have_their_own_surroundings(
     start: Callable[..., Worker], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -133,7 +145,7 @@ def test_ends_are_reported(start: Callable[..., Worker], behaviour: str, returnc
 
 def test_a_launcher_does_not_wait_for_its_fork_server(start: Callable[..., Worker], tmp_path: Path) -> None:
     imported = tmp_path / "imported"
-    worker = start("w-0", preloaded="late_import", SPLITSERVE_TEST_IMPORT_AFTER=str(imported))
+    worker = start("w-0", **imports_after(imported))
     assert worker.child.pid == 0 and worker.child.is_alive() and not worker.child.join(0.0)
     imported.touch()
     assert int(worker.wait_for("started")["pid"]) == worker.child.pid
@@ -145,7 +157,71 @@ def test_a_launcher_does_not_wait_for_its_fork_server(start: Callable[..., Worke
 def test_a_child_that_cannot_be_started_has_ended(start: Callable[..., Worker], tmp_path: Path) -> None:
     worker = start("w-0", log_file=tmp_path / "none" / "log")
     assert worker.wait_for_exit() == 1
-    assert worker.child.describe_exit(1).startswith("can't be started: [Errno 2] No such file or directory")
+    assert worker.child.describe_exit(1).startswith("can't be started: FileNotFoundError: [Errno 2] No such file")
+
+
+def test_a_child_whose_start_fails_in_another_way_has_ended(
+    start: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_arguments: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(process, "fork_child", fail)
+    worker = start("w-0")
+    assert worker.wait_for_exit() == 1
+    assert worker.child.describe_exit(1) == "can't be started: RuntimeError: can't start new thread"
+    assert not shared_memory_of("w-0")
+
+
+def test_a_child_that_cannot_be_followed_ends_before_its_exit_is_reported(
+    start: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def fail(*_arguments: object) -> None:
+        raise OSError("no thread for the log")
+
+    monkeypatch.setattr(process, "keep_short", fail)
+    worker = start("w-0", log_file=tmp_path / "log")
+    returncode = worker.wait_for_exit()
+    assert returncode == -signal.SIGKILL
+    assert worker.child.describe_exit(returncode) == (
+        "was ended by its launcher, which could not follow it: OSError: no thread for the log"
+    )
+    assert not psutil.pid_exists(worker.child.pid) and not shared_memory_of("w-0")
+
+
+@pytest.mark.timeout(PATIENCE_SECONDS)
+def test_signals_do_not_wait_for_the_start(start: Callable[..., Worker], tmp_path: Path) -> None:
+    imported = tmp_path / "imported"
+    worker = start("w-0", **imports_after(imported))
+    worker.child.kill()
+    assert worker.child.pid == 0 and worker.child.is_alive()
+    imported.touch()
+    assert worker.wait_for_exit() == -signal.SIGKILL
+
+
+@pytest.mark.timeout(PATIENCE_SECONDS)
+def test_the_end_of_a_cluster_does_not_wait_for_a_fork_server_that_hangs(
+    start: Callable[..., Worker], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("STOP_GRACE_SECONDS", "KILLED_SECONDS"):
+        monkeypatch.setattr(children, name, 0.05)
+    imported = tmp_path / "imported"
+    worker = start("w-0", **imports_after(imported))
+    cluster = Children(lambda: False)
+    cluster.add(worker.child)
+    cluster.end_all(0.0)
+    assert worker.child.pid == 0
+    imported.touch()
+    assert worker.wait_for_exit() != 0
+
+
+@pytest.mark.timeout(PATIENCE_SECONDS)
+def test_a_server_that_hangs_in_its_imports_can_be_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forking, "CLOSE_SECONDS", 0.05)
+    variables = {"PYTHONPATH": str(SUPPORT), "SPLITSERVE_TEST_IMPORT_AFTER": str(tmp_path / "never")}
+    server = forking.ForkServerLink({**os.environ, **variables}, "late_import")
+    server.close()
+    assert not server.is_running()
 
 
 def test_no_descriptor_of_one_worker_is_in_another(start: Callable[..., Worker]) -> None:
