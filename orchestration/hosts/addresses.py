@@ -65,18 +65,34 @@ def zmq_endpoint(address: str, port: int) -> str:
     return f"tcp://[{address}]:{port}" if ":" in address else f"tcp://{address}:{port}"
 
 
-def free_port(address: str = LOOPBACK) -> int:
-    """Return a port of ``address`` that no process listens on. If the kernel reports its ephemeral ports, the port is
-    none of them: no connection takes it before it is used. Raises :class:`ConfigError`."""
+def hold_port(address: str = LOOPBACK) -> socket.socket:
+    """Bind a port of ``address`` that no other socket has. Until the result is closed, no connection takes it, no other
+    call of this function in any process, and no process that binds it without SO_REUSEADDR; ZMQ binds it, again and
+    again. If the kernel reports its ephemeral ports, the port is none of them. Raises :class:`ConfigError`."""
     low = _first_ephemeral_port()
     candidates = range(_FIRST_PORT, low) if low > _FIRST_PORT + _NUM_CANDIDATES else ()
     for candidate in (*random.sample(candidates, min(len(candidates), _NUM_CANDIDATES)), 0):
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        with socket.socket(family) as probe, contextlib.suppress(OSError):
-            probe.bind((address, candidate))
-            port: int = probe.getsockname()[1]
-            return port
+        held = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
+        try:
+            held.bind((address, candidate))
+            # Not before: it would get a port that is held elsewhere, too.
+            held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            return held
+        except OSError:
+            held.close()
     raise ConfigError(f"no port of {address} can be bound: is it an address of this machine?")
+
+
+def free_port(address: str = LOOPBACK) -> int:
+    """Return a port as :func:`hold_port` binds it, but don't hold it. Raises :class:`ConfigError`."""
+    with hold_port(address) as held:
+        return port_of(held)
+
+
+def port_of(bound: socket.socket) -> int:
+    """Return the port that a socket is bound to."""
+    port: int = bound.getsockname()[1]
+    return port
 
 
 def _first_ephemeral_port() -> int:

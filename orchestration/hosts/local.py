@@ -12,7 +12,7 @@ from splitserve.common.cores import available_cores, split_cores, usable_cpus
 from splitserve.common.listening import listen
 from splitserve.common.security import check_exposure
 from splitserve.orchestration.cluster.host import LMCACHE, ChildProgress, Event, Memory
-from splitserve.orchestration.hosts.addresses import LOOPBACK, free_port, own_address, zmq_endpoint
+from splitserve.orchestration.hosts.addresses import LOOPBACK, free_port, hold_port, own_address, port_of, zmq_endpoint
 from splitserve.orchestration.hosts.core_plan import WorkerPlan, plan_workers, wanted_affinity
 from splitserve.orchestration.hosts.forking import can_fork, fork_server
 from splitserve.orchestration.hosts.gpus import VISIBLE, Gpu, GpuAssignment, check_enough_gpus, device_of, list_gpus
@@ -43,9 +43,9 @@ class Entries:
 
 ENTRIES = Entries()
 FORK_RANKS = "splitserve.worker.ranks.forks:fork_ranks"
-"""What a worker calls that a fork server starts: see :attr:`splitserve.orchestration.hosts.child.Order.forks`."""
+"""Entry that a worker calls that a fork server starts: see :attr:`splitserve.orchestration.hosts.child.Order.forks`."""
 BEGIN_ON_GPU = "splitserve.worker.start.early:begin_on_gpu"
-"""What a worker on GPUs calls first: see :attr:`splitserve.orchestration.hosts.child.Order.early`."""
+"""Entry that a worker on GPUs calls first: see :attr:`splitserve.orchestration.hosts.child.Order.early`."""
 
 
 def _module_of(entry: str, known: str) -> str:
@@ -96,7 +96,7 @@ class LocalHost:
         self._num_starts = 0
         self._lmcache_port = 0
         self._listener: socket.socket | None = None  # shared by several router processes
-        self._membership_ports: dict[str, int] = {}  # of the router processes
+        self._membership_ports: dict[str, socket.socket] = {}  # of the router processes, which bind them, too
 
     def prepare(self, spec: ClusterSpec) -> None:
         remove_abandoned()
@@ -108,7 +108,8 @@ class LocalHost:
         gpus = list_gpus({**os.environ, **self._environment})
         check_enough_gpus(spec, gpus)
         self._gpus = GpuAssignment(gpus, spec.devices.share)
-        self._membership_ports = {name: free_port(self._address) for name in router_names(spec)}
+        for name in router_names(spec):
+            self._membership_ports[name] = hold_port(self._address)
         if spec.router.workers > 1:
             self._listener = listen(spec.router.host, spec.router.port)
         pools = worker_names(spec)
@@ -124,7 +125,7 @@ class LocalHost:
     def start_router(
         self, name: str, spec: ClusterSpec, ports: RouterPorts, emit: Callable[[Event], None]
     ) -> ChildProcess:
-        ports = replace(ports, membership=ports.membership or self._membership_ports[name])
+        ports = replace(ports, membership=ports.membership or port_of(self._membership_ports[name]))
         child = ChildProcess(
             name=name,
             entry=self._entries.router,
@@ -144,7 +145,9 @@ class LocalHost:
     def _peers_of(self, name: str) -> dict[str, str]:
         """Return the membership endpoints of the other router processes."""
         return {
-            peer: zmq_endpoint(self._address, port) for peer, port in self._membership_ports.items() if peer != name
+            peer: zmq_endpoint(self._address, port_of(held))
+            for peer, held in self._membership_ports.items()
+            if peer != name
         }
 
     def start_worker(
@@ -221,7 +224,10 @@ class LocalHost:
         """Do nothing: no launcher takes over from one on this machine, whose children end with it."""
 
     def close(self) -> None:
-        """Close what the children shared: the launcher ends them itself."""
+        """Close what the children shared, and their ports: the launcher ends them itself."""
+        for held in self._membership_ports.values():
+            held.close()
+        self._membership_ports.clear()
         if self._listener is not None:
             self._listener.close()
             self._listener = None

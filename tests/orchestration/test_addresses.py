@@ -1,5 +1,6 @@
 """Addresses by which the processes of a cluster reach each other."""
 
+import random
 import socket
 from typing import NamedTuple
 
@@ -7,14 +8,18 @@ import pytest
 import zmq
 
 from splitserve.common.errors import ConfigError
+from splitserve.orchestration.hosts import addresses
 from splitserve.orchestration.hosts.addresses import (
     free_port,
+    hold_port,
     interface_address,
     own_address,
+    port_of,
     reachable_url,
     zmq_endpoint,
 )
 from splitserve.orchestration.spec.cluster_spec import NetworkSpec
+from waiting import PATIENCE_SECONDS
 
 
 class Entry(NamedTuple):
@@ -76,6 +81,27 @@ def test_endpoints_are_written_as_zmq_writes_them(address: str) -> None:
         bound.setsockopt(zmq.IPV6, int(":" in address))
         bound.bind(f"tcp://[{address}]:{port}" if ":" in address else f"tcp://{address}:{port}")
         assert zmq_endpoint(address, port) == bound.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
+def test_a_held_port_is_the_router_s_alone(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with hold_port(address) as held:
+        port = port_of(held)
+        for _ in range(2):  # the second is like a router that comes after one that was killed
+            with socket.socket(held.family) as other, pytest.raises(OSError, match="Address already in use"):
+                other.bind((address, port))
+            with zmq.Context() as context, context.socket(zmq.ROUTER) as router, context.socket(zmq.DEALER) as peer:
+                for each in (router, peer):
+                    each.setsockopt(zmq.IPV6, 1)
+                    each.setsockopt(zmq.LINGER, 0)
+                router.bind(zmq_endpoint(address, port))
+                peer.connect(zmq_endpoint(address, port))
+                peer.send(b"hello")
+                assert router.poll(PATIENCE_SECONDS * 1e3) and router.recv_multipart()[1] == b"hello"
+        monkeypatch.setattr(addresses, "_first_ephemeral_port", lambda: 1 << 16)
+        monkeypatch.setattr(random, "sample", lambda *_: [port])
+        with hold_port(address) as next_one:
+            assert port_of(next_one) != port
 
 
 def test_no_port_of_a_strange_address_is_free() -> None:

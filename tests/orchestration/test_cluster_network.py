@@ -88,6 +88,7 @@ class Started:
         for child in self.children:
             child.kill()
             child.join(PATIENCE_SECONDS)
+        self.host.close()
 
 
 @pytest.fixture

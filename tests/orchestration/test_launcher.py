@@ -5,12 +5,14 @@ import os
 import random
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import cast
+from urllib.parse import urlsplit
 
 import psutil
 import pytest
@@ -88,6 +90,18 @@ def test_children_get_thread_counts_and_membership(make_cluster, events: list[Ch
     [event] = [event for event in events if event.stage == "environment"]
     assert {event.detail["membership"]} == {each.detail["endpoint"] for each in events if each.stage == "membership"}
     assert json.loads(event.detail["variables"])["OMP_NUM_THREADS"] == "5"
+
+
+def test_the_membership_port_is_held_without_a_router(make_cluster, events: list[ChildProgress]) -> None:
+    with make_cluster(num_mixed=1) as cluster:
+        [endpoint] = [event.detail["endpoint"] for event in events if event.stage == "membership"]
+        address = (urlsplit(endpoint).hostname, urlsplit(endpoint).port)
+        os.kill(cluster.pids["router"], signal.SIGKILL)
+        assert cluster.watch() == 1
+        with socket.socket() as other, pytest.raises(OSError, match="Address already in use"):
+            other.bind(address)
+    with socket.socket() as other:
+        other.bind(address)
 
 
 def test_a_cluster_without_a_secret_draws_one(

@@ -269,6 +269,7 @@ def test_a_successor_gets_its_predecessors_place(tmp_path: Path) -> None:
     assert host._plan_of("w-0", pool, []) == second
     host.release("w-1")
     assert host._plan_of("w-1", pool, []) in (first, second)
+    host.close()
 
 
 def test_each_worker_starts_on_a_gpu_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -297,6 +298,7 @@ def test_each_worker_starts_on_a_gpu_of_its_own(tmp_path: Path, monkeypatch: pyt
         for child in children:
             child.kill()
             child.join(10.0)
+        host.close()
 
 
 def test_lists_of_cores_go_round() -> None:
