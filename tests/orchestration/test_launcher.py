@@ -93,8 +93,8 @@ def test_children_get_thread_counts_and_membership(make_cluster, events: list[Ch
 
 
 def test_the_membership_port_is_held_without_a_router(make_cluster, events: list[ChildProgress]) -> None:
-    with make_cluster(num_mixed=1) as cluster:
-        [endpoint] = [event.detail["endpoint"] for event in events if event.stage == "membership"]
+    with make_cluster(num_mixed=1, restart=False) as cluster:
+        [endpoint] = {event.detail["endpoint"] for event in events if event.stage == "membership"}
         address = (urlsplit(endpoint).hostname, urlsplit(endpoint).port)
         os.kill(cluster.pids["router"], signal.SIGKILL)
         assert cluster.watch() == 1
