@@ -39,7 +39,6 @@ from splitserve.protocol.request import Party
 
 logger = logging.getLogger(__name__)
 
-START_SECONDS = 120.0
 CHECK_SECONDS = 1.0
 CLOSE_SECONDS = 5.0
 
@@ -84,8 +83,8 @@ class RankedConnector:
     """Rank 0's :class:`splitserve.kvconnector.transfer.connector.KVConnector`; ``local`` performs its own part.
 
     ``channels`` lead to :class:`RankTransfers` of ranks 1, 2, ...: call :meth:`events` when one of them can be read.
-    ``found`` is the content that each of them found in its tiers, by tier name. Raises :class:`TransferRankError` if a
-    rank does not declare its memory.
+    ``found`` is the content that each of them found in its tiers, by tier name. Waits until all ranks have declared
+    their memory. Raises :class:`TransferRankError` if one ends before.
     """
 
     def __init__(self, local: KVConnector, channels: Sequence[Connection]) -> None:
@@ -214,12 +213,13 @@ class RankedConnector:
 
 
 def _first_words(channel: Connection, rank: int) -> RankServes:
+    """Wait until a rank declares its memory, however long it loads. Its end is the channel's."""
     try:
-        event = _events.decode(channel.recv_bytes()) if channel.poll(START_SECONDS) else None
+        event = _events.decode(channel.recv_bytes())
     except (EOFError, OSError) as error:
         raise TransferRankError(f"rank {rank} ended before it declared its memory") from error
     if not isinstance(event, RankServes):
-        raise TransferRankError(f"rank {rank} did not declare its memory within {START_SECONDS:.0f} s")
+        raise TransferRankError(f"rank {rank} began with {type(event).__name__}, not with its memory")
     return event
 
 

@@ -4,14 +4,17 @@ import random
 import threading
 import time
 from collections.abc import Iterator
+from multiprocessing import Pipe
 from multiprocessing.connection import wait
 
 import msgspec
 import pytest
 
 from forked_processes import fork_context
-from ranked_worker import FIRST_GENERATION, NUM_BLOCKS, SOURCE, RankedWorker, content, layout_of, serve_ranks
-from splitserve.kvconnector.ranks.transfers import RankEnd, TransferRankError
+from ranked_worker import FIRST_GENERATION, NUM_BLOCKS, SETTINGS, SOURCE, RankedWorker, content, layout_of, serve_ranks
+from splitserve.kvconnector.layout.memory import KVMemory
+from splitserve.kvconnector.nixl.connector import NixlConnector
+from splitserve.kvconnector.ranks.transfers import RankedConnector, RankEnd, TransferRankError
 from splitserve.kvconnector.transfer.connector import PeerConnected
 from splitserve.protocol.cache_layout import HeadSpan
 from splitserve.protocol.handover.reads import ReadCommand, ReadPath, ReadResult
@@ -263,6 +266,17 @@ def test_a_rank_whose_transfers_end_takes_the_worker_with_it() -> None:
     with pytest.raises(TransferRankError, match="rank 1"):
         reader.worker.connector.events()
     reader.worker.close()
+
+
+@pytest.mark.timeout(PATIENCE_SECONDS)
+def test_a_rank_that_ends_before_its_transfers_start_is_named() -> None:
+    channel, theirs = Pipe()
+    theirs.close()
+    local = NixlConnector(ME, KVMemory(layout_of(8, 2), NUM_BLOCKS), lambda: None, settings=SETTINGS)
+    with pytest.raises(TransferRankError, match="rank 1 ended before it declared its memory"):
+        RankedConnector(local, [channel])
+    local.close()
+    channel.close()
 
 
 def test_ranks_that_share_a_head_read_from_different_ranks() -> None:
