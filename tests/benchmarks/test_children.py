@@ -7,6 +7,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from running import is_running
 from splitserve.benchmarks.common.children import child_process, next_line
 from waiting import wait_until
 
@@ -41,6 +42,6 @@ def test_a_child_ends_with_a_bench_that_is_killed(tmp_path: Path, monkeypatch: p
     with subprocess.Popen([sys.executable, "-c", BENCH], stdout=subprocess.PIPE, text=True) as bench:
         assert bench.stdout is not None
         child = psutil.Process(int(bench.stdout.readline()))
-        assert child.is_running()
+        assert is_running(child)
         bench.kill()
-    wait_until(lambda: not child.is_running(), "the child has ended")
+    wait_until(lambda: not is_running(child), "the child has ended")

@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from command_line import PATIENCE_SECONDS, command
+from running import is_running
 from splitserve.benchmarks.cluster.up_times import STAGES, phases_of
 from splitserve.benchmarks.common import commands
 from splitserve.benchmarks.tables.more_sections import starts
@@ -52,7 +53,7 @@ def processes_below(folder: Path) -> list[psutil.Process]:
                 found.append(process)
         except psutil.Error:
             continue
-    return [process for process in found if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
+    return [process for process in found if is_running(process)]
 
 
 def bench(folder: Path, model: str, *more: str, shell: str = 'exec "$@"') -> "subprocess.Popen[str]":

@@ -13,6 +13,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from command_line import command
+from running import is_running
 from splitserve.models.demo.checkpoint import write_demo_model
 from waiting import PATIENCE_SECONDS
 
@@ -87,7 +88,7 @@ def end_with(process: subprocess.Popen[str], number: signal.Signals) -> None:
     segments = shared_memory_of(children)
     process.send_signal(number)
     assert process.wait(PATIENCE_SECONDS) == 0
-    assert not [child for child in children if child.is_running()]
+    assert not [child for child in children if is_running(child)]
     assert not [path for path in segments if path.exists()]
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from cluster_load import bodies, right_tokens, steady_load
 from command_line import command, splitserve
+from running import is_running
 from serving import wait_until_quiet
 from splitserve.orchestration.cli.client import processes_of
 from splitserve.orchestration.cli.serve import FOLDER_VARIABLE
@@ -74,10 +75,6 @@ def drain_over_http(url: str, worker: str) -> None:
 
 def launcher_of(folder: Path) -> psutil.Process:
     return psutil.Process(json.loads((folder / "cluster.json").read_text())["launcher_pid"])
-
-
-def is_running(process: psutil.Process) -> bool:
-    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
 
 
 def test_the_router_comes_back_to_its_address_and_down_ends_what_a_killed_launcher_has_left(

@@ -10,10 +10,10 @@ import threading
 from collections.abc import Iterable
 from pathlib import Path
 
-import psutil
 import pytest
 
 from documents import ROOT, fenced
+from running import is_running
 from serving import transformers_greedy
 from small_clusters import MAX_TOKENS
 from splitserve import LLM, Completion, PromptError
@@ -29,13 +29,6 @@ llm = LLM(sys.argv[1], mixed=1, kv_memory="32MiB", threads=1)
 print(*llm.server.pids.values(), flush=True)
 sys.stdin.read()
 """
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 def check_gone(pids: Iterable[int]) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
+from running import is_running
 from splitserve.orchestration.cluster import children
 from splitserve.orchestration.cluster.children import Children
 from splitserve.orchestration.cluster.host import ChildExited, ChildProgress, Event
@@ -245,7 +246,7 @@ def test_workers_end_with_their_server_and_the_next_has_another(start: Callable[
     assert worker.wait_for_exit() == LOST_STATUS
     successor = start("w-0")
     successor.wait_for("ready")
-    assert successor.server() != server and not server.is_running()
+    assert successor.server() != server and not is_running(server)
 
 
 def test_server_and_workers_end_with_the_launcher() -> None:
@@ -261,7 +262,7 @@ def test_server_and_workers_end_with_the_launcher() -> None:
         processes = [psutil.Process(int(pid)) for pid in launcher.stdout.readline().split()]
         assert len(processes) == 2
         launcher.kill()
-    wait_until(lambda: not any(one.is_running() for one in processes), lambda: str(processes))
+    wait_until(lambda: not any(is_running(one) for one in processes), lambda: str(processes))
 
 
 def test_variables_that_libraries_read_while_they_are_loaded() -> None:

@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 import psutil
 import pytest
 
+from running import is_running
 from splitserve.common.errors import ConfigError
 from splitserve.orchestration.cluster.children import Children
 from splitserve.orchestration.cluster.host import Child, ChildProgress
@@ -61,13 +62,6 @@ def make_cluster(events: list[ChildProgress]) -> Iterator[Callable[..., LocalClu
     yield make
     for cluster in clusters:
         cluster.stop()
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 def test_starts_serves_and_leaves_nothing(make_cluster, events: list[ChildProgress]) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from running import is_running
 from waiting import PATIENCE_SECONDS, wait_until
 
 TESTS = Path(__file__).parents[1]
@@ -46,7 +47,7 @@ def test_what_a_run_has_started_ends_with_it(processes: int, tmp_path: Path) -> 
             output, _ = run.communicate(timeout=PATIENCE_SECONDS)
         finally:
             run.kill()
-    is_left = started.is_running()
+    is_left = is_running(started)
     if is_left:
         started.kill()
     assert not is_left and run.returncode == 128 + signal.SIGTERM, output

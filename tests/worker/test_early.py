@@ -9,6 +9,7 @@ from typing import Any
 import psutil
 import pytest
 
+from running import is_running
 from splitserve.orchestration.cluster.host import ChildExited, ChildProgress, Event
 from splitserve.orchestration.hosts.local import BEGIN_ON_GPU, ENTRIES
 from splitserve.orchestration.hosts.process import ChildProcess
@@ -88,7 +89,7 @@ def test_a_rank_that_began_early_is_the_one_that_serves(tiny_qwen3: Path, events
     finally:
         child.kill()
         assert child.join(PATIENCE_SECONDS)
-    wait_until(lambda: not rank.is_running(), "the rank has ended with its worker")
+    wait_until(lambda: not is_running(rank), "the rank has ended with its worker")
 
 
 def test_a_rank_that_began_early_ends_with_a_worker_that_fails(tmp_path: Path, events: "queue.Queue[Event]") -> None:
@@ -99,4 +100,4 @@ def test_a_rank_that_began_early_ends_with_a_worker_that_fails(tmp_path: Path, e
     while not isinstance(event := events.get(timeout=PATIENCE_SECONDS), ChildExited):
         pass
     assert "no-model" in child.describe_exit(event.returncode) and child.join(PATIENCE_SECONDS)
-    wait_until(lambda: not rank.is_running(), "the rank has ended with its worker")
+    wait_until(lambda: not is_running(rank), "the rank has ended with its worker")
