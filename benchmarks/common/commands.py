@@ -85,10 +85,10 @@ def _running(state: str, arguments: tuple[str, ...], stderr: int) -> Iterator["s
 @contextlib.contextmanager
 def ended_on_failure(state: str) -> Iterator[None]:
     """End all processes of the clusters of this state folder if the block fails or is interrupted, or if this process
-    is killed.
+    is killed. Raises :class:`SplitserveError` if the guard can't be started.
 
-    A guard ends them, a program with a session of its own. Signals are ignored until they have ended. Processes that
-    can't be ended are named on standard error.
+    A guard ends them, a program with a session of its own; if it was lost, this process does. Signals are ignored
+    until they have ended. Processes that can't be ended are named on standard error.
     """
     with subprocess.Popen(
         [sys.executable, "-m", __name__, state],
@@ -97,13 +97,18 @@ def ended_on_failure(state: str) -> Iterator[None]:
         start_new_session=True,
     ) as guard:
         assert guard.stdin is not None and guard.stdout is not None
-        guard.stdout.readline()  # what follows is measured: not beside the guard's start
+        if not guard.stdout.readline():  # what follows is measured: not beside the guard's start
+            raise SplitserveError(
+                f"the guard of the bench ended with exit status {guard.wait()} before the bench began"
+            )
         try:
             yield
         except BaseException:
             with _undisturbed():
                 guard.stdin.close()
-                guard.wait()
+                if status := guard.wait():
+                    _say(f"the guard of the bench ended with exit status {status}: the bench ends its cluster itself")
+                    _end_or_name(state)
             raise
         guard.kill()
 
@@ -112,6 +117,11 @@ def _guard(state: str) -> None:
     """End the clusters of this state folder once standard input ends."""
     print(flush=True)
     sys.stdin.read()
+    _end_or_name(state)
+
+
+def _end_or_name(state: str) -> None:
+    """End the clusters of this state folder; name processes that can't be ended."""
     for process in end_clusters(state):
         _say(f"process {describe(process)} could not be ended")
 
