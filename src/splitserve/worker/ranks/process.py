@@ -61,6 +61,7 @@ class RankProcess:
 
     def run(self) -> None:
         """Run steps until the worker needs no more."""
+        clock = StartClock()
         engine, size = self._order.engine, self._order.engine.tensor_parallel_size
         torch.set_num_threads(engine.threads)
         device = device_of(engine.device, self._order.rank, size)
@@ -68,8 +69,8 @@ class RankProcess:
         shard = shard_of(
             load_model_config(engine.model, engine.model_backend), self._order.rank, size, engine.expert_parallel
         )
-        group = join_group(find_store(self._order.store_port, size), shard, device)
-        clock = StartClock()
+        with clock.phase("joining the other ranks"):
+            group = join_group(find_store(self._order.store_port, size), shard, device)
         served = load_served_model(engine, device, group, lambda _stage, _detail: None, clock)
         making = Beside("transfers-start", partial(self._transfers, served.memory))
         served.warm_up(clock)
