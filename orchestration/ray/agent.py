@@ -67,7 +67,7 @@ class AgentOrder(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AgentEvent(msgspec.Struct, frozen=True):
-    """Event of the process: the stages of its entry, ``placed`` before them, ``exit`` as the last."""
+    """Event of the process: ``placed``, a worker's ``plan``, those of :class:`ChildProcess`; ``exit`` is the last."""
 
     stage: str
     detail: dict[str, str]

@@ -8,8 +8,8 @@ Result = TypeVar("Result")
 
 
 class Beside(Generic[Result]):
-    """Call of ``run`` in a thread called ``name``, which begins when this object is created. A process may end before
-    the call does."""
+    """Call of ``run`` in a thread called ``name``, which begins when this object is created. The thread is a daemon: it
+    doesn't keep the process from ending."""
 
     def __init__(self, name: str, run: Callable[[], Result]) -> None:
         self._run = run

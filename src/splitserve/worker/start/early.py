@@ -1,5 +1,5 @@
-"""What a worker on a GPU begins before its own imports, which take seconds: other ranks, which import for themselves,
-and the CUDA driver. Importing this module is quick."""
+"""Start of a worker's other ranks, which import for themselves, and of the CUDA driver, before its own imports, which
+take seconds. Importing this module is quick."""
 
 import contextlib
 import ctypes
