@@ -41,8 +41,8 @@ def no_others(_operation: str, _key: str, _rows: int, _case: TunableCase) -> Seq
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """Outcome for one number of rows: seconds of a step before and after, the parameters of all shapes, and which of them
-    changed."""
+    """Outcome for one number of rows: seconds of a step before and after, the parameters of all shapes, and the shapes
+    that changed."""
 
     rows: int
     seconds_before: float
