@@ -245,7 +245,7 @@ class EngineBench:
         self._experts_hit = {
             (batch, context): self._count_experts(batch, context)
             for batch, context in arguments.case
-            if self._memory.has(self._decoded(batch, context))
+            if self.has_room(batch, context)
         }
         self.capture_seconds = 0.0 if arguments.enforce_eager else self._capture()
 
@@ -258,6 +258,10 @@ class EngineBench:
             with contextlib.suppress(NotImplementedError):  # latent attention has none of steps with prefill
                 seconds += self._runner.capture_mixed(short)
         return seconds
+
+    def has_room(self, batch: int, context: int) -> bool:
+        """Return whether the KV of so many sequences of ``context`` tokens fits."""
+        return self._memory.has(self._decoded(batch, context))
 
     def capture(self, batches: Sequence[int]) -> float:
         """Capture the graphs of decode steps of ``batches`` again; return the seconds taken."""
@@ -284,7 +288,7 @@ class EngineBench:
     def decode(self, batch: int, context: int) -> list[DecodeFigure]:
         """Measure decode steps, drawn in each way; none if the KV of these sequences doesn't fit."""
         case, options = self._decoded(batch, context), self._arguments
-        if not self._memory.has(case):
+        if not self.has_room(batch, context):
             print(f"decode {batch} x {context} doesn't fit this device's memory", flush=True)
             return []
         assert self._runner is not None

@@ -4,7 +4,7 @@ Candidates are checked against the reference, then timed in a CUDA graph on cold
 timed again, longer, beside the default. Results are written after each shape, so nothing is lost when the command is
 interrupted. By default they go to the user's own directory, where every worker finds them at its next start.
 
-With ``--in-steps`` whole steps are timed: see :mod:`.tune_steps`.
+With ``--in-steps`` whole steps are timed, and results are written after each number of rows: see :mod:`.tune_steps`.
 """
 
 import argparse

@@ -113,11 +113,12 @@ def right_calls(case: TunableCase, expected: Tensor) -> Sequence[Callable[[], Te
 
 def record_found(directory: Path, device_name: str, operation: str, key: str, found: Mapping[int, Params]) -> Path:
     """Put the parameters of a shape that were ``found``, by number of rows, into the device's file in ``directory``;
-    return its path. Those known for other numbers of rows come along, since a file's list replaces all others."""
-    known = tuning.TunedConfigs(device_name, [directory, tuning.SHIPPED_DIRECTORY]).entries(operation, key)
-    entries = {entry.max_rows: entry for entry in known}
-    entries |= {rows: TunedEntry(rows, dict(params)) for rows, params in found.items()}
+    return its path. Those known for other numbers of rows come along, since a file's list replaces all others, those of
+    another device with the same chip as well."""
     chip_name = tuning.current_chip()
+    known = tuning.TunedConfigs(device_name, [directory, tuning.SHIPPED_DIRECTORY], chip_name)
+    entries = {entry.max_rows: entry for entry in known.entries(operation, key)}
+    entries |= {rows: TunedEntry(rows, dict(params)) for rows, params in found.items()}
     return tuning.record(directory, device_name, operation, key, list(entries.values()), chip_name=chip_name)
 
 

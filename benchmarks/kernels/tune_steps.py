@@ -3,7 +3,7 @@
 In a step kernels overlap, so parameters that are fastest alone may be slower there. For each number of rows the
 parameters that the files list for any number of rows, and the default, take each shape's place in turn, while
 everything else stays; what makes the step faster stays, too. ``--in-steps N`` searches for new ones, too, and tries the
-N that are fastest alone.
+N that are fastest alone. Results are written after each number of rows.
 """
 
 import functools
@@ -16,6 +16,7 @@ from pathlib import Path
 from splitserve.benchmarks.engine import engine
 from splitserve.benchmarks.kernels.tune_compile import CompilePool
 from splitserve.benchmarks.kernels.tune_search import Search, first_line, record_found, right_calls
+from splitserve.common.errors import ConfigError
 from splitserve.kernels.tuning import parameters as tuning
 from splitserve.kernels.tuning.parameters import Params
 from splitserve.kernels.tuning.tunables import Tunable, TunableCase, TuneTarget, load_tunable
@@ -40,12 +41,14 @@ def no_others(_operation: str, _key: str, _rows: int, _case: TunableCase) -> Seq
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """Outcome for one number of rows: seconds of a step before and after, and the parameters that changed."""
+    """Outcome for one number of rows: seconds of a step before and after, the parameters of all shapes, and the shapes
+    that changed."""
 
     rows: int
     seconds_before: float
     seconds: float
     params: Mapping[Place, Params]
+    changed: frozenset[Place]
 
 
 class StepTuner:
@@ -66,11 +69,11 @@ class StepTuner:
         self._seconds = seconds
 
     def choose(self, rows: int) -> Chosen:
-        """Choose for steps of ``rows`` sequences; prints what each shape came to."""
+        """Choose for steps of ``rows`` sequences; prints each change."""
         places = [(name, key) for name, tunable in self._tunables.items() for key in tunable.shape_keys(self._target)]
         params = {place: self._known.find(*place, rows) or {} for place in places}
         before = best = self._timed(rows, params)
-        changed: dict[Place, Params] = {}
+        changed: set[Place] = set()
         for place in places:
             for candidate in self._candidates(place, rows, params[place]):
                 tried = {**params, place: candidate}
@@ -83,10 +86,10 @@ class StepTuner:
                         flush=True,
                     )
                     params, best = tried, seconds
-                    changed[place] = candidate
+                    changed.add(place)
         after = self._timed(rows, params) if changed else before
         print(f"  {rows} rows: {1e3 * before:.3f} ms a step, now {1e3 * after:.3f}", flush=True)
-        return Chosen(rows, before, after, changed)
+        return Chosen(rows, before, after, params, frozenset(changed))
 
     def _candidates(self, place: Place, rows: int, current: Params) -> Iterable[Params]:
         """Return the parameters to try: those with right answers for ``rows``."""
@@ -139,7 +142,10 @@ def tune_in_steps(
         if not num_searched:
             return ()
         search = Search(operation, case, target.device, functools.partial(pool.compile, operation, target, key, count))
-        search.run(count)
+        try:
+            search.run(count)
+        except ConfigError as error:  # its default fails; what is known may do
+            print(f"  {count} rows, {operation} {key}: {error}", flush=True)
         return search.fastest(num_searched)
 
     options = ["--shape", name, "--batch", *map(str, rows), "--context", str(_CONTEXT), "--prefill", "--no-busy"]
@@ -157,7 +163,29 @@ def tune_in_steps(
     known = tuning.TunedConfigs(device_name, [directory, tuning.SHIPPED_DIRECTORY], tuning.current_chip())
     tuner = StepTuner(known, {each: load_tunable(each) for each in operations}, target, seconds, fastest_alone)
     print(f"\n{name}, steps of {_CONTEXT} tokens of context", flush=True)
-    for count in sorted(set(rows)):
-        for (operation, key), params in tuner.choose(count).params.items():
-            print(f"written to {record_found(directory, device_name, operation, key, {count: params})}", flush=True)
-    bench.close()
+    results = StepResults(directory, device_name)
+    try:
+        for count in sorted(set(rows)):
+            if bench.has_room(count, _CONTEXT):
+                results.add(tuner.choose(count))
+            else:
+                print(f"  {count} rows don't fit this device's memory", flush=True)
+    finally:
+        bench.close()
+
+
+class StepResults:
+    """What was chosen, in the device's file in ``directory``: for a shape that has changed for one number of rows, the
+    parameters of all numbers so far, since an entry applies to fewer rows as well."""
+
+    def __init__(self, directory: Path, device_name: str) -> None:
+        self._directory = directory
+        self._device_name = device_name
+        self._chosen: list[Chosen] = []
+
+    def add(self, chosen: Chosen) -> None:
+        """Write what is new."""
+        self._chosen.append(chosen)
+        for place in sorted(frozenset().union(*(each.changed for each in self._chosen))):
+            found = {each.rows: each.params[place] for each in self._chosen}
+            print(f"written to {record_found(self._directory, self._device_name, *place, found)}", flush=True)

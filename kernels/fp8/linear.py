@@ -1,8 +1,8 @@
 """Products with weights that are stored in FP8 (float8_e4m3fn), with a scale for each group of a row's elements.
 
 If the GPU has FP8 units, both sides are in FP8: activations are quantised row by row at run time, with a scale per row,
-or per group of :data:`GROUP` elements if the weight has scales of such groups; the kernel for a single row does this by
-itself. Otherwise the weight is converted once, at load, to the model's compute dtype.
+or per group of :data:`GROUP` elements if the weight has scales of such groups. Otherwise the weight is converted once,
+at load, to the model's compute dtype.
 """
 
 from collections.abc import Callable

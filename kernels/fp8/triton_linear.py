@@ -5,8 +5,6 @@ in DeepSeek-V3's technical report, section 3.3).
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
-from abc import abstractmethod
-
 import torch
 import triton
 import triton.language as tl
@@ -20,15 +18,34 @@ from splitserve.kernels.reference.linear import UnfusedLinear
 from splitserve.kernels.tuning.linear_launch import Variant
 
 
-class _Fp8Linear(UnfusedLinear):
-    """Linear whose product of a single row is one kernel (:mod:`.triton_row`)."""
+class RowFp8Linear(UnfusedLinear):
+    """Product with a scale per row of the weight and of the activations: cuBLAS or CUTLASS, through PyTorch. bfloat16
+    only."""
+
+    def __init__(self, weight: Fp8Weight, *, rms_norm: RmsNorm, silu_mul: SiluMul) -> None:
+        super().__init__(weight.weight.shape, rms_norm, silu_mul)
+        self._weight, self._scales = weight.weight, weight.scales.view(1, -1).contiguous()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        quantised, scales = quantise_rows(x, self.in_features)
+        return torch._scaled_mm(
+            quantised, self._weight.t(), scale_a=scales, scale_b=self._scales, out_dtype=torch.bfloat16
+        )
+
+
+class BlockFp8Linear(UnfusedLinear):
+    """Product with a scale per :data:`GROUP` columns of a row of the weight and of the activations. That of a single
+    row is one kernel (:mod:`.triton_row`)."""
 
     def __init__(self, weight: Fp8Weight, *, rms_norm: RmsNorm, silu_mul: SiluMul) -> None:
         super().__init__(weight.weight.shape, rms_norm, silu_mul)
         self._weight, self._scales = weight.weight, weight.scales.contiguous()
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self._row("plain", x) if x.shape[0] == 1 else self._product(x)
+        if x.shape[0] == 1:
+            return self._row("plain", x)
+        quantised, scales = quantise_rows(x, GROUP)
+        return block_product(quantised, scales, self._weight, self._scales, x.dtype)
 
     def add_to(
         self, residual: Tensor, x: Tensor, norm: Tensor | None = None, eps: float = 0.0, *, bias: Tensor | None = None
@@ -53,29 +70,6 @@ class _Fp8Linear(UnfusedLinear):
         out = torch.empty((1, width), dtype=x.dtype, device=x.device)
         launch_fp8_row(variant, x, self._weight, self._scales, out, norm=norm, eps=eps)
         return out
-
-    @abstractmethod
-    def _product(self, x: Tensor) -> Tensor:
-        """Return the product of several rows."""
-
-
-class RowFp8Linear(_Fp8Linear):
-    """Product with a scale per row of the weight and of the activations: cuBLAS or CUTLASS, through PyTorch. bfloat16
-    only."""
-
-    def _product(self, x: Tensor) -> Tensor:
-        quantised, scales = quantise_rows(x, self.in_features)
-        return torch._scaled_mm(
-            quantised, self._weight.t(), scale_a=scales, scale_b=self._scales.view(1, -1), out_dtype=torch.bfloat16
-        )
-
-
-class BlockFp8Linear(_Fp8Linear):
-    """Product with a scale per :data:`GROUP` columns of a row of the weight and of the activations."""
-
-    def _product(self, x: Tensor) -> Tensor:
-        quantised, scales = quantise_rows(x, GROUP)
-        return block_product(quantised, scales, self._weight, self._scales, x.dtype)
 
 
 def block_product(x: Tensor, x_scales: Tensor, weight: Tensor, weight_scales: Tensor, dtype: torch.dtype) -> Tensor:

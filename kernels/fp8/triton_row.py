@@ -1,8 +1,8 @@
-"""The product of a single row with a weight in FP8: one kernel, with the norm before it and what follows it.
+"""The product of a single row with a weight in FP8 that has a scale per group of columns: one kernel, with the norm
+before it and what follows it.
 
-Both sides are rounded as for more rows: the kernel quantises the row itself, each program for its own use, since that
-costs less than a kernel of its own. A norm's scale of the whole row changes no quantised number, so it is applied to
-the sum.
+Both sides are rounded as for more rows: each program quantises the row for its own use. A norm's scale of the whole row
+is applied to the sum; but for rounding, that changes no quantised number.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
@@ -28,7 +28,7 @@ def launch_fp8_row(
     eps: float = 0.0,
     bias: Tensor | None = None,
 ) -> None:
-    """Compute ``x`` [1, K] times ``weight`` float8 [N, K], scales float32 [N, 1] or [N, K / GROUP], -> ``out`` [1, N].
+    """Compute ``x`` [1, K] times ``weight`` float8 [N, K], scales float32 [N, K / GROUP], -> ``out`` [1, N].
 
     "gated": ``out`` [1, N / 2] is the gate's SiLU times the other half; "add": it is added to ``out``, with ``bias``
     [N]. ``norm`` [K]: ``x`` is normalised first.
@@ -37,7 +37,7 @@ def launch_fp8_row(
     num_columns, size = out.shape[1], x.shape[1]
     assert x.shape[0] == 1 and x.stride(1) == 1 and out.is_contiguous() and weight.is_contiguous()
     assert weight.shape == (num_columns * (1 + is_gated), size) and (bias is None or adds)
-    assert scales.is_contiguous() and scales.shape[1] in (1, size / GROUP)
+    assert scales.is_contiguous() and scales.shape[1] * GROUP == size
     params = launch_params(variant, weight.dtype, weight.shape[0], size, 1)
     _fp8_row_kernel[(triton.cdiv(num_columns, params.block_n),)](
         x,
@@ -49,7 +49,7 @@ def launch_fp8_row(
         eps,
         N=num_columns,
         K=size,
-        NUM_GROUPS=scales.shape[1],
+        GROUP_COLUMNS=GROUP,
         LARGEST=LARGEST,
         TINY=TINY,
         HAS_NORM=norm is not None,
@@ -63,7 +63,6 @@ def launch_fp8_row(
     )
 
 
-# length: its parameters, and two weights side by side, whose loads must be under way before it waits
 @triton.jit
 def _fp8_row_kernel(
     x_ptr,
@@ -75,7 +74,7 @@ def _fp8_row_kernel(
     eps,
     N: tl.constexpr,
     K: tl.constexpr,
-    NUM_GROUPS: tl.constexpr,
+    GROUP_COLUMNS: tl.constexpr,
     LARGEST: tl.constexpr,
     TINY: tl.constexpr,
     HAS_NORM: tl.constexpr,
@@ -95,12 +94,6 @@ def _fp8_row_kernel(
     if GATED:
         up = row_tile(rows_at + N * K, k, is_column, N, K, BLOCK_N, BLOCK_K)
     wait(OVERLAPPED)
-    whole_scale = 1.0
-    if NUM_GROUPS == 1:
-        most = tl.zeros((BLOCK_K,), tl.float32)
-        for first in tl.static_range(0, K, BLOCK_K):
-            most = tl.maximum(most, tl.abs(_row(x_ptr, norm_ptr, first + k, K, HAS_NORM)))
-        whole_scale = tl.maximum(tl.max(most, 0), TINY) / LARGEST
     acc = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
     acc_up = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
     squares = tl.zeros((BLOCK_K,), tl.float32)
@@ -113,16 +106,12 @@ def _fp8_row_kernel(
             plain = _row(x_ptr, norm_ptr, first + k, K, False)
             squares += plain * plain
         x = _row(x_ptr, norm_ptr, first + k, K, HAS_NORM)
-        x = _quantised(x, whole_scale, weight_ptr.dtype.element_ty, K // NUM_GROUPS, NUM_GROUPS, BLOCK_K, LARGEST, TINY)
-        acc += _scaled(weight, scales_ptr, safe, first, K, NUM_GROUPS, BLOCK_N, BLOCK_K) * x[None, :]
+        x = _quantised(x, weight_ptr.dtype.element_ty, GROUP_COLUMNS, BLOCK_K, LARGEST, TINY)
+        acc += _scaled(weight, scales_ptr, safe, first, K, GROUP_COLUMNS, BLOCK_N, BLOCK_K) * x[None, :]
         if GATED:
-            acc_up += _scaled(up, scales_ptr, safe + N, first, K, NUM_GROUPS, BLOCK_N, BLOCK_K) * x[None, :]
+            acc_up += _scaled(up, scales_ptr, safe + N, first, K, GROUP_COLUMNS, BLOCK_N, BLOCK_K) * x[None, :]
     total = tl.sum(acc, 1)
     total_up = tl.sum(acc_up, 1) if GATED else total
-    if NUM_GROUPS == 1:
-        total *= tl.load(scales_ptr + safe)
-        if GATED:
-            total_up *= tl.load(scales_ptr + safe + N)
     if HAS_NORM:
         factor = tl.rsqrt(tl.sum(squares) / K + eps)
         total *= factor
@@ -143,33 +132,23 @@ def _row(x_ptr, norm_ptr, at, K: tl.constexpr, HAS_NORM: tl.constexpr):
 
 @triton.jit
 def _quantised(
-    x, whole_scale, narrow: tl.constexpr, GROUP: tl.constexpr, NUM_GROUPS: tl.constexpr, BLOCK_K: tl.constexpr,
-    LARGEST: tl.constexpr, TINY: tl.constexpr,
-):  # fmt: skip
-    """Round ``x`` [BLOCK_K] to FP8 with a scale for each group: of a single one, ``whole_scale``."""
-    if NUM_GROUPS == 1:
-        x = tl.clamp(x / whole_scale, -LARGEST, LARGEST).to(narrow).to(tl.float32) * whole_scale
-    else:
-        groups = tl.reshape(x, (BLOCK_K // GROUP, GROUP))
-        scale = tl.maximum(tl.max(tl.abs(groups), 1), TINY)[:, None] / LARGEST
-        groups = tl.clamp(groups / scale, -LARGEST, LARGEST).to(narrow).to(tl.float32) * scale
-        x = tl.reshape(groups, (BLOCK_K,))
-    return x
+    x, narrow: tl.constexpr, GROUP: tl.constexpr, BLOCK_K: tl.constexpr, LARGEST: tl.constexpr, TINY: tl.constexpr
+):
+    """Round ``x`` [BLOCK_K] to FP8 with a scale for each group."""
+    groups = tl.reshape(x, (BLOCK_K // GROUP, GROUP))
+    scale = tl.maximum(tl.max(tl.abs(groups), 1), TINY)[:, None] / LARGEST
+    groups = tl.clamp(groups / scale, -LARGEST, LARGEST).to(narrow).to(tl.float32) * scale
+    return tl.reshape(groups, (BLOCK_K,))
 
 
 @triton.jit
 def _scaled(
-    weight, scales_ptr, rows, first, K: tl.constexpr, NUM_GROUPS: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    """Return a tile of the weight from column ``first`` on, in float32, times the scales of its groups; that of whole
-    rows is left to the sum."""
-    weight = weight.to(tl.float32)
-    if NUM_GROUPS > 1:
-        GROUP: tl.constexpr = K // NUM_GROUPS
-        groups = first // GROUP + tl.arange(0, BLOCK_K // GROUP)
-        scales_at = scales_ptr + rows[:, None] * NUM_GROUPS + groups[None, :]
-        scales = tl.load(scales_at, mask=groups[None, :] < NUM_GROUPS, other=0.0)
-        scales = tl.broadcast_to(scales[:, :, None], (BLOCK_N, BLOCK_K // GROUP, GROUP))
-        weight *= tl.reshape(scales, (BLOCK_N, BLOCK_K))
-    return weight
+    weight, scales_ptr, rows, first, K: tl.constexpr, GROUP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
+):
+    """Return a tile of the weight from column ``first`` on, in float32, times the scales of its groups."""
+    NUM_GROUPS: tl.constexpr = K // GROUP
+    groups = first // GROUP + tl.arange(0, BLOCK_K // GROUP)
+    scales_at = scales_ptr + rows[:, None] * NUM_GROUPS + groups[None, :]
+    scales = tl.load(scales_at, mask=groups[None, :] < NUM_GROUPS, other=0.0)
+    scales = tl.broadcast_to(scales[:, :, None], (BLOCK_N, BLOCK_K // GROUP, GROUP))
+    return weight.to(tl.float32) * tl.reshape(scales, (BLOCK_N, BLOCK_K))

@@ -148,8 +148,9 @@ class TunedConfigs:
         return None
 
     def entries(self, operation: str, shape: str) -> list[TunedEntry]:
-        """Return all entries for ``shape``, ``max_rows`` ascending."""
-        max_rows, params = self._table.get((operation, shape), ([], []))
+        """Return all entries for ``shape``, ``max_rows`` ascending: the device's own, else those of another device."""
+        own, others = self._table.get((operation, shape)), self._others.get((operation, shape))
+        max_rows, params = own or others or ([], [])
         return [TunedEntry(rows, dict(each)) for rows, each in zip(max_rows, params, strict=True)]
 
     def known(self, operation: str, shape: str) -> list[Params]:

@@ -5,12 +5,14 @@ requires the same user and the same namespace of processes; where that fails, it
 file is sealed, since access to a mapping of a file that has shrunk would end the reader.
 """
 
+import errno
 import fcntl
 import logging
 import mmap
 import os
 import secrets
 import select
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +25,7 @@ _NAME = "splitserve-table"
 _TOKEN_BYTES = 16
 _NUMBERS_AT = 64  # bytes from the file's start
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+_NEVER_EXECUTED = 0x8  # MFD_NOEXEC_SEAL, since Linux 6.3; where vm.memfd_noexec is 2, files without it are refused
 
 
 class OwnTable:
@@ -33,7 +36,7 @@ class OwnTable:
         self._file = -1
         num_bytes = _NUMBERS_AT + 8 * count
         try:
-            self._file = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            self._file = _new_file()
             os.ftruncate(self._file, num_bytes)
             fcntl.fcntl(self._file, fcntl.F_ADD_SEALS, _SEALS)
             memory = mmap.mmap(self._file, num_bytes)
@@ -55,6 +58,16 @@ class OwnTable:
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
+
+
+def _new_file() -> int:
+    flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+    try:
+        return os.memfd_create(_NAME, flags | _NEVER_EXECUTED)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        return os.memfd_create(_NAME, flags)  # the kernel doesn't know that flag
 
 
 class PeerTable:
@@ -80,7 +93,8 @@ def open_table(table: SharedTable, count: int) -> PeerTable | None:
     """Return a peer's table of ``count`` numbers, or None if it can't be mapped here."""
     owner = -1
     try:
-        owner = os.pidfd_open(table.pid)  # first: if it still lives when the token fits, the token was its own
+        owner = os.pidfd_open(table.pid)  # before the token is read, so that it can't be a successor's
+        _check_namespace(owner, table.pid)
         numbers = _mapped(table, count)
     except (OSError, ValueError) as error:
         logger.debug("the table of process %d can't be mapped: %s", table.pid, error)
@@ -90,16 +104,26 @@ def open_table(table: SharedTable, count: int) -> PeerTable | None:
     return PeerTable(numbers, owner)
 
 
+def _check_namespace(owner: int, pid: int) -> None:
+    """Raise ValueError unless ``/proc`` numbers processes as this process does: with another namespace's, the table and
+    its owner would be of different processes."""
+    fields = Path(f"/proc/self/fdinfo/{owner}").read_text().splitlines()
+    if f"Pid:\t{pid}" not in fields:
+        raise ValueError("/proc is of another namespace of processes")
+
+
 def _mapped(table: SharedTable, count: int) -> memoryview:
     """Map the file. Raises OSError, or ValueError for a file that isn't such a table."""
     path = f"/proc/{table.pid}/fd/{table.descriptor}"
-    if not os.readlink(path).startswith(f"/memfd:{_NAME}"):  # whatever else it is isn't even opened
+    if not os.readlink(path).startswith(f"/memfd:{_NAME}"):  # opening anything else could block or have effects
         raise ValueError(f"{path} is no table")
-    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         size = os.fstat(file).st_size
-        if size < _NUMBERS_AT + 8 * count or fcntl.fcntl(file, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
-            raise ValueError(f"{path} has {size} bytes, or isn't sealed")
+        if size < _NUMBERS_AT + 8 * count:
+            raise ValueError(f"{path} has {size} bytes; {count} numbers need {_NUMBERS_AT + 8 * count}")
+        if fcntl.fcntl(file, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
+            raise ValueError(f"{path} isn't sealed, so it could shrink")
         memory = mmap.mmap(file, size, prot=mmap.PROT_READ)
     finally:
         os.close(file)

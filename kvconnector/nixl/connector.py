@@ -68,7 +68,7 @@ class _Peer:
         return self.shape is not None and not self.shape.is_whole and self.shape.is_mapped
 
     def path(self, num_blocks: int, num_runs: int, wanted: ReadPath | None) -> ReadPath:
-        """Return the path of a read of blocks in ``num_runs`` runs that are adjacent on both sides."""
+        """Return the path of a read of blocks; ``num_runs`` (:func:`path_seconds`) matters if :attr:`counts_runs`."""
         shape, cost = self.shape, self.cost
         if shape is None or cost is None:
             return ReadPath.DIRECT
@@ -152,9 +152,11 @@ class NixlConnector:
             peer = self._peers.get(command.peer)
             mapped = None if peer is None else peer.mapped
             found: Iterable[Run] = runs(command.local_blocks, command.remote_blocks)
+            num_runs = 0
             if peer is not None and peer.counts_runs:
                 found = list(found)
-            reads = self._reads(command, peer, len(found) if isinstance(found, list) else 0)
+                num_runs = len(found)
+            reads = self._reads(command, peer, num_runs)
             self._split_reads[command.read_id] = ReadJoin(len(reads))
         first, path = None, reads[0][1]
         if path.is_through_mapping and mapped is not None and mapped.has_blocks(command.remote_blocks):

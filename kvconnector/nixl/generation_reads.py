@@ -1,6 +1,7 @@
 """Reads of generations: of each group of the peer's blocks, and of its host tier's slots, whose ids follow the ids of
 the first group's blocks. Those of the first group are read in place where they can be mapped."""
 
+import logging
 from collections.abc import Sequence
 from itertools import accumulate
 
@@ -11,6 +12,8 @@ from splitserve.kvconnector.nixl.agent import Agent, Transfer, TransferError
 from splitserve.kvconnector.transfer.read_plan import num_readable_blocks
 from splitserve.protocol.memory_records import MemoryKind
 from splitserve.protocol.messages.handover import PeerWelcome
+
+logger = logging.getLogger(__name__)
 
 READS_AT_ONCE = 4  # per peer; each needs a scratch row for generations, further reads wait
 
@@ -35,6 +38,8 @@ class GenerationReads:
         shared = self._welcome.ranks[0].generations
         if shared is not None:
             self._table = open_table(shared, self._num_peer_blocks[0])
+        way = "by NIXL" if self._table is None else "in place"
+        logger.info("generations of a peer whose GPU memory is mapped are read %s", way)
 
     def unmap(self) -> None:
         if self._table is not None:
@@ -44,7 +49,7 @@ class GenerationReads:
     def landed(self, ids: Sequence[int], scratch_row: int, group: int = 0) -> list[int]:
         """Return the generations: those that are mapped as they are now, others as last read into a row.
 
-        Raises :class:`TransferError` if the peer has ended, so that what is mapped says nothing any more."""
+        Raises :class:`TransferError` if the peer has ended, so that the mapped table is no longer updated."""
         row, offset, table = self._rows[scratch_row], self._offsets[group], self._table
         if group or table is None:
             return [row[offset + block_id] for block_id in ids]

@@ -32,6 +32,8 @@ logger = logging.getLogger(__name__)
 
 _SURELY_BUSY = 0.9
 """Share of a read's expected time before which it is not polled."""
+_PERHAPS_BUSY = 0.5
+"""The same while no read was found in flight then: the link may be faster than it seemed."""
 _WAKE_UP_SECONDS = 0.0003
 """Time by which a sleeping thread may wake up too late: it wakes up so much earlier, and waits awake. Of several ranks
 that read at once, the last one counts."""
@@ -126,7 +128,8 @@ class MappedRead:
         self.queued_at = time.monotonic()
         seconds = num_bytes / self._reader.bytes_per_second[self.path]
         self.expected_at = self.started + seconds
-        self.due_at = self.started + min(_SURELY_BUSY * seconds, max(0.0, seconds - _WAKE_UP_SECONDS))
+        share = _SURELY_BUSY if self.path in self._reader.paths_known else _PERHAPS_BUSY
+        self.due_at = self.started + min(share * seconds, max(0.0, seconds - _WAKE_UP_SECONDS))
 
     def is_done(self) -> bool:
         """Return whether the copies have ended; wait for their end, without the GIL, once it is due."""
@@ -134,6 +137,7 @@ class MappedRead:
             return False
         for end in self._ends:
             if not end.query():  # type: ignore[no-untyped-call]
+                self._reader.paths_known.add(self.path)
                 end.synchronize()
         if self._ends:
             self._reader.learn(self.path, self._num_bytes, time.monotonic() - self.started)
@@ -174,6 +178,7 @@ class MappedReader:
         self._is_closed = False
         self._row_copiers: dict[tuple[int, ...], RowCopier] = {}
         self.unused_events: list[torch.cuda.Event] = []
+        self.paths_known: set[ReadPath] = set()  # of which a read was found in flight when it was due
 
     def expect(self, cost: ReadCost) -> None:
         """Set the measured speed of this link."""
@@ -182,8 +187,8 @@ class MappedReader:
                 self.bytes_per_second[path] = link.bytes_per_second
 
     def recorded(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
-        """Return an event on the stream. Events are used again, since it takes time to create them; they don't tell the
-        GPU's time, since that delays copies."""
+        """Return an event on the stream. Events are used again, since it takes time to create them; they are made
+        without timing, which delays copies."""
         try:
             event = self.unused_events.pop()
         except IndexError:
@@ -192,7 +197,7 @@ class MappedReader:
         return event
 
     def learn(self, path: ReadPath, num_bytes: int, seconds: float) -> None:
-        """Raise the speed of this link to that of a read, if the read was faster; one that was noticed late was not."""
+        """Raise the speed of this link to that of a read, if the read was faster; one noticed late lowers nothing."""
         if seconds > 0.0:
             self.bytes_per_second[path] = max(self.bytes_per_second[path], num_bytes / seconds)
 

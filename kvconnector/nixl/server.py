@@ -44,8 +44,7 @@ class NixlServer(OwnerThread):
             self._agent.register(gather.slots.kind, gather.slots.blocks_address, num_bytes, gather.slots.device_id)
             self._agent.register(MemoryKind.DRAM, gather.tickets_address, gather.slots.num_blocks * 8)
             mappable = export(memory.bytes, self._gather.memory)
-            if mappable:
-                generations = memory.groups[0].table.record()
+            generations = memory.groups[0].table.record()
         if host is not None:
             num_bytes = host.slots.num_bytes
             self._agent.register(MemoryKind.DRAM, host.slots.blocks_address, num_bytes)

@@ -14,7 +14,7 @@ from splitserve.benchmarks.kernels.device_timing import TOLERANCE, relative_erro
 from splitserve.benchmarks.kernels.tune import Tuner
 from splitserve.benchmarks.kernels.tune_compile import CompilePool
 from splitserve.benchmarks.kernels.tune_search import Search
-from splitserve.benchmarks.kernels.tune_steps import StepTuner
+from splitserve.benchmarks.kernels.tune_steps import Chosen, StepResults, StepTuner
 from splitserve.common.errors import ConfigError
 from splitserve.kernels.experts.spec import RouterSpec
 from splitserve.kernels.tuning import parameters as tuning
@@ -247,11 +247,12 @@ def test_in_steps_parameters_are_chosen_by_what_they_do_to_the_others(
     tuner = StepTuner(known, {name: Paired(name) for name in ("first", "second")}, TARGET, seconds)
     chosen = tuner.choose(8)
     assert chosen.seconds_before == 4.0 and chosen.seconds == 3.0
-    assert chosen.params == {("first", "any"): {"speed": 4}}
+    assert chosen.params == {("first", "any"): {"speed": 4}, ("second", "any"): {"speed": 2}}
+    assert chosen.changed == {("first", "any")}
     printed = capsys.readouterr().out
     assert "first any, {'speed': 3}: differs from the reference" in printed
     assert "4000.000 ms a step, now 3000.000" in printed
-    assert tuner.choose(8).params == chosen.params and tuner.choose(64).params == {("second", "any"): {"speed": 2}}
+    assert tuner.choose(8) == chosen and tuner.choose(64).changed == {("second", "any")}
     searched: list[tuple[str, str, int]] = []
 
     def fastest_alone(operation: str, key: str, rows: int, case: TunableCase) -> list[Params]:
@@ -262,6 +263,28 @@ def test_in_steps_parameters_are_chosen_by_what_they_do_to_the_others(
     tuner = StepTuner(known, {name: Paired(name) for name in ("first", "second")}, TARGET, seconds, fastest_alone)
     assert tuner.choose(8).params == {(name, "any"): {"speed": 5} for name in ("first", "second")}
     assert searched == [("first", "any", 8), ("second", "any", 8)]
+
+
+def test_what_steps_leave_as_it_is_stays_beside_what_they_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An entry applies to fewer rows as well: those that were measured keep what they have, a default or what another
+    device with the same chip has."""
+    monkeypatch.setattr(tuning, "SHIPPED_DIRECTORY", tmp_path / "shipped")
+    monkeypatch.setattr(tuning, "current_chip", lambda: "a chip")
+    entries = [TunedEntry(rows, {"speed": rows}) for rows in (2, 16, 64)]
+    tuning.record(tmp_path / "shipped", "Sister GPU", "first", "any", entries, chip_name="a chip")
+    place, other, untouched = ("first", "any"), ("second", "any"), ("third", "any")
+    results = StepResults(tmp_path, DEVICE)
+    results.add(Chosen(1, 1.0, 1.0, {place: {}, other: {}, untouched: {}}, frozenset()))
+    assert not list(tmp_path.glob("*.json"))
+    results.add(Chosen(8, 2.0, 1.0, {place: {"speed": 9}, other: {}, untouched: {}}, frozenset([place])))
+    results.add(Chosen(32, 2.0, 1.0, {place: {"speed": 64}, other: {"speed": 3}, untouched: {}}, frozenset([other])))
+    configs = tuning.TunedConfigs(DEVICE, [tmp_path, tmp_path / "shipped"], "a chip")
+    found = {rows: configs.find(*place, rows) for rows in (1, 2, 8, 16, 32, 64)}
+    assert found == {1: {}, 2: {"speed": 2}, 8: {"speed": 9}, 16: {"speed": 16}, 32: {"speed": 64}, 64: {"speed": 64}}
+    assert [configs.find(*other, rows) for rows in (1, 8, 32)] == [{}, {}, {"speed": 3}]
+    assert configs.find(*untouched, 1) is None
 
 
 def test_steps_are_those_of_one_rank(capsys: pytest.CaptureFixture[str]) -> None:

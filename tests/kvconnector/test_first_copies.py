@@ -10,7 +10,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from host_driver import CONTEXT, STREAM, reader_of, stand_in_for_cuda
+from host_driver import CONTEXT, STREAM, Event, reader_of, stand_in_for_cuda
 from splitserve.kvconnector.cuda.batch_copies import CopyBatch
 from splitserve.kvconnector.layout.memory import KVMemory
 from splitserve.kvconnector.layout.shape import Run, runs
@@ -64,7 +64,7 @@ def test_the_thread_that_commands_a_read_queues_its_first_copies(prefill: int, m
     clock.now += 1.0
     pending = reader.read(local, remote, ReadPath.MAPPED, first)
     assert torch.equal(memory.blocks[local], whole) and len(driver.calls) == 3 * prefill
-    assert pending.due_at == pytest.approx(121.6), "all of them, since the first ones were queued"
+    assert pending.due_at == pytest.approx(112.0), "all of them, since the first ones were queued"
     few = reader.start(iter(found[:5]), 5, ReadPath.MAPPED, clock.now)
     assert few is not None and few.queued_at == clock.now, "all of them"
     assert reader.read(local[:5], remote[:5], ReadPath.MAPPED, few) is few and len(driver.calls) == 5 * prefill
@@ -183,6 +183,60 @@ def test_a_read_that_is_due_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> No
     clock.now = 100.00025
     assert pending.is_done() and waits == [100.00025]
     assert reader.bytes_per_second[ReadPath.MAPPED] == pytest.approx(memory.block_bytes / 0.00031)
+
+
+@INTERPRETED
+def test_a_link_that_was_measured_too_slow_is_known_after_two_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A read that is over when it is looked at tells only that the link is at least so fast."""
+    stand_in_for_cuda(monkeypatch)
+    clock, block = SimpleNamespace(now=0.0), 1.0  # seconds that a block really takes
+    ends: list[float] = []
+
+    class Event:
+        def record(self, _stream: object) -> None:
+            self.end = ends[-1]
+
+        def query(self) -> bool:
+            return clock.now >= self.end
+
+        def synchronize(self) -> None:
+            clock.now = max(clock.now, self.end)
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(mapped_reads.time, "monotonic", lambda: clock.now)
+    memory = KVMemory(layout(1), NUM_BLOCKS)
+    reader = reader_of(memory, [memory])
+    ends.append(0.0)
+    reader.expect(ReadCost(POSTED, COPY, None, LinkCost(0.0, 0.0, memory.block_bytes / (3 * block))))
+    noticed = []
+    for _ in range(3):
+        ends.append(clock.now + 10 * block)
+        read, began = reader.read(range(10), range(10, 20)), clock.now
+        clock.now = read.due_at
+        assert read.is_done()
+        noticed.append(clock.now - began)
+    assert noticed == pytest.approx([15.0, 10.0, 10.0])
+    assert reader.bytes_per_second[ReadPath.MAPPED] == pytest.approx(memory.block_bytes)
+
+
+@INTERPRETED
+def test_events_are_used_again_once_they_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in_for_cuda(monkeypatch)
+    made: list[object] = []
+
+    class Counted(Event):
+        def __init__(self) -> None:
+            made.append(self)
+
+    monkeypatch.setattr(torch.cuda, "Event", Counted)
+    memory = KVMemory(layout(1), NUM_BLOCKS)
+    reader = reader_of(memory, [memory])
+    first, second = reader.read([1], [2]), reader.read([3], [4])
+    assert len(made) == 2, "one may still be awaited while the other read begins"
+    assert first.is_done() and first.is_done() and second.is_done() and len(reader.unused_events) == 2
+    for _ in range(3):
+        assert reader.read([1], [2]).is_done()
+    assert len(made) == 2
 
 
 def test_a_read_through_a_mapping_begins_where_it_is_commanded() -> None:

@@ -136,7 +136,7 @@ def test_a_reader_starts_at_once_and_tells_when_to_look(
     link = LinkCost(0.0, 0.0, memory.block_bytes)
     reader.expect(ReadCost(POSTED, COPY, None, *((link, None) if path is ReadPath.MAPPED else (MAPPED, link))))
     pending = reader.read([4, 5, 8, 0, 10, 11], [7, 3, 0, 1, 9, 11], path)
-    assert pending.due_at == pytest.approx(105.4) and not pending.is_done()
+    assert pending.due_at == pytest.approx(103.0) and not pending.is_done(), "the link may be twice as fast"
     clock.now = 105.5
     assert pending.is_done()
     faster = pytest.approx(6 / 5.5 * memory.block_bytes)

@@ -2,21 +2,31 @@
 
 import fcntl
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import msgspec
 import numpy as np
 import pytest
 
+from nixl_reader import Source
+from nixl_source import FIRST_GENERATION, SOURCE, make_memory
+from splitserve.kvconnector.blocks.digest import no_digests
 from splitserve.kvconnector.layout import shared_table
 from splitserve.kvconnector.layout.shared_table import OwnTable, open_table
 from splitserve.kvconnector.nixl.agent import TransferError
-from splitserve.kvconnector.nixl.generation_reads import GenerationReads
+from splitserve.kvconnector.nixl.generation_reads import READS_AT_ONCE, GenerationReads
+from splitserve.kvconnector.nixl.peer_access import LocalSide, PeerAccess
+from splitserve.kvconnector.nixl.reader import PeerReader
+from splitserve.kvconnector.transfer.read_settings import ReadSettings
+from splitserve.protocol.handover.reads import ReadCommand, ReadPath, ReadResult
 from splitserve.protocol.memory_records import HostTierMemory, MemoryKind, MemoryRegion, RankMemory, SharedTable
+from waiting import PATIENCE_SECONDS, wait_until
 
 COUNT = 1000
 OWNER = """
@@ -78,6 +88,8 @@ def test_what_is_no_table_is_not_opened(owner: subprocess.Popen[bytes], tmp_path
     assert open_table(replace(record, descriptor=1), COUNT) is None, "its output"
     assert open_table(replace(record, descriptor=9999), COUNT) is None
     assert open_table(replace(record, pid=2**22 + 1), COUNT) is None, "no process has such a number"
+    sibling = msgspec.structs.replace(record, pid=os.getpid())
+    assert open_table(sibling, COUNT) is None, "the same number of a descriptor, of another process"
     own = OwnTable(COUNT)
     (tmp_path / "memfd:splitserve-table").write_bytes(bytes(64 + 8 * COUNT))
     with (tmp_path / "memfd:splitserve-table").open() as file:
@@ -162,3 +174,38 @@ def test_a_closed_table_keeps_no_memory() -> None:
     table.close()
     del table
     assert num_mapped() == before
+
+
+def test_generations_of_a_mapped_peer_are_read_in_place_while_it_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And after the data; a peer that has ended can't vouch for it."""
+    source, memory = Source(8), make_memory(8)
+    data = Mock(expected_at=0.0, queued_at=0.0)
+    mapped = Mock()
+    mapped.read.return_value = data
+    monkeypatch.setattr(PeerAccess, "_make_mapped", lambda _access: mapped)
+    reader = PeerReader("reads", LocalSide(memory, 0, ReadSettings.of(memory.kind), no_digests), source.welcome)
+    monkeypatch.setattr(reader.access.agent, "make_read", Mock(side_effect=AssertionError("by NIXL")))
+
+    def result_of(read_id: int, meanwhile: Callable[[], None]) -> ReadResult:
+        data.is_done.return_value = False
+        reader.read(ReadCommand(read_id, SOURCE, [0, 1], [2, 3]), ReadPath.MAPPED)
+        wait_until(lambda: reader.poll() == [] and reader.active[0].pending is data)
+        meanwhile()
+        data.is_done.return_value = True
+        (result,) = reader.poll()
+        return result
+
+    def end_source() -> None:
+        source.signal(signal.SIGKILL)
+        source.process.join(PATIENCE_SECONDS)
+
+    try:
+        found = result_of(1, lambda: source.tell("3"))
+        assert found.error is None
+        assert list(found.generations) == [FIRST_GENERATION + 2, FIRST_GENERATION + 3 + 1]
+        found = result_of(2, end_source)
+        assert found.error == "the peer's process has ended" and not found.generations
+        assert len(reader.access.generations.free_rows) == READS_AT_ONCE and not reader.active
+    finally:
+        reader.destroy()
+        source.close()

@@ -167,7 +167,7 @@ class HostTierMemory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class SharedTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A table in host memory as processes on the same machine can map it: a sealed file without a name, the owner's
-    ``descriptor`` in process ``pid``. The file begins with ``token``, random numbers: then it is the right one."""
+    ``descriptor`` in process ``pid``. The file begins with ``token``, random bytes by which a reader recognises it."""
 
     pid: Size
     descriptor: Count
@@ -178,7 +178,7 @@ class RankMemory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One rank of a tensor-parallel worker, as a reader needs it. ``metadata`` is the connector's own.
 
     ``regions`` has one for each group of the cache. The rest is there for caches of one full group only. ``mappable``:
-    on a GPU, the memory of the blocks and that of the slots; ``generations``: there, too, the blocks' generations.
+    on a GPU, the memory of the blocks and that of the slots; ``generations``: the table of the blocks' generations.
     """
 
     metadata: bytes
