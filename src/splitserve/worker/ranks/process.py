@@ -50,8 +50,9 @@ _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 class RankProcess:
     """One rank: it receives steps, and reports that it is ready or has failed."""
 
-    def __init__(self, order: RankOrder, ends: RankEnds) -> None:
+    def __init__(self, order: RankOrder, ends: RankEnds, clock: StartClock) -> None:
         self._order = order
+        self._clock = clock
         self._steps = Connection(ends.steps, writable=False)
         self._link = Connection(ends.link)
         for fd in (ends.steps, ends.reports, ends.link):
@@ -61,7 +62,7 @@ class RankProcess:
 
     def run(self) -> None:
         """Run steps until the worker needs no more."""
-        clock = StartClock()
+        clock = self._clock
         engine, size = self._order.engine, self._order.engine.tensor_parallel_size
         torch.set_num_threads(engine.threads)
         device = device_of(engine.device, self._order.rank, size)
@@ -77,6 +78,7 @@ class RankProcess:
         transfers = making.wait()
         threading.Thread(target=self._carry_out, args=(transfers,), name="transfers", daemon=True).start()
         self._report(RankReady())
+        logger.debug("ready after %s", clock)
         if served.runner.launcher is None:
             self._run_steps(served.runner)
         else:
@@ -173,14 +175,16 @@ def run_rank(ends: RankEnds) -> NoReturn:
         signal.signal(signal_number, signal.SIG_IGN)
     _ask_kernel_for_death_signal()
     life_line = FileIO(ends.life_line, closefd=False)
-    line = life_line.readline()
+    clock = StartClock()
+    with clock.phase("the worker's order"):
+        line = life_line.readline()
     if not line:  # the worker has ended before its ranks' start
         os._exit(0)
     order = msgspec.json.decode(line, type=RankOrder)
     os.environ.update(order.environment)
     set_up_logging(order.name, order.log_level)
     threading.Thread(target=_end_with_worker, args=(life_line,), name="life-line", daemon=True).start()
-    process = RankProcess(order, ends)
+    process = RankProcess(order, ends, clock)
     try:
         process.run()
     except BaseException as error:
