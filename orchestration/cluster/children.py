@@ -70,14 +70,16 @@ class Children:
             return {name: child.pid for name, child in self.by_name.items()}
 
     def end_all(self, extra_seconds: float) -> None:
-        """End every process, by force after :data:`STOP_GRACE_SECONDS` and ``extra_seconds``; one that was killed has
-        :data:`KILLED_SECONDS` and ``extra_seconds`` to be gone."""
+        """End every process, by force after :data:`STOP_GRACE_SECONDS` and ``extra_seconds``; those that were killed
+        have :data:`KILLED_SECONDS` and ``extra_seconds`` to be gone, all together."""
         grace_seconds = STOP_GRACE_SECONDS + extra_seconds
         for child in self.by_name.values():
             child.send_signal(signal.SIGINT)
         deadline = time.monotonic() + grace_seconds
-        for child in self.by_name.values():
-            if not child.join(max(0.0, deadline - time.monotonic())):
-                _log.warning("%s (pid %d) did not end within %.3g s: killed", child.name, child.pid, grace_seconds)
-                child.kill()
-                child.join(KILLED_SECONDS + extra_seconds)
+        left = [child for child in self.by_name.values() if not child.join(max(0.0, deadline - time.monotonic()))]
+        for child in left:
+            _log.warning("%s (pid %d) did not end within %.3g s: killed", child.name, child.pid, grace_seconds)
+            child.kill()
+        deadline = time.monotonic() + KILLED_SECONDS + extra_seconds
+        for child in left:
+            child.join(max(0.0, deadline - time.monotonic()))
