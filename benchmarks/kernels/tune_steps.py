@@ -175,8 +175,8 @@ def tune_in_steps(
 
 
 class StepResults:
-    """What was chosen, in the device's file in ``directory``: for a shape that has changed for one number of rows, the
-    parameters of all numbers so far, since an entry applies to fewer rows as well."""
+    """Writer of what was chosen into the device's file in ``directory``: of a shape that has changed for one number of
+    rows, the parameters of all numbers so far, since an entry applies to fewer rows as well."""
 
     def __init__(self, directory: Path, device_name: str) -> None:
         self._directory = directory

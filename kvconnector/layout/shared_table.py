@@ -24,7 +24,10 @@ logger = logging.getLogger(__name__)
 _NAME = "splitserve-table"
 _TOKEN_BYTES = 16
 _NUMBERS_AT = 64  # bytes from the file's start
-_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+# Of <linux/fcntl.h> and <linux/memfd.h>: a Python that was built for an older system lacks their names.
+_ADD_SEALS, _GET_SEALS = 1033, 1034
+_SEALS = 0x1 | 0x2 | 0x4  # no more seals, no shrinking, no growing
+_CLOSE_ON_EXEC, _ALLOW_SEALING = 0x1, 0x2
 _NEVER_EXECUTED = 0x8  # MFD_NOEXEC_SEAL, since Linux 6.3; where vm.memfd_noexec is 2, files without it are refused
 
 
@@ -38,7 +41,7 @@ class OwnTable:
         try:
             self._file = _new_file()
             os.ftruncate(self._file, num_bytes)
-            fcntl.fcntl(self._file, fcntl.F_ADD_SEALS, _SEALS)
+            fcntl.fcntl(self._file, _ADD_SEALS, _SEALS)
             memory = mmap.mmap(self._file, num_bytes)
         except OSError as error:
             logger.info("a table can't be shared with other processes: %s", error)
@@ -61,7 +64,9 @@ class OwnTable:
 
 
 def _new_file() -> int:
-    flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+    if not hasattr(os, "memfd_create"):
+        raise OSError("this Python can't make files without names")
+    flags = _CLOSE_ON_EXEC | _ALLOW_SEALING
     try:
         return os.memfd_create(_NAME, flags | _NEVER_EXECUTED)
     except OSError as error:
@@ -91,6 +96,8 @@ class PeerTable:
 
 def open_table(table: SharedTable, count: int) -> PeerTable | None:
     """Return a peer's table of ``count`` numbers, or None if it can't be mapped here."""
+    if not hasattr(os, "pidfd_open"):
+        return None
     owner = -1
     try:
         owner = os.pidfd_open(table.pid)  # before the token is read, so that it can't be a successor's
@@ -122,7 +129,7 @@ def _mapped(table: SharedTable, count: int) -> memoryview:
         size = os.fstat(file).st_size
         if size < _NUMBERS_AT + 8 * count:
             raise ValueError(f"{path} has {size} bytes; {count} numbers need {_NUMBERS_AT + 8 * count}")
-        if fcntl.fcntl(file, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
+        if fcntl.fcntl(file, _GET_SEALS) & _SEALS != _SEALS:
             raise ValueError(f"{path} isn't sealed, so it could shrink")
         memory = mmap.mmap(file, size, prot=mmap.PROT_READ)
     finally:

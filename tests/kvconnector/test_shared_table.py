@@ -122,6 +122,15 @@ def test_where_there_are_no_such_files_a_table_is_not_shared(monkeypatch: pytest
     assert table.record() is None and table.numbers.tolist() == [1, 2, 3]
 
 
+def test_a_python_that_was_built_for_an_older_system_shares_nothing(
+    owner: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = record_of(owner)
+    for name in ("memfd_create", "pidfd_open"):
+        monkeypatch.delattr(os, name)
+    assert OwnTable(3).record() is None and open_table(record, COUNT) is None
+
+
 def reads_of(record: SharedTable | None) -> GenerationReads:
     region = MemoryRegion(MemoryKind.VRAM, 0, 4096, COUNT, 64)
     host = HostTierMemory(MemoryRegion(MemoryKind.DRAM, 0, 1 << 30, 8, 64), 1 << 20)

@@ -295,7 +295,8 @@ def test_block_products(rows: int, outputs: int, columns: int) -> None:
 @pytest.mark.parametrize("block_k", [128, 256, 512])
 @pytest.mark.parametrize(("outputs", "columns"), [(10, 384), (7, 256)])
 def test_the_product_of_a_row_is_rounded_as_that_of_several(outputs: int, columns: int, block_k: int) -> None:
-    """In parts and at once, with a last part that isn't full, and with more outputs than programs share evenly."""
+    """The row comes in parts and at once, with a last part that isn't full, and outputs that programs don't share
+    evenly."""
     from splitserve.kernels.fp8.triton_quantise import quantise_rows
     from splitserve.kernels.fp8.triton_row import launch_fp8_row
 

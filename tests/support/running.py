@@ -1,4 +1,4 @@
-"""Whether a process runs. Not a test module."""
+"""Check whether a process runs. Not a test module."""
 
 import psutil
 

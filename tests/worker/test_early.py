@@ -1,4 +1,4 @@
-"""What a worker begins before its imports: its other ranks, and the CUDA driver."""
+"""Start of a worker's other ranks, and of the CUDA driver, before its imports."""
 
 import queue
 import subprocess
