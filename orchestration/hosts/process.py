@@ -222,7 +222,12 @@ class ChildProcess:
     def _start_and_follow(self, program: _Program, order: Order) -> int:
         """Return the exit status. Any error ends the child."""
         read_fd, write_fd = os.pipe()
-        life_line_fd, our_end = os.pipe()
+        try:
+            life_line_fd, our_end = os.pipe()
+        except OSError:
+            os.close(read_fd)
+            os.close(write_fd)
+            raise
         with os.fdopen(read_fd, "rb") as status, os.fdopen(our_end, "wb", buffering=0) as life_line:
             try:
                 process = self._start(program, life_line_fd, write_fd)
