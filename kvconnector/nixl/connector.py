@@ -6,7 +6,7 @@ since the posts of one fill neither the memory bus nor a GPU's link. Only the fi
 peers' memory, because one is enough for that. A reading thread has a separate agent for each peer: only destroying an
 agent reliably stops a posted read, and that must not stop the reads from other peers. The engine loop posts nothing to
 NIXL itself: it submits commands and takes events. Of a read through a mapping it queues the copies of the first blocks,
-so that the link is busy while the reading thread wakes up.
+so that the link is busy while the reading thread wakes up, or does all of it (:mod:`.awaited_reads`).
 
 Without NIXL's own progress thread a transfer completes only while *both* sides poll. So a thread polls while its reads
 are in flight, or while peers may be reading from this worker (:meth:`NixlConnector.serve`), and sleeps otherwise.
@@ -27,7 +27,8 @@ from splitserve.kvconnector.blocks.digest import DigestBlocks, no_digests
 from splitserve.kvconnector.cuda.memory import check_ipc_capable
 from splitserve.kvconnector.layout.memory import KVMemory
 from splitserve.kvconnector.layout.shape import Run, runs
-from splitserve.kvconnector.nixl.mapped_reads import MappedReader
+from splitserve.kvconnector.nixl.awaited_reads import AwaitedReads, Generations
+from splitserve.kvconnector.nixl.mapped_reads import MappedRead, MappedReader
 from splitserve.kvconnector.nixl.peer_access import LocalSide
 from splitserve.kvconnector.nixl.read_thread import Connected, ReadThread
 from splitserve.kvconnector.nixl.server import NixlServer
@@ -52,6 +53,7 @@ class _Peer:
     def __init__(self, attempt: int, num_threads: int) -> None:
         self.attempt = attempt
         self.mapped: MappedReader | None = None
+        self.generations: Generations | None = None  # read in place
         self.join = ConnectionJoin(num_threads)
         self.shape: ReadShape | None = None
         self.cost: ReadCost | None = None
@@ -114,6 +116,8 @@ class NixlConnector:
         self._peers: dict[Party, _Peer] = {}
         self._num_attempts = 0
         self._split_reads: dict[int, ReadJoin] = {}
+        self._awaited = AwaitedReads(self._leave)
+        self._checks_digests = digest_blocks is not no_digests
         name = f"rank-{rank}/{me}"  # UCX's log truncates agents' names: the distinguishing part comes first
         posting = replace(settings, maps=False, path=None)  # for all threads but the first
         self._server = NixlServer(name, memory, settings, host)
@@ -134,6 +138,7 @@ class NixlConnector:
         return ServedMemory(self.name, self._memory.generations_addresses, [self._server.served])
 
     def connect(self, peer: Party, welcome: PeerWelcome) -> None:
+        self._awaited.leave(peer)
         self._num_attempts += 1
         with self._lock:
             self._peers[peer] = _Peer(self._num_attempts, len(self._threads))
@@ -141,12 +146,13 @@ class NixlConnector:
             thread.submit(partial(thread.connect, self._num_attempts, peer, welcome))
 
     def disconnect(self, peer: Party) -> None:
+        self._awaited.leave(peer)
         with self._lock:
             self._peers.pop(peer, None)
         for thread in self._threads:
             thread.submit(partial(thread.disconnect, peer))
 
-    def read(self, command: ReadCommand) -> None:
+    def read(self, command: ReadCommand, *, awaited: bool = False) -> None:
         started = time.monotonic()
         with self._lock:
             peer = self._peers.get(command.peer)
@@ -160,9 +166,21 @@ class NixlConnector:
             self._split_reads[command.read_id] = ReadJoin(len(reads))
         first, path = None, reads[0][1]
         if path.is_through_mapping and mapped is not None and mapped.has_blocks(command.remote_blocks):
-            first = mapped.start(found, len(command.remote_blocks), path, started)
+            generations = None if self._checks_digests or peer is None else peer.generations
+            awaited = awaited and generations is not None
+            first = mapped.start(found, len(command.remote_blocks), path, started, whole=awaited)
+            if awaited and first is not None and self._awaited.add(command, first, generations):
+                return
         for thread, (part, path) in zip(self._threads, reads, strict=False):
             thread.submit(partial(thread.read, part, path, first))
+
+    def is_landing(self) -> bool:
+        for result in self._awaited.landed():
+            self._join_read(0, result)
+        return bool(self._awaited)
+
+    def leave(self) -> None:
+        self._awaited.leave()
 
     def serve(self, readers: Readers) -> None:
         self._server.submit(lambda: setattr(self._server, "readers", readers))
@@ -201,6 +219,11 @@ class NixlConnector:
             for low, high in itertools.pairwise(bounds)
         ]
 
+    def _leave(self, command: ReadCommand, first: MappedRead) -> None:
+        """Let the thread that owns the peer's reader wait for a read whose copies are queued."""
+        thread = self._threads[0]
+        thread.submit(partial(thread.read, command, first.path, first))
+
     # ---- on the read threads ----
 
     def _join_connection(self, connected: Connected) -> None:
@@ -210,6 +233,7 @@ class NixlConnector:
                 return
             peer.learn(connected.shape, connected.cost)
             peer.mapped = connected.mapped or peer.mapped
+            peer.generations = connected.generations or peer.generations
             event = peer.join.add(connected.event)
         if event is not None:
             _tell(event)

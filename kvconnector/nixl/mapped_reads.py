@@ -139,16 +139,28 @@ class MappedRead:
             if not end.query():  # type: ignore[no-untyped-call]
                 self._reader.paths_known.add(self.path)
                 end.synchronize()
+        self._note_end()
+        return True
+
+    def has_ended(self) -> bool:
+        """Return whether the copies have ended; wait for nothing."""
+        if not all(end.query() for end in self._ends):  # type: ignore[no-untyped-call]
+            self._reader.paths_known.add(self.path)
+            return False
+        self._note_end()
+        return True
+
+    def _note_end(self) -> None:
         if self._ends:
             self._reader.learn(self.path, self._num_bytes, time.monotonic() - self.started)
             self._reader.unused_events += self._ends
             self._ends = []
-        return True
 
 
 class MappedReader:
     """Reader of one peer whose ranks' blocks are mapped: ``mappings`` by rank. It has streams of its own. Used by one
-    thread, in whose current context the mappings are; only :meth:`start` may be called from another one."""
+    thread, in whose current context the mappings are; only :meth:`start` may be called from another one, which may also
+    wait for the read."""
 
     def __init__(
         self,
@@ -205,16 +217,20 @@ class MappedReader:
         """Return whether these are blocks of the peer's device, none a slot of its host tier."""
         return max(remote, default=0) < self._num_peer_blocks
 
-    def start(self, found: Iterable[Run], num_blocks: int, path: ReadPath, started: float) -> MappedRead | None:
-        """Queue the first copies of a read, for :meth:`read` to go on with; waits for nothing. None if the reader is
-        closed or busy, if a kernel isn't ready to be launched, or if CUDA refuses, which :meth:`read` will report.
+    def start(
+        self, found: Iterable[Run], num_blocks: int, path: ReadPath, started: float, *, whole: bool = False
+    ) -> MappedRead | None:
+        """Queue the first copies of a read, or all of them if ``whole``, for :meth:`read` to go on with; waits for
+        nothing. None if the reader is closed or busy, if a kernel isn't ready to be launched, or if CUDA refuses, which
+        :meth:`read` will report.
 
         ``found``: runs of ``num_blocks`` blocks of the peer's device; those of copy engines may be found while the
         first ones are in flight."""
         if not self._lock.acquire(blocking=False):
             return None
         try:
-            return None if self._is_closed else self._start(MappedRead(self, found, num_blocks, path, started))
+            read = MappedRead(self, found, num_blocks, path, started)
+            return None if self._is_closed else self._start(read, whole=whole)
         finally:
             self._lock.release()
 
@@ -277,11 +293,12 @@ class MappedReader:
     def _new_read(self, local: Sequence[int], remote: Sequence[int], path: ReadPath) -> MappedRead:
         return MappedRead(self, list(runs(local, remote)), len(remote), path, time.monotonic())
 
-    def _start(self, read: MappedRead) -> MappedRead | None:
+    def _start(self, read: MappedRead, *, whole: bool) -> MappedRead | None:
         self._context.enter()
         if read.path is ReadPath.KERNEL:
-            return read if self._launch_if_ready(read) else None
-        for part in itertools.islice(read.parts, _NUM_FIRST_PARTS):
+            has_time = whole or read.num_blocks * len(self._spans) <= _MOST_FIRST_PIECES
+            return read if has_time and self._launch_if_ready(read) else None
+        for part in read.parts if whole else itertools.islice(read.parts, _NUM_FIRST_PARTS):
             if self._queue(self._spans, read, part) != 0:
                 return None
         if read.num_queued == read.num_blocks:
@@ -323,9 +340,7 @@ class MappedReader:
             raise TransferError(f"CUDA can't copy from the peer's mapped memory (status {status})")
 
     def _launch_if_ready(self, read: MappedRead) -> bool:
-        """Launch the kernel for a whole read, unless that takes long: return whether it was launched."""
-        if read.num_blocks * len(self._spans) > _MOST_FIRST_PIECES:
-            return False
+        """Launch the kernel for a whole read, unless it isn't ready: return whether it was launched."""
         wanted = list(launches(self._spans, read.found))
         copiers = [self._row_copiers.get(launch.key) for launch in wanted]
         if not all(copier is not None and copier.is_ready() for copier in copiers):

@@ -57,8 +57,17 @@ class KVConnector(Protocol):
     def disconnect(self, peer: Party) -> None:
         """Remove ``peer``. Its unfinished reads become terminal: nothing writes to their blocks after their event."""
 
-    def read(self, command: ReadCommand) -> None:
-        """Start a read; it always ends in one :class:`ReadResult` event, unless the peer is frozen."""
+    def read(self, command: ReadCommand, *, awaited: bool = False) -> None:
+        """Start a read; it always ends in one :class:`ReadResult` event, unless the peer is frozen.
+
+        ``awaited``: the caller has nothing else to do, and will call :meth:`is_landing` until that returns False, or
+        :meth:`leave`; a connector may then do without its threads."""
+
+    def is_landing(self) -> bool:
+        """Go on with the awaited reads; return whether one is about to end, so that the caller isn't to sleep."""
+
+    def leave(self) -> None:
+        """Await no reads any more: the caller has something to do. They end like others."""
 
     def serve(self, readers: Readers) -> None:
         """Set what peers may be doing here: their reads and connections advance accordingly."""

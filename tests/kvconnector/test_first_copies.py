@@ -246,13 +246,14 @@ def test_a_read_through_a_mapping_begins_where_it_is_commanded() -> None:
     begun: list[tuple[list[Run], int, ReadPath]] = []
     first = object()
 
-    def start(found: Iterable[Run], num_blocks: int, path: ReadPath, _started: float) -> object:
-        assert submitted == []
+    def start(found: Iterable[Run], num_blocks: int, path: ReadPath, _started: float, *, whole: bool) -> object:
+        assert submitted == [] and not whole
         begun.append((list(found), num_blocks, path))
         return first
 
     connector = object.__new__(NixlConnector)
     connector._settings, connector._lock, connector._split_reads = ReadSettings.of(MemoryKind.VRAM), Lock(), {}
+    connector._checks_digests = False
     connector._memory = SimpleNamespace(groups=[SimpleNamespace(block_bytes=4 * MIB)])  # type: ignore[assignment]
     thread = SimpleNamespace(read=lambda *_arguments: None, submit=submitted.append)
     connector._threads, connector._peers = [thread], {PEER: peer}  # type: ignore[list-item]

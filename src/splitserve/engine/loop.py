@@ -139,7 +139,7 @@ class WorkerLoop:
 
     def run_once(self) -> None:
         """One round: wait for something to do, then do all of it."""
-        self._sockets.wait(0.0 if self._io.executor.is_about_to_have_room else self._seconds_until_due())
+        self._wait()
         self._io.waker.drain()
         now = time.monotonic()
         if self._drain_requested and not self._drain.has_begun:
@@ -174,6 +174,16 @@ class WorkerLoop:
         self._report_profile()
         self._membership.keep(self._core, self._step_fit, now)
         self._end_drain(now)
+
+    def _wait(self) -> None:
+        """Sleep until there is something to do; stay awake for reads that are about to end, if the device is idle."""
+        executor, connector = self._io.executor, self._io.connector
+        if not executor.is_idle:
+            connector.leave()  # awake, this thread would get in the way of those that launch steps and wait for them
+        while connector.is_landing():
+            if self._sockets.wait(0.0):
+                return
+        self._sockets.wait(0.0 if executor.is_about_to_have_room else self._seconds_until_due())
 
     def _on_dismissal(self) -> None:
         """Drain, as an operator asked. A second request has no effect."""
@@ -264,7 +274,7 @@ class WorkerLoop:
                     self._sockets.send(to, body)
                     self._request_log.note_sent(body)
                 case StartRead(command):
-                    self._io.connector.read(command)
+                    self._io.connector.read(command, awaited=self._io.executor.is_idle)
                 case StartCopy(copy):
                     self._io.copies.start(copy)
                 case Serve(readers):

@@ -72,6 +72,10 @@ class Executor(Protocol):
     def has_room(self) -> bool: ...
 
     @property
+    def is_idle(self) -> bool:
+        """Return whether no step is in flight."""
+
+    @property
     def is_about_to_have_room(self) -> bool:
         """Return whether a step can be launched so soon that the loop isn't to sleep until then."""
 
@@ -143,6 +147,11 @@ class StepExecutor:
     @property
     def has_room(self) -> bool:
         """Return whether :meth:`launch` may be called."""
+        return not self.is_busy
+
+    @property
+    def is_idle(self) -> bool:
+        """See :class:`Executor`."""
         return not self.is_busy
 
     @property
@@ -278,6 +287,11 @@ class OverlappedExecutor:
         if not 0 < num_in_flight < MAX_STEPS_IN_FLIGHT:
             return num_in_flight == 0
         return time.monotonic() >= self._room_at
+
+    @property
+    def is_idle(self) -> bool:
+        """See :class:`Executor`."""
+        return not self._in_flight
 
     @property
     def is_about_to_have_room(self) -> bool:
