@@ -6,7 +6,8 @@ since the posts of one fill neither the memory bus nor a GPU's link. Only the fi
 peers' memory, because one is enough for that. A reading thread has a separate agent for each peer: only destroying an
 agent reliably stops a posted read, and that must not stop the reads from other peers. The engine loop posts nothing to
 NIXL itself: it submits commands and takes events. Of a read through a mapping it queues the copies of the first blocks,
-so that the link is busy while the reading thread wakes up, or does all of it (:mod:`.awaited_reads`).
+so that the link is busy while the reading thread wakes up, or does all of it
+(:mod:`splitserve.kvconnector.mapped.awaited`).
 
 Without NIXL's own progress thread a transfer completes only while *both* sides poll. So a thread polls while its reads
 are in flight, or while peers may be reading from this worker (:meth:`NixlConnector.serve`), and sleeps otherwise.
@@ -27,8 +28,8 @@ from splitserve.kvconnector.blocks.digest import DigestBlocks, no_digests
 from splitserve.kvconnector.cuda.memory import check_ipc_capable
 from splitserve.kvconnector.layout.memory import KVMemory
 from splitserve.kvconnector.layout.shape import Run, runs
-from splitserve.kvconnector.nixl.awaited_reads import AwaitedReads, Generations
-from splitserve.kvconnector.nixl.mapped_reads import MappedRead, MappedReader
+from splitserve.kvconnector.mapped.awaited import AwaitedReads, Generations
+from splitserve.kvconnector.mapped.reads import MappedRead, MappedReader
 from splitserve.kvconnector.nixl.peer_access import LocalSide
 from splitserve.kvconnector.nixl.read_thread import Connected, ReadThread
 from splitserve.kvconnector.nixl.server import NixlServer
@@ -68,6 +69,10 @@ class _Peer:
     def counts_runs(self) -> bool:
         """True if the path of a read depends on how many of its blocks are adjacent."""
         return self.shape is not None and not self.shape.is_whole and self.shape.is_mapped
+
+    def is_mapped(self, num_blocks: int) -> bool:
+        """Return whether such a read is known to go through the mapping by copy engines."""
+        return self._chosen.get(num_blocks) is ReadPath.MAPPED
 
     def path(self, num_blocks: int, num_runs: int, wanted: ReadPath | None) -> ReadPath:
         """Return the path of a read of blocks; ``num_runs`` (:func:`path_seconds`) matters if :attr:`counts_runs`."""
@@ -154,25 +159,35 @@ class NixlConnector:
 
     def read(self, command: ReadCommand, *, awaited: bool = False) -> None:
         started = time.monotonic()
+        peer, local, remote = self._peers.get(command.peer), command.local_blocks, command.remote_blocks
+        mapped = None if peer is None else peer.mapped
+        generations = None if peer is None or not awaited or self._checks_digests else peer.generations
+        first, num_queued = None, 0
+        if mapped is not None and generations is not None and peer is not None and peer.is_mapped(len(local)):
+            num_queued = mapped.begin(local, remote)
+        path, found = self._path(peer, len(local), runs(local[num_queued:], remote[num_queued:]))
+        if path.is_through_mapping and mapped is not None and mapped.has_blocks(remote):
+            whole = generations is not None
+            first = mapped.start(found, len(local), path, started, whole=whole, num_queued=num_queued)
+        # A mapping's copies fill the link, and threads that queue copies at once delay each other
+        parts = [command] if path.is_through_mapping else self._parts(command)
         with self._lock:
-            peer = self._peers.get(command.peer)
-            mapped = None if peer is None else peer.mapped
-            found: Iterable[Run] = runs(command.local_blocks, command.remote_blocks)
+            self._split_reads[command.read_id] = ReadJoin(len(parts))
+        if first is not None and generations is not None and self._awaited.add(command, first, generations):
+            return
+        for thread, part in zip(self._threads, parts, strict=False):
+            thread.submit(partial(thread.read, part, path, first))
+
+    def _path(self, peer: _Peer | None, num_blocks: int, found: Iterable[Run]) -> tuple[ReadPath, Iterable[Run]]:
+        """Return the data's path of a read of blocks, and the runs of these."""
+        if peer is None:
+            return ReadPath.DIRECT, found
+        with self._lock:
             num_runs = 0
-            if peer is not None and peer.counts_runs:
+            if peer.counts_runs:
                 found = list(found)
                 num_runs = len(found)
-            reads = self._reads(command, peer, num_runs)
-            self._split_reads[command.read_id] = ReadJoin(len(reads))
-        first, path = None, reads[0][1]
-        if path.is_through_mapping and mapped is not None and mapped.has_blocks(command.remote_blocks):
-            generations = None if self._checks_digests or peer is None else peer.generations
-            awaited = awaited and generations is not None
-            first = mapped.start(found, len(command.remote_blocks), path, started, whole=awaited)
-            if awaited and first is not None and self._awaited.add(command, first, generations):
-                return
-        for thread, (part, path) in zip(self._threads, reads, strict=False):
-            thread.submit(partial(thread.read, part, path, first))
+            return peer.path(num_blocks, num_runs, self._settings.path), found
 
     def is_landing(self) -> bool:
         for result in self._awaited.landed():
@@ -196,14 +211,6 @@ class NixlConnector:
     def close(self) -> None:
         for thread in (*self._threads, self._server):
             thread.close()
-
-    def _reads(self, command: ReadCommand, peer: _Peer | None, num_runs: int) -> list[tuple[ReadCommand, ReadPath]]:
-        """Return each thread's part of a read and its path. A read through a mapping goes to the first thread alone,
-        because its copies fill the link and threads that queue copies concurrently delay each other."""
-        num_blocks = len(command.local_blocks)
-        path = ReadPath.DIRECT if peer is None else peer.path(num_blocks, num_runs, self._settings.path)
-        parts = [command] if path.is_through_mapping else self._parts(command)
-        return [(part, path) for part in parts]
 
     def _parts(self, command: ReadCommand) -> list[ReadCommand]:
         """Split a large read into even parts, one per thread; keep a small one whole."""

@@ -8,7 +8,8 @@ from itertools import accumulate
 import numpy as np
 
 from splitserve.kvconnector.layout.shared_table import PeerTable, open_table
-from splitserve.kvconnector.nixl.agent import Agent, Transfer, TransferError
+from splitserve.kvconnector.nixl.agent import Agent, Transfer
+from splitserve.kvconnector.transfer.errors import TransferError
 from splitserve.kvconnector.transfer.read_plan import num_readable_blocks
 from splitserve.protocol.memory_records import MemoryKind
 from splitserve.protocol.messages.handover import PeerWelcome

@@ -7,9 +7,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from splitserve.kvconnector.cuda.memory import make_context_current
-from splitserve.kvconnector.nixl.awaited_reads import Generations
+from splitserve.kvconnector.mapped.awaited import Generations
+from splitserve.kvconnector.mapped.reads import MappedRead, MappedReader
 from splitserve.kvconnector.nixl.link import LinkProbe
-from splitserve.kvconnector.nixl.mapped_reads import MappedRead, MappedReader
 from splitserve.kvconnector.nixl.peer_access import LocalSide
 from splitserve.kvconnector.nixl.reader import PeerReader
 from splitserve.kvconnector.nixl.ucx_log import UCX_LOG

@@ -19,10 +19,10 @@ from nixl_source import FIRST_GENERATION, SOURCE, make_memory
 from splitserve.kvconnector.blocks.digest import no_digests
 from splitserve.kvconnector.layout import shared_table
 from splitserve.kvconnector.layout.shared_table import OwnTable, open_table
-from splitserve.kvconnector.nixl.agent import TransferError
 from splitserve.kvconnector.nixl.generation_reads import READS_AT_ONCE, GenerationReads
 from splitserve.kvconnector.nixl.peer_access import LocalSide, PeerAccess
 from splitserve.kvconnector.nixl.reader import PeerReader
+from splitserve.kvconnector.transfer.errors import TransferError
 from splitserve.kvconnector.transfer.read_settings import ReadSettings
 from splitserve.protocol.handover.reads import ReadCommand, ReadPath, ReadResult
 from splitserve.protocol.memory_records import HostTierMemory, MemoryKind, MemoryRegion, RankMemory, SharedTable

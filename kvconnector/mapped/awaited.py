@@ -6,11 +6,12 @@ reads the generations in place. Whatever isn't as expected is left to the readin
 and can do all of it again but the copies.
 """
 
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from splitserve.kvconnector.nixl.mapped_reads import MappedRead
+from splitserve.kvconnector.mapped.reads import MappedRead
 from splitserve.protocol.handover.reads import ReadCommand, ReadResult, ReadStages
 from splitserve.protocol.request import Party
 
@@ -41,7 +42,10 @@ class AwaitedReads:
         of the peer's blocks, in place, or raises an error."""
         if not read.queued_at or read.expected_at > time.monotonic() + MOST_AWAKE_SECONDS:
             return False
-        self._reads.append(_Awaited(command, read, generations, read.expected_at + _LATE_SECONDS))
+        awaited = _Awaited(command, read, generations, read.expected_at + _LATE_SECONDS)
+        with contextlib.suppress(Exception):  # those of the result that counts are met there
+            _result(awaited)  # too early to tell anything: it brings into the caches what the end takes
+        self._reads.append(awaited)
         return True
 
     def landed(self) -> list[ReadResult]:

@@ -11,8 +11,8 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -20,7 +20,8 @@ from splitserve.kvconnector.cuda.batch_copies import BatchCopier, BlockPieces, C
 from splitserve.kvconnector.cuda.memory import CurrentContext, PeerMapping
 from splitserve.kvconnector.layout.memory import KVMemory
 from splitserve.kvconnector.layout.shape import Run, runs
-from splitserve.kvconnector.nixl.agent import TransferError
+from splitserve.kvconnector.mapped.pieces import Blocks, growing_parts, launches, span_pieces
+from splitserve.kvconnector.transfer.errors import TransferError
 from splitserve.kvconnector.transfer.read_cost import ReadCost
 from splitserve.protocol.cache_layout import BlockLayout, HeadSpan
 from splitserve.protocol.handover.reads import ReadPath
@@ -37,69 +38,12 @@ _PERHAPS_BUSY = 0.5
 _WAKE_UP_SECONDS = 0.0003
 """Time by which a sleeping thread may wake up too late: it wakes up so much earlier, and waits awake. Of several ranks
 that read at once, the last one counts."""
-_FIRST_RUNS = 4
-_GROWTH = 4
-"""Growth of the parts of a read: while some runs of blocks are in flight, copies of this many times as many are built
-and queued."""
 _NUM_FIRST_PARTS = 2
 """Parts that the commanding thread queues: they take longer than the other thread's wake-up and its own first part."""
+_NUM_QUICK_RUNS = 4
+"""Runs that are queued before all else: their blocks are in flight for longer than that takes."""
 _MOST_FIRST_PIECES = 256
 """Pieces of blocks for which the commanding thread launches the kernel; addresses of more take it too long."""
-
-
-class Blocks(NamedTuple):
-    """Blocks of a rank: their ``layout`` and the ``address`` of the first."""
-
-    layout: BlockLayout
-    address: int
-
-
-def span_pieces(ours: Blocks, theirs: Blocks, span: HeadSpan) -> BlockPieces:
-    """Return ``span``'s heads as pieces of blocks, a row per layer. Blocks of both sides have equally many tokens."""
-    target = ours.layout.rows(span.local_head, span.num_heads, span.field)
-    source = theirs.layout.rows(span.source_head, span.num_heads, span.field)
-    target_bytes, source_bytes = ours.layout.block_bytes, theirs.layout.block_bytes
-    assert (target.count, target.width) == (source.count, source.width), "blocks of different sizes"
-    assert target.count * target.pitch == target_bytes, "rows that don't lie evenly over the block"
-    return BlockPieces(
-        ours.address + target.offset,
-        theirs.address + source.offset,
-        target_bytes,
-        source_bytes,
-        target.count,
-        target.width,
-    )
-
-
-class Launch(NamedTuple):
-    """Launch of the kernel that copies rows: addresses of pieces, and the ``key`` of their shape: number of rows, their
-    width, their pitches (local, remote), their alignment."""
-
-    key: tuple[int, int, int, int, int]
-    targets: Sequence[int]
-    sources: Sequence[int]
-
-
-def launches(spans: Sequence[BlockPieces], found: Iterable[Run]) -> Iterator[Launch]:
-    """Yield a launch for each shape of pieces; nearly always all spans have one shape."""
-    found = list(found)
-    local = [first + index for first, _, count in found for index in range(count)]
-    remote = [first + index for _, first, count in found for index in range(count)]
-    for rows, alike in itertools.groupby(spans, lambda span: (span.rows, span.width, *span.pitches)):
-        targets, sources, address_bits = [], [], 0
-        for target, source, target_bytes, source_bytes, *_ in alike:
-            targets += [target + block * target_bytes for block in local]
-            sources += [source + block * source_bytes for block in remote]
-            address_bits |= target | source | target_bytes | source_bytes
-        yield Launch((*rows, min(address_bits & -address_bits, 16)), targets, sources)
-
-
-def growing_parts(found: Iterable[Run]) -> Iterator[list[Run]]:
-    """Split runs of blocks into parts, as they are asked for: a few that are soon in flight, then ever larger ones."""
-    left, size = iter(found), _FIRST_RUNS
-    while part := list(itertools.islice(left, size)):
-        yield part
-        size *= _GROWTH
 
 
 class MappedRead:
@@ -108,7 +52,12 @@ class MappedRead:
     copies' end to wait for."""
 
     def __init__(
-        self, reader: "MappedReader", found: Iterable[Run], num_blocks: int, path: ReadPath, started: float
+        self,
+        reader: "MappedReader",
+        found: Iterable[Run],
+        num_blocks: int,
+        path: ReadPath,
+        started: float,
     ) -> None:
         self.path = path
         self.num_blocks = num_blocks
@@ -179,7 +128,9 @@ class MappedReader:
         ours = Blocks(memory.layout.block_layout, self._address)
         self._spans = [span_pieces(ours, Blocks(theirs, mappings[span.rank].address), span) for span in spans]
         # The driver overlaps copies without gaps itself; those of rows, of one stream, it makes one after the other.
-        num_streams = 1 if all(span.is_flat for span in self._spans) else num_streams
+        is_flat = all(span.is_flat for span in self._spans)
+        self._is_whole = is_flat and len(self._spans) == 1  # blocks of one rank, copied as they are
+        num_streams = 1 if is_flat else num_streams
         self.streams = [torch.cuda.Stream(memory.device) for _ in range(num_streams)]  # type: ignore[no-untyped-call]
         self.bytes_per_second = {ReadPath.MAPPED: float("inf"), ReadPath.KERNEL: float("inf")}
         """Speed of this link, by path, once it is measured."""
@@ -217,19 +168,48 @@ class MappedReader:
         """Return whether these are blocks of the peer's device, none a slot of its host tier."""
         return max(remote, default=0) < self._num_peer_blocks
 
+    def begin(self, local: Sequence[int], remote: Sequence[int]) -> int:
+        """Queue copies of the first runs of blocks by copy engines, for :meth:`start` to go on with; return the number
+        of blocks. Where the caches are cold, all else takes longer than these are in flight."""
+        if not self._is_whole or not self._lock.acquire(blocking=False):
+            return 0
+        num_blocks = 0
+        try:
+            if self._is_closed:
+                return 0
+            self._context.enter()
+            target, source, size = self._spans[0][:3]
+            for into, out_of, count in itertools.islice(runs(local, remote), _NUM_QUICK_RUNS):
+                if out_of + count > self._num_peer_blocks:
+                    break
+                if self._copier.start_one(target + into * size, source + out_of * size, count * size, self._first):
+                    break  # it is reported when the same is tried again
+                num_blocks += count
+        finally:
+            self._lock.release()
+        return num_blocks
+
     def start(
-        self, found: Iterable[Run], num_blocks: int, path: ReadPath, started: float, *, whole: bool = False
+        self,
+        found: Iterable[Run],
+        num_blocks: int,
+        path: ReadPath,
+        started: float,
+        *,
+        whole: bool = False,
+        num_queued: int = 0,
     ) -> MappedRead | None:
         """Queue the first copies of a read, or all of them if ``whole``, for :meth:`read` to go on with; waits for
         nothing. None if the reader is closed or busy, if a kernel isn't ready to be launched, or if CUDA refuses, which
         :meth:`read` will report.
 
-        ``found``: runs of ``num_blocks`` blocks of the peer's device; those of copy engines may be found while the
-        first ones are in flight."""
+        ``found``: runs of ``num_blocks`` blocks of the peer's device, but for ``num_queued`` that have begun; those of
+        copy engines may be found while the first ones are in flight."""
         if not self._lock.acquire(blocking=False):
             return None
         try:
             read = MappedRead(self, found, num_blocks, path, started)
+            read.num_queued = num_queued
             return None if self._is_closed else self._start(read, whole=whole)
         finally:
             self._lock.release()
@@ -322,6 +302,15 @@ class MappedReader:
     def _queue(self, spans: Sequence[BlockPieces], read: MappedRead, found: Sequence[Run]) -> int:
         """Queue copies of some runs by copy engines, evenly over the streams: spans, which are of different ranks, or
         the runs of the only one. Return CUDA's status."""
+        if self._is_whole:
+            status = self._copier.start_blocks(spans[0], found, self._first)
+        else:
+            status = self._queue_rows(spans, found)
+        if status == 0:
+            read.num_queued += sum(count for _, _, count in found)
+        return status
+
+    def _queue_rows(self, spans: Sequence[BlockPieces], found: Sequence[Run]) -> int:
         step = len(self.streams)
         for number, stream in enumerate(self.streams):
             if len(spans) > 1:
@@ -331,7 +320,6 @@ class MappedReader:
             status = self._copier.start(copies, stream.cuda_stream)
             if status != 0:
                 return status
-        read.num_queued += sum(count for _, _, count in found)
         return 0
 
     def _check(self, status: int) -> None:
