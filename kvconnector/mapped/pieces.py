@@ -47,18 +47,35 @@ class Launch(NamedTuple):
     sources: Sequence[int]
 
 
-def launches(spans: Sequence[BlockPieces], found: Iterable[Run]) -> Iterator[Launch]:
-    """Yield a launch for each shape of pieces; nearly always all spans have one shape."""
+class PiecesAlike(NamedTuple):
+    """Pieces of one shape, whose ``key`` is that of their launch."""
+
+    key: tuple[int, int, int, int, int]
+    spans: Sequence[BlockPieces]
+
+
+def by_shape(spans: Sequence[BlockPieces]) -> list[PiecesAlike]:
+    """Return the pieces of each shape; nearly always all have one shape."""
+    found = []
+    for rows, alike in itertools.groupby(spans, lambda span: (span.rows, span.width, *span.pitches)):
+        same, address_bits = list(alike), 0
+        for target, source, target_bytes, source_bytes, *_ in same:
+            address_bits |= target | source | target_bytes | source_bytes
+        found.append(PiecesAlike((*rows, min(address_bits & -address_bits, 16)), same))
+    return found
+
+
+def launches(shapes: Sequence[PiecesAlike], found: Iterable[Run]) -> Iterator[Launch]:
+    """Yield a launch for each shape of pieces."""
     found = list(found)
     local = [first + index for first, _, count in found for index in range(count)]
     remote = [first + index for _, first, count in found for index in range(count)]
-    for rows, alike in itertools.groupby(spans, lambda span: (span.rows, span.width, *span.pitches)):
-        targets, sources, address_bits = [], [], 0
-        for target, source, target_bytes, source_bytes, *_ in alike:
+    for key, spans in shapes:
+        targets, sources = [], []
+        for target, source, target_bytes, source_bytes, *_ in spans:
             targets += [target + block * target_bytes for block in local]
             sources += [source + block * source_bytes for block in remote]
-            address_bits |= target | source | target_bytes | source_bytes
-        yield Launch((*rows, min(address_bits & -address_bits, 16)), targets, sources)
+        yield Launch(key, targets, sources)
 
 
 def growing_parts(found: Iterable[Run]) -> Iterator[list[Run]]:

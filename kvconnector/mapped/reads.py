@@ -5,7 +5,6 @@ that the two sides split differently are rows, one per layer. Copy engines are s
 instead.
 """
 
-import contextlib
 import ctypes
 import itertools
 import logging
@@ -20,7 +19,7 @@ from splitserve.kvconnector.cuda.batch_copies import BatchCopier, BlockPieces, C
 from splitserve.kvconnector.cuda.memory import CurrentContext, PeerMapping
 from splitserve.kvconnector.layout.memory import KVMemory
 from splitserve.kvconnector.layout.shape import Run, runs
-from splitserve.kvconnector.mapped.pieces import Blocks, growing_parts, launches, span_pieces
+from splitserve.kvconnector.mapped.pieces import Blocks, by_shape, growing_parts, launches, span_pieces
 from splitserve.kvconnector.transfer.errors import TransferError
 from splitserve.kvconnector.transfer.read_cost import ReadCost
 from splitserve.protocol.cache_layout import BlockLayout, HeadSpan
@@ -128,6 +127,7 @@ class MappedReader:
         ours = Blocks(memory.layout.block_layout, self._address)
         self._spans = [span_pieces(ours, Blocks(theirs, mappings[span.rank].address), span) for span in spans]
         # The driver overlaps copies without gaps itself; those of rows, of one stream, it makes one after the other.
+        self._shapes = by_shape(self._spans)
         is_flat = all(span.is_flat for span in self._spans)
         self._is_whole = is_flat and len(self._spans) == 1  # blocks of one rank, copied as they are
         num_streams = 1 if is_flat else num_streams
@@ -329,20 +329,22 @@ class MappedReader:
 
     def _launch_if_ready(self, read: MappedRead) -> bool:
         """Launch the kernel for a whole read, unless it isn't ready: return whether it was launched."""
-        wanted = list(launches(self._spans, read.found))
+        wanted = list(launches(self._shapes, read.found))
         copiers = [self._row_copiers.get(launch.key) for launch in wanted]
         if not all(copier is not None and copier.is_ready() for copier in copiers):
             return False
-        with contextlib.suppress(Exception):  # the owner of the reader tries again, and reports it
+        try:
             for copier, launch in zip(copiers, wanted, strict=True):
                 assert copier is not None
                 copier.start(launch.targets, launch.sources)
-            read.all_queued(self._num_bytes(read))
-        return bool(read.queued_at)
+        except Exception:  # the owner of the reader tries again, and reports it
+            return False
+        read.all_queued(self._num_bytes(read))
+        return True
 
     def _launch(self, spans: Sequence[BlockPieces], read: MappedRead) -> None:
         try:
-            for launch in launches(spans, read.found):
+            for launch in launches(self._shapes if spans is self._spans else by_shape(spans), read.found):
                 copier = self._row_copier(launch.key)
                 with self._lock:
                     copier.start(launch.targets, launch.sources)

@@ -58,7 +58,7 @@ class _Peer:
         self.join = ConnectionJoin(num_threads)
         self.shape: ReadShape | None = None
         self.cost: ReadCost | None = None
-        self._chosen: dict[int, ReadPath] = {}
+        self._chosen: dict[int | tuple[int, int], ReadPath] = {}  # by blocks, with runs of these where they matter
 
     def learn(self, shape: ReadShape | None, cost: ReadCost | None) -> None:
         """Store what one thread has measured; None: nothing new."""
@@ -81,11 +81,11 @@ class _Peer:
             return ReadPath.DIRECT
         if wanted is not None and wanted in path_seconds(shape, cost, num_blocks):
             return wanted
-        if self.counts_runs:
-            return choose_path(shape, cost, num_blocks, num_runs)
-        if num_blocks not in self._chosen:
-            self._chosen[num_blocks] = choose_path(shape, cost, num_blocks)
-        return self._chosen[num_blocks]
+        size = (num_blocks, num_runs) if self.counts_runs else num_blocks
+        if (path := self._chosen.get(size)) is None:
+            runs_of_cost = num_runs if self.counts_runs else None
+            path = self._chosen[size] = choose_path(shape, cost, num_blocks, runs_of_cost)
+        return path
 
 
 class NixlConnector:
