@@ -12,7 +12,9 @@ from running_loop import ILLEGAL, FaultyRunner, running
 from splitserve.benchmarks.engine.direct_router import DirectRouter
 from splitserve.benchmarks.engine.paced_worker import build_loop
 from splitserve.common.errors import DeviceLostError
+from splitserve.engine.effects import StartRead
 from splitserve.engine.loop import WorkerLoop
+from splitserve.protocol.handover.reads import ReadCommand
 from splitserve.protocol.messages.envelope import Body, Envelope
 from splitserve.protocol.messages.membership import Heartbeat, Leave
 from splitserve.protocol.messages.requests import FailureCode, LocalRequest, StepTokens
@@ -53,6 +55,51 @@ def test_a_launch_is_put_off_for_a_sequence_whose_kv_is_landing() -> None:
     core.is_landing, executor.has_room = False, True
     loop._launch(0.0)
     assert launched == ["a", "b"] and may_wait == []
+
+
+class Awaited:
+    """A connector with reads that take ``num_turns`` more turns of the loop."""
+
+    def __init__(self, num_turns: int) -> None:
+        self.num_turns = num_turns
+        self.commands: list[tuple[object, bool]] = []
+
+    def read(self, command: object, *, awaited: bool) -> None:
+        self.commands.append((command, awaited))
+
+    def is_landing(self) -> bool:
+        self.num_turns -= 1
+        return self.num_turns >= 0
+
+    def leave(self) -> None:
+        self.num_turns = 0
+
+
+@pytest.mark.parametrize(
+    ("is_idle", "arrives", "waits"),
+    [(True, [False, False, False], [0.0, 0.0, 5.0]), (True, [False, True], [0.0, 0.0]), (False, [False], [5.0])],
+    ids=["idle", "a message comes", "a step runs"],
+)
+def test_an_idle_worker_stays_awake_for_a_read_that_is_about_to_end(
+    is_idle: bool, arrives: list[bool], waits: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would get in the way of the threads that launch steps."""
+    slept: list[float] = []
+
+    def wait(seconds: float) -> bool:
+        slept.append(seconds)
+        return arrives.pop(0)
+
+    connector, executor = Awaited(2), SimpleNamespace(is_idle=is_idle, is_about_to_have_room=False)
+    loop = object.__new__(WorkerLoop)
+    loop._sockets = SimpleNamespace(wait=wait)  # type: ignore[assignment]
+    loop._io = SimpleNamespace(connector=connector, executor=executor)  # type: ignore[assignment]
+    monkeypatch.setattr(loop, "_seconds_until_due", lambda: 5.0)
+    command = ReadCommand(1, Party("prefill-0", 1), [1], [2])
+    loop._perform([StartRead(command)])
+    assert connector.commands == [(command, is_idle)]
+    loop._wait()
+    assert slept == waits and arrives == []
 
 
 def test_heartbeats_count_what_could_not_be_delivered_and_what_was_no_message() -> None:
