@@ -83,8 +83,8 @@ class _Peer:
             return wanted
         size = (num_blocks, num_runs) if self.counts_runs else num_blocks
         if (path := self._chosen.get(size)) is None:
-            runs_of_cost = num_runs if self.counts_runs else None
-            path = self._chosen[size] = choose_path(shape, cost, num_blocks, runs_of_cost)
+            num_runs = num_runs if self.counts_runs else 0
+            path = self._chosen[size] = choose_path(shape, cost, num_blocks, num_runs)
         return path
 
 
