@@ -55,8 +55,8 @@ class GenerationReads:
     def in_place(self, ids: Sequence[int]) -> list[int]:
         """Return the generations of blocks of the first group as they are now; any thread may ask.
 
-        Raises :class:`TransferError` if the peer has ended, ValueError or RuntimeError if the owner of these reads is
-        at the table, too."""
+        Raises :class:`TransferError` if the peer has ended or the table isn't mapped, and ValueError if the owner of
+        these reads unmaps it meanwhile."""
         if (table := self._table) is None:
             raise TransferError("the peer's table isn't mapped")
         found = list(map(table.numbers.__getitem__, ids))  # the quickest way where the caches are cold

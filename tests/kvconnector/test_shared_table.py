@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -69,6 +70,43 @@ def test_another_process_reads_the_numbers_as_they_are_now(owner: subprocess.Pop
     owner.wait()
     assert table.numbers[COUNT - 1] == 42 and not table.is_current
     table.close()
+
+
+def test_two_threads_may_ask_at_once_whether_the_owner_lives() -> None:
+    """Those that wait for different reads of one peer."""
+    own = OwnTable(COUNT)
+    record = own.record()
+    assert record is not None
+    table = open_table(record, COUNT)
+    assert table is not None
+    answers: list[bool] = []
+
+    def ask() -> None:
+        for _ in range(2000):
+            answers.append(table.is_current)
+
+    other = threading.Thread(target=ask)
+    other.start()
+    ask()
+    other.join()
+    assert answers == [True] * 4000
+    table.close()
+
+
+def test_a_closed_table_is_not_current_though_its_descriptor_is_in_use_again() -> None:
+    own = OwnTable(COUNT)
+    record = own.record()
+    assert record is not None
+    table = open_table(record, COUNT)
+    assert table is not None
+    table.close()
+    living = os.pidfd_open(os.getpid())
+    again = living if living == table._owner else os.dup2(living, table._owner)
+    try:
+        assert not table.is_current
+    finally:
+        for descriptor in {living, again}:
+            os.close(descriptor)
 
 
 def open_descriptors() -> int:
