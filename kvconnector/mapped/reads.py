@@ -330,11 +330,11 @@ class MappedReader:
     def _launch_if_ready(self, read: MappedRead) -> bool:
         """Launch the kernel for a whole read, unless it isn't ready: return whether it was launched."""
         wanted = list(launches(self._shapes, read.found))
-        copiers = [self._row_copiers.get(launch.key) for launch in wanted]
-        if not all(copier is not None and copier.is_ready() for copier in copiers):
+        begun = [(self._row_copiers.get(launch.key), launch) for launch in wanted]
+        if not all(copier is not None and copier.is_ready(len(launch.targets)) for copier, launch in begun):
             return False
         try:
-            for copier, launch in zip(copiers, wanted, strict=True):
+            for copier, launch in begun:
                 assert copier is not None
                 copier.start(launch.targets, launch.sources)
         except Exception:  # the owner of the reader tries again, and reports it

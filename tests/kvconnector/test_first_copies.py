@@ -134,7 +134,7 @@ def test_the_thread_that_commands_a_read_launches_the_kernel(monkeypatch: pytest
     reader.read([0], [0], ReadPath.KERNEL)
     (copier,) = reader._row_copiers.values()
     with monkeypatch.context() as patch:
-        patch.setattr(copier, "is_ready", lambda: False)
+        patch.setattr(copier, "is_ready", lambda num_pieces: num_pieces != 4 * 2)
         assert reader.start(found, 4, ReadPath.KERNEL, 100.0) is None, "the device has no room"
         patch.undo()
         patch.setattr(copier, "start", Mock(side_effect=RuntimeError("no")))
