@@ -40,7 +40,7 @@ that read at once, the last one counts."""
 _NUM_FIRST_PARTS = 2
 """Parts that the commanding thread queues: they take longer than the other thread's wake-up and its own first part."""
 _NUM_QUICK_RUNS = 4
-"""Runs that are queued before all else: their blocks are in flight for longer than that takes."""
+"""Runs that are queued before all else: their blocks are in flight for longer than all else takes."""
 _MOST_FIRST_PIECES = 256
 """Pieces of blocks for which the commanding thread launches the kernel; addresses of more take it too long."""
 
@@ -48,15 +48,10 @@ _MOST_FIRST_PIECES = 256
 class MappedRead:
     """A read by ``path`` since ``started`` of ``num_blocks`` blocks in runs ``found``: queued in parts, the first of
     them by the thread that commands it while the owner of the peer's reader wakes up. Once all are queued, it is the
-    copies' end to wait for."""
+    copies' end to wait for: by one thread at a time."""
 
     def __init__(
-        self,
-        reader: "MappedReader",
-        found: Iterable[Run],
-        num_blocks: int,
-        path: ReadPath,
-        started: float,
+        self, reader: "MappedReader", found: Iterable[Run], num_blocks: int, path: ReadPath, started: float
     ) -> None:
         self.path = path
         self.num_blocks = num_blocks
@@ -93,7 +88,8 @@ class MappedRead:
     def has_ended(self) -> bool:
         """Return whether the copies have ended; wait for nothing."""
         if not all(end.query() for end in self._ends):  # type: ignore[no-untyped-call]
-            self._reader.paths_known.add(self.path)
+            if time.monotonic() >= self.due_at:
+                self._reader.paths_known.add(self.path)
             return False
         self._note_end()
         return True
@@ -107,8 +103,8 @@ class MappedRead:
 
 class MappedReader:
     """Reader of one peer whose ranks' blocks are mapped: ``mappings`` by rank. It has streams of its own. Used by one
-    thread, in whose current context the mappings are; only :meth:`start` may be called from another one, which may also
-    wait for the read."""
+    thread, in whose current context the mappings are. Another one may call :meth:`has_blocks`, :meth:`begin` and
+    :meth:`start`, and wait for the read that :meth:`start` returns, until it passes that to the first one."""
 
     def __init__(
         self,
@@ -126,10 +122,10 @@ class MappedReader:
         self._probed_address = mappings[spans[0].rank].address
         ours = Blocks(memory.layout.block_layout, self._address)
         self._spans = [span_pieces(ours, Blocks(theirs, mappings[span.rank].address), span) for span in spans]
-        # The driver overlaps copies without gaps itself; those of rows, of one stream, it makes one after the other.
         self._shapes = by_shape(self._spans)
         is_flat = all(span.is_flat for span in self._spans)
         self._is_whole = is_flat and len(self._spans) == 1  # blocks of one rank, copied as they are
+        # The driver overlaps copies without gaps itself; those of rows, of one stream, it makes one after the other.
         num_streams = 1 if is_flat else num_streams
         self.streams = [torch.cuda.Stream(memory.device) for _ in range(num_streams)]  # type: ignore[no-untyped-call]
         self.bytes_per_second = {ReadPath.MAPPED: float("inf"), ReadPath.KERNEL: float("inf")}

@@ -226,6 +226,23 @@ def test_a_link_that_was_measured_too_slow_is_known_after_two_reads(monkeypatch:
 
 
 @INTERPRETED
+def test_a_read_that_is_looked_at_early_says_nothing_about_its_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only one that is in flight when it is due shows that the link isn't faster than it was measured."""
+    stand_in_for_cuda(monkeypatch)
+    clock, event = SimpleNamespace(now=100.0), SimpleNamespace(record=lambda _stream: None, query=lambda: False)
+    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
+    monkeypatch.setattr(mapped_reads.time, "monotonic", lambda: clock.now)
+    memory = KVMemory(layout(1), NUM_BLOCKS)
+    reader = reader_of(memory, [memory])
+    reader.expect(ReadCost(POSTED, COPY, None, LinkCost(0.0, 0.0, memory.block_bytes / 0.001)))
+    read = reader.start([(1, 2, 1)], 1, ReadPath.MAPPED, clock.now, whole=True)
+    assert read is not None and read.due_at == pytest.approx(100.0005)
+    assert not read.has_ended() and not reader.paths_known
+    clock.now = 100.0006
+    assert not read.has_ended() and reader.paths_known == {ReadPath.MAPPED}
+
+
+@INTERPRETED
 def test_events_are_used_again_once_they_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in_for_cuda(monkeypatch)
     made: list[object] = []
