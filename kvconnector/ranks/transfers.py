@@ -40,7 +40,8 @@ from splitserve.protocol.request import Party
 logger = logging.getLogger(__name__)
 
 AWAKE_SECONDS = 0.002
-"""The longest time for which rank 0 stays awake for the other ranks' parts of a read."""
+"""The longest time for which rank 0 stays awake for the other ranks' parts of a read, if its own is awaited: where no
+rank's is, they take longer."""
 CHECK_SECONDS = 1.0
 CLOSE_SECONDS = 5.0
 
@@ -111,6 +112,7 @@ class RankedConnector:
         self._remote_events: deque[tuple[int, ReadResult | PeerConnected]] = deque()
         self._copy_results: deque[tuple[int, AnyResult]] = deque()
         self._lost_ranks: list[int] = []
+        self._are_reads_awaited = False  # on some rank, perhaps
         self._awake_until = 0.0
         others = [_first_words(channel, index + 1) for index, channel in enumerate(channels)]
         self._memories = [*local.served().ranks, *(other.memory for other in others)]
@@ -133,7 +135,8 @@ class RankedConnector:
         self._reads[command.read_id] = ReadJoin(1 + len(self._channels))
         self._tell(RankRead(command, awaited))
         self._local.read(command, awaited=awaited)
-        if awaited:
+        self._are_reads_awaited |= awaited
+        if awaited and self._local.is_landing():
             self._awake_until = time.monotonic() + AWAKE_SECONDS
 
     def is_landing(self) -> bool:
@@ -144,8 +147,8 @@ class RankedConnector:
         return not self._arrivals.poll(0)
 
     def leave(self) -> None:
-        if self._awake_until:
-            self._awake_until = 0.0
+        if self._are_reads_awaited:
+            self._are_reads_awaited, self._awake_until = False, 0.0
             self._tell(RankLeave())
             self._local.leave()
 

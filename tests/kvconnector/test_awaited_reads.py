@@ -241,6 +241,10 @@ def test_other_ranks_await_their_parts_too(monkeypatch: pytest.MonkeyPatch) -> N
     connector.leave()
     local.leave.assert_called_once_with()
     assert [heard.decode(there.recv_bytes()) for _ in range(2)] == [RankRead(read_of(2), awaited=True), RankLeave()]
+    connector.read(read_of(3), awaited=True)
+    assert not connector.is_landing(), "rank 0's part isn't awaited, as nobody's is where nothing is mapped"
+    connector.leave()
+    assert [heard.decode(there.recv_bytes()) for _ in range(2)] == [RankRead(read_of(3), awaited=True), RankLeave()]
     there.close()
     here.close()
 
