@@ -63,6 +63,7 @@ def main(argv: Sequence[str]) -> int:
     for name in _CHOICES:  # what isn't given comes from the suite
         if getattr(options, name) is None:
             setattr(options, name, getattr(SUITES[options.suite], name))
+    options.rates = sorted(set(options.rates))
     arms = arms_of(options)
     sources = [parse_workload(text, options.max_tokens) for text in options.workloads]
     if options.folder and len(sources) > 1:
@@ -90,12 +91,14 @@ def arms_of(options: argparse.Namespace) -> dict[str, Arm | None]:
 
 def plan_of(options: argparse.Namespace, arms: Mapping[str, Arm | None], sources: Sequence[Source]) -> str:
     """Return what a run would do."""
-    most = len(arms) * len(sources) * (len(options.rates) * options.num_repeats or options.max_probes)
     lines = [f"{name}: {arm.words}" if arm is not None else f"{name}: an endpoint" for name, arm in arms.items()]
     lasting = f", for {options.min_seconds:g} s at least" if options.min_seconds else ""
     lines += [f"workload {source.name}: {options.num_requests} requests a probe{lasting}" for source in sources]
     lines.append(f"objectives: {_conditions(options, arms, sources[0], options.model).objectives.words}")
-    lines.append(f"at most {most} probes, about {most * _GUESSED_SECONDS / 60:.0f} minutes; usually two thirds of that")
+    search = _search(options)
+    most = len(arms) * len(sources) * search.max_probes
+    probes = f"{most} probes, about {most * _GUESSED_SECONDS / 60:.0f} minutes"
+    lines.append(probes if isinstance(search, Sweep) else f"at most {probes}; usually two thirds of that")
     if options.max_seconds:
         lines.append(f"no probe begins after {options.max_seconds / 60:.0f} minutes")
     return "\n".join(lines)
@@ -141,7 +144,7 @@ def _compare(task: _Task, ends_at: float) -> bool:
 
 def _search(options: argparse.Namespace) -> Search | Sweep:
     if options.rates:
-        return Sweep(sorted(options.rates), options.num_repeats)
+        return Sweep(options.rates, options.num_repeats)
     return Search(options.first_rate, options.precision, options.num_repeats, options.max_probes)
 
 
@@ -223,7 +226,7 @@ def _conditions(options: argparse.Namespace, arms: Mapping[str, Arm | None], sou
         top_p=options.top_p,
         kill_seconds=options.kill_every,
         min_seconds=options.min_seconds,
-        rates=sorted(options.rates),
+        rates=options.rates,
         model=f"{shape}, random weights" if shape and not options.endpoint else Path(model).name,
         endpoints=_endpoints(options),
         settings={

@@ -57,7 +57,7 @@ class Comparison:
     def seconds_left(self, seconds_per_probe: float) -> float:
         """Estimate the time that the rest takes."""
         left = sum(
-            max(1, (self.usual_probes if isinstance(search, Search) else search.size) - search.num_probes)
+            max(1, (self.usual_probes if isinstance(search, Search) else search.max_probes) - search.num_probes)
             for search in self.searches.values()
             if search.next_rate() is not None
         )

@@ -61,9 +61,7 @@ class Setup:
     urls: dict[str, str] = field(default_factory=dict)  # of endpoints that run already, by arm
     model_name: str = ""  # that they serve; "": they take requests without one
     api_key: str = ""
-    min_seconds: float = (
-        0.0  # of a probe's load, too: at a high rate the requests would be over before batches are full
-    )
+    min_seconds: float = 0.0  # of a probe's load: at a high rate the requests would end before batches are full
 
     def num_requests_at(self, rate: float) -> int:
         """Return the number of requests of a probe."""

@@ -72,6 +72,7 @@ class Search:
 @dataclass(slots=True)
 class Sweep:
     """In place of a :class:`Search`: the same rates for all arms, whatever a probe finds, each ``num_repeats`` times.
+    No two ``rates`` are the same.
 
     Goodput is then known at other ITL objectives, too: wherever it lies between two of the rates.
     """
@@ -85,7 +86,7 @@ class Sweep:
         return self.rates[0]
 
     @property
-    def size(self) -> int:
+    def max_probes(self) -> int:
         """Number of probes in all."""
         return len(self.rates) * self.num_repeats
 

@@ -185,7 +185,7 @@ def probe_result(arm: str, rate: float, seed: int) -> ProbeResult:
 
 def test_a_sweep_probes_the_same_rates_whatever_is_found() -> None:
     sweep, probed = Sweep([2.0, 4.0, 8.0], num_repeats=2), []
-    assert (sweep.first_rate, sweep.size) == (2.0, 6)
+    assert (sweep.first_rate, sweep.max_probes) == (2.0, 6)
     while (rate := sweep.next_rate()) is not None:
         probed.append(rate)
         sweep.note(rate, 9.0 if rate > 3 else 0.1)
