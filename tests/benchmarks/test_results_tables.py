@@ -148,15 +148,14 @@ def test_stages_of_hand_overs_have_a_table_where_runs_have_them() -> None:
 
 
 def test_the_newest_commits_figures_stand_beside_those_of_all_runs() -> None:
-    reading = {"prefill_tp": 1, "decode_tp": 1, "prompt_tokens": 4096, "path": "mapped", "pool": "fresh"}
-    runs = []
-    for second, (commit, ms, share) in enumerate((("old1", 2.0, 0.7), ("new2", 1.5, 0.93), ("new2", 1.6, 0.9))):
-        results = [{**reading, "handover_ms": ms, "share_of_copy": share}]
+    found = []
+    for second, (commit, ms) in enumerate((("old1", 2.0), ("new2", 1.5), ("new2", 1.6))):
         versions = {"versions": {"commit": commit, "torch": "2.11.0"}}
-        runs.append(run("handover", f"1127T00000{second}", results=results, **versions))
-    row = list(results_readme.handover_rows(runs))[1]
-    assert row[1] == "1.50 to 1.60 ms; 93.0% to 90.0% of a plain copy's rate"
-    assert row[2] == "1.50 to 2.00 ms; 93.0% to 70.0% of a plain copy's rate"
+        found.append((run("handover", f"1127T00000{second}", **versions), {"ms": ms}))
+    row = results_readme.figure("a read", "idle", found, lambda some: [f"{results_readme.values(some, 'ms')} ms"])
+    assert row[:4] == ["a read", "1.50 to 1.60 ms", "1.50 to 2.00 ms", "idle"]
+    assert row[4] == "`old1`: 1127T000000; `new2`: 1127T000001, 1127T000002"
+    assert results_readme.figure("a read", "idle", [], lambda some: [str(len(some))])[1:3] == ["0", "0"]
 
 
 def started(ready: float, weights: float, place: str = "local") -> dict[str, Any]:
