@@ -100,6 +100,7 @@ class NixlConnector:
     """
 
     name = "nixl"
+    awaits_beside_steps = True
 
     def __init__(
         self,
@@ -194,8 +195,8 @@ class NixlConnector:
             return peer.path(num_blocks, num_runs, self._settings.path), found
 
     def is_landing(self) -> bool:
-        for result in self._awaited.landed():
-            self._join_read(0, result)
+        if self._land():
+            self._wake()
         return bool(self._awaited)
 
     def leave(self) -> None:
@@ -207,6 +208,7 @@ class NixlConnector:
     def events(self) -> list[Event]:
         for thread in (self._server, *self._threads):
             thread.check()
+        self._land()
         events: list[Event] = []
         while self._events:
             events.append(self._events.popleft())
@@ -230,6 +232,13 @@ class NixlConnector:
             for low, high in itertools.pairwise(bounds)
         ]
 
+    def _land(self) -> bool:
+        """Make events of awaited reads that have ended; return whether there are any."""
+        found = [self._joined(0, result) for result in self._awaited.landed()]
+        events = [event for event in found if event is not None]
+        self._events.extend(events)
+        return bool(events)
+
     def _leave(self, command: ReadCommand, first: MappedRead) -> None:
         """Let the thread that owns the peer's reader wait for a read whose copies are queued."""
         thread = self._threads[0]
@@ -251,12 +260,18 @@ class NixlConnector:
             self._emit(event)
 
     def _join_read(self, part: int, result: ReadResult) -> None:
+        event = self._joined(part, result)
+        if event is not None:
+            self._emit(event)
+
+    def _joined(self, part: int, result: ReadResult) -> ReadResult | None:
+        """Add a part's result; return the whole read's, if it was the last one. On any thread."""
         with self._lock:
             results = self._split_reads[result.read_id].add(part, result)
             if results is None:
-                return
+                return None
             del self._split_reads[result.read_id]
-        self._emit(one_after_the_other(results))
+        return one_after_the_other(results)
 
     def _emit(self, event: Event) -> None:
         self._events.append(event)

@@ -180,6 +180,18 @@ def test_an_awaited_read_needs_no_thread(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @INTERPRETED
+def test_events_have_the_awaited_reads_that_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that runs steps asks for nothing else; it needs no wake-up to find them."""
+    parts = Parts(monkeypatch)
+    parts.connector._server = SimpleNamespace(check=lambda: None)  # type: ignore[assignment]
+    parts.connector._threads[0].check = lambda: None  # type: ignore[method-assign]
+    parts.connector.read(ReadCommand(1, PEER, [1], [5]), awaited=True)
+    (result,) = parts.connector.events()
+    assert isinstance(result, ReadResult) and result.error is None and parts.woken == 0
+    assert parts.connector.events() == [] and not parts.connector.is_landing() and parts.given == []
+
+
+@INTERPRETED
 @pytest.mark.parametrize("why", ["not awaited", "digests", "generations by NIXL", "refused", "a slot of the host tier"])
 def test_other_reads_go_to_the_threads(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     parts = Parts(monkeypatch)
