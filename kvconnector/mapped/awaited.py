@@ -1,9 +1,9 @@
-"""Reads through a mapping that the thread that commands them waits for, since it has nothing else to do.
+"""Reads through a mapping that the thread that commands them, the engine loop, waits for itself.
 
-Each change of threads costs: the reading thread's core has to wake up, its caches are cold, the result has to wake the
-engine loop. A loop without a step in flight therefore queues all copies itself, stays awake until they have ended, and
-reads the generations in place. Whatever isn't as expected is left to the reading thread, which owns the peer's reader
-and can do all of it again but the copies.
+Each change of threads costs: the reading thread's core has to wake up, its caches are cold, it takes the GIL from the
+threads that launch steps, and its result has to wake the loop. So the loop queues all copies itself, looks from time to
+time whether they have ended, and reads the generations in place. Whatever isn't as expected is left to the reading
+thread, which owns the peer's reader and can do all of it again but the copies.
 """
 
 import contextlib

@@ -40,7 +40,9 @@ that read at once, the last one counts."""
 _NUM_FIRST_PARTS = 2
 """Parts that the commanding thread queues: they take longer than the other thread's wake-up and its own first part."""
 _NUM_QUICK_RUNS = 4
-"""Runs that are queued before all else: their blocks are in flight for longer than all else takes."""
+"""Runs of whole blocks that are queued before all else: they are in flight for longer than all else takes."""
+_NUM_QUICK_RUNS_OF_ROWS = 12
+"""The same where both sides split the heads differently: the kernel's launch takes longer."""
 _MOST_FIRST_PIECES = 256
 """Pieces of blocks for which the commanding thread launches the kernel; addresses of more take it too long."""
 
@@ -167,23 +169,38 @@ class MappedReader:
     def begin(self, local: Sequence[int], remote: Sequence[int]) -> int:
         """Queue copies of the first runs of blocks by copy engines, for :meth:`start` to go on with; return the number
         of blocks. Where the caches are cold, all else takes longer than these are in flight."""
-        if not self._is_whole or not self._lock.acquire(blocking=False):
+        if not self._lock.acquire(blocking=False):
             return 0
-        num_blocks = 0
         try:
             if self._is_closed:
                 return 0
             self._context.enter()
-            target, source, size = self._spans[0][:3]
-            for into, out_of, count in itertools.islice(runs(local, remote), _NUM_QUICK_RUNS):
-                if out_of + count > self._num_peer_blocks:
-                    break
-                if self._copier.start_one(target + into * size, source + out_of * size, count * size, self._first):
-                    break  # it is reported when the same is tried again
-                num_blocks += count
+            return self._begin_blocks(local, remote) if self._is_whole else self._begin_rows(local, remote)
         finally:
             self._lock.release()
+
+    def _begin_blocks(self, local: Sequence[int], remote: Sequence[int]) -> int:
+        num_blocks = 0
+        target, source, size = self._spans[0][:3]
+        for into, out_of, count in itertools.islice(runs(local, remote), _NUM_QUICK_RUNS):
+            if out_of + count > self._num_peer_blocks:
+                break
+            if self._copier.start_one(target + into * size, source + out_of * size, count * size, self._first):
+                break  # it is reported when the same is tried again
+            num_blocks += count
         return num_blocks
+
+    def _begin_rows(self, local: Sequence[int], remote: Sequence[int]) -> int:
+        """Begin on the last stream, beside which a kernel on the first one copies the other runs, if there are any."""
+        found = list(itertools.islice(runs(local, remote), _NUM_QUICK_RUNS_OF_ROWS))
+        num_blocks = sum(count for _, _, count in found)
+        if not self.has_blocks(remote[:num_blocks]):
+            return 0
+        if num_blocks == len(local):
+            status = self._queue_rows(self._spans, found)
+        else:
+            status = self._copier.start([span.of(found) for span in self._spans], self.streams[-1].cuda_stream)
+        return 0 if status else num_blocks
 
     def start(
         self,

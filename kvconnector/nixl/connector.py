@@ -58,21 +58,23 @@ class _Peer:
         self.join = ConnectionJoin(num_threads)
         self.shape: ReadShape | None = None
         self.cost: ReadCost | None = None
-        self._chosen: dict[int | tuple[int, int], ReadPath] = {}  # by blocks, with runs of these where they matter
+        self._chosen: dict[tuple[int, int], ReadPath] = {}  # by blocks and, where they matter, runs of these
+        self._latest: dict[int, ReadPath] = {}  # by blocks
 
     def learn(self, shape: ReadShape | None, cost: ReadCost | None) -> None:
         """Store what one thread has measured; None: nothing new."""
         self.shape, self.cost = shape or self.shape, cost or self.cost
         self._chosen.clear()
+        self._latest.clear()
 
     @property
     def counts_runs(self) -> bool:
         """True if the path of a read depends on how many of its blocks are adjacent."""
         return self.shape is not None and not self.shape.is_whole and self.shape.is_mapped
 
-    def is_mapped(self, num_blocks: int) -> bool:
-        """Return whether such a read is known to go through the mapping by copy engines."""
-        return self._chosen.get(num_blocks) is ReadPath.MAPPED
+    def was_mapped(self, num_blocks: int) -> bool:
+        """Return whether the latest such read went through the mapping, by choice."""
+        return self._latest.get(num_blocks, ReadPath.DIRECT).is_through_mapping
 
     def path(self, num_blocks: int, num_runs: int, wanted: ReadPath | None) -> ReadPath:
         """Return the path of a read of blocks; ``num_runs`` (:func:`path_seconds`) matters if :attr:`counts_runs`."""
@@ -81,10 +83,10 @@ class _Peer:
             return ReadPath.DIRECT
         if wanted is not None and wanted in path_seconds(shape, cost, num_blocks):
             return wanted
-        size = (num_blocks, num_runs) if self.counts_runs else num_blocks
+        size = (num_blocks, num_runs if self.counts_runs else 0)
         if (path := self._chosen.get(size)) is None:
-            num_runs = num_runs if self.counts_runs else 0
-            path = self._chosen[size] = choose_path(shape, cost, num_blocks, num_runs)
+            path = self._chosen[size] = choose_path(shape, cost, *size)
+        self._latest[num_blocks] = path
         return path
 
 
@@ -98,6 +100,7 @@ class NixlConnector:
     """
 
     name = "nixl"
+    awaits_beside_steps = True
 
     def __init__(
         self,
@@ -163,9 +166,11 @@ class NixlConnector:
         mapped = None if peer is None else peer.mapped
         generations = None if peer is None or not awaited or self._checks_digests else peer.generations
         first, num_queued = None, 0
-        if mapped is not None and generations is not None and peer is not None and peer.is_mapped(len(local)):
+        if mapped is not None and generations is not None and peer is not None and peer.was_mapped(len(local)):
             num_queued = mapped.begin(local, remote)
         path, found = self._path(peer, len(local), runs(local[num_queued:], remote[num_queued:]))
+        if num_queued and (num_queued == len(local) or not path.is_through_mapping):
+            path = ReadPath.MAPPED  # a read that ended otherwise would leave copies in flight
         if path.is_through_mapping and mapped is not None and mapped.has_blocks(remote):
             whole = generations is not None
             first = mapped.start(found, len(local), path, started, whole=whole, num_queued=num_queued)
@@ -190,8 +195,8 @@ class NixlConnector:
             return peer.path(num_blocks, num_runs, self._settings.path), found
 
     def is_landing(self) -> bool:
-        for result in self._awaited.landed():
-            self._join_read(0, result)
+        if self._land():
+            self._wake()
         return bool(self._awaited)
 
     def leave(self) -> None:
@@ -203,6 +208,7 @@ class NixlConnector:
     def events(self) -> list[Event]:
         for thread in (self._server, *self._threads):
             thread.check()
+        self._land()
         events: list[Event] = []
         while self._events:
             events.append(self._events.popleft())
@@ -226,6 +232,13 @@ class NixlConnector:
             for low, high in itertools.pairwise(bounds)
         ]
 
+    def _land(self) -> bool:
+        """Make events of awaited reads that have ended; return whether there are any."""
+        found = [self._joined(0, result) for result in self._awaited.landed()]
+        events = [event for event in found if event is not None]
+        self._events.extend(events)
+        return bool(events)
+
     def _leave(self, command: ReadCommand, first: MappedRead) -> None:
         """Let the thread that owns the peer's reader wait for a read whose copies are queued."""
         thread = self._threads[0]
@@ -247,12 +260,18 @@ class NixlConnector:
             self._emit(event)
 
     def _join_read(self, part: int, result: ReadResult) -> None:
+        event = self._joined(part, result)
+        if event is not None:
+            self._emit(event)
+
+    def _joined(self, part: int, result: ReadResult) -> ReadResult | None:
+        """Add a part's result; return the whole read's, if it was the last one. On any thread."""
         with self._lock:
             results = self._split_reads[result.read_id].add(part, result)
             if results is None:
-                return
+                return None
             del self._split_reads[result.read_id]
-        self._emit(one_after_the_other(results))
+        return one_after_the_other(results)
 
     def _emit(self, event: Event) -> None:
         self._events.append(event)

@@ -99,6 +99,8 @@ class RankedConnector:
     their memory. Raises :class:`TransferRankError` if one ends before.
     """
 
+    awaits_beside_steps = False  # other ranks don't know when a step is planned
+
     def __init__(self, local: KVConnector, channels: Sequence[Connection]) -> None:
         self.name = local.name
         self._local = local

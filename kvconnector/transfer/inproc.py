@@ -24,6 +24,7 @@ class InprocConnector:
     returns."""
 
     name = "inproc"
+    awaits_beside_steps = True
 
     def __init__(self, me: Party, memory: KVMemory, wake: Callable[[], None], registry: InprocRegistry) -> None:
         self._memory = memory

@@ -12,9 +12,12 @@ from unittest.mock import Mock
 import msgspec
 import pytest
 import torch
+from msgspec.structs import replace
 
-from host_driver import reader_of, stand_in_for_cuda
+from host_driver import STREAM, reader_of, stand_in_for_cuda
+from splitserve.kvconnector.cuda.batch_copies import CopyBatch
 from splitserve.kvconnector.layout.memory import KVMemory
+from splitserve.kvconnector.layout.shape import runs
 from splitserve.kvconnector.mapped import awaited as awaited_reads
 from splitserve.kvconnector.mapped import reads as mapped_reads
 from splitserve.kvconnector.mapped.awaited import AwaitedReads
@@ -177,6 +180,18 @@ def test_an_awaited_read_needs_no_thread(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @INTERPRETED
+def test_events_have_the_awaited_reads_that_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that runs steps asks for nothing else; it needs no wake-up to find them."""
+    parts = Parts(monkeypatch)
+    parts.connector._server = SimpleNamespace(check=lambda: None)  # type: ignore[assignment]
+    parts.connector._threads[0].check = lambda: None  # type: ignore[method-assign]
+    parts.connector.read(ReadCommand(1, PEER, [1], [5]), awaited=True)
+    (result,) = parts.connector.events()
+    assert isinstance(result, ReadResult) and result.error is None and parts.woken == 0
+    assert parts.connector.events() == [] and not parts.connector.is_landing() and parts.given == []
+
+
+@INTERPRETED
 @pytest.mark.parametrize("why", ["not awaited", "digests", "generations by NIXL", "refused", "a slot of the host tier"])
 def test_other_reads_go_to_the_threads(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     parts = Parts(monkeypatch)
@@ -191,6 +206,68 @@ def test_other_reads_go_to_the_threads(why: str, monkeypatch: pytest.MonkeyPatch
     ((given, path, _first),) = parts.given
     assert given == command and path is ReadPath.MAPPED
     assert not parts.connector.is_landing() and parts.taken() == []
+
+
+@INTERPRETED
+@pytest.mark.parametrize(("prefill", "decode"), [(1, 1), (2, 1), (4, 1), (1, 2)])
+def test_the_first_runs_are_in_flight_before_all_else(
+    prefill: int, decode: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of each of the ranks read from; the rest follows, and nothing is copied twice."""
+    stand_in_for_cuda(monkeypatch)
+    handles = iter([STREAM, STREAM + 1])
+    monkeypatch.setattr(torch.cuda, "Stream", lambda _device: SimpleNamespace(cuda_stream=next(handles)))
+    sources = [KVMemory(replace(LAYOUT, tensor_parallel_size=prefill), NUM_BLOCKS) for _ in range(prefill)]
+    memory = KVMemory(replace(LAYOUT, tensor_parallel_size=decode), NUM_BLOCKS)
+    reader = reader_of(memory, sources)
+    queued: list[tuple[int, int]] = []
+
+    def note(batches: Sequence[CopyBatch], stream: int) -> int:
+        queued.extend((stream, target) for copies in batches for target in copies.targets)
+        return 0
+
+    monkeypatch.setattr(reader._copier, "start", note)
+    monkeypatch.setattr(reader._copier, "start_one", lambda target, *_,: note([one(target)], STREAM))
+    monkeypatch.setattr(reader._copier, "start_blocks", lambda pieces, found, stream: note([pieces.of(found)], stream))
+    is_whole = prefill == decode
+    count = 4 if is_whole else 12
+    local, remote = list(range(24)), list(range(24))[::-1]
+    assert reader.begin(local, [NUM_BLOCKS, *remote[1:]]) == 0 and queued == [], "a slot of the host tier"
+    assert reader.begin(local, remote) == count
+    assert len(queued) == count * prefill
+    assert {stream for stream, _ in queued} == {STREAM if is_whole else STREAM + 1}, (
+        "a kernel would be on the first one"
+    )
+    rest = runs(local[count:], remote[count:])
+    read = reader.start(rest, 24, ReadPath.MAPPED, 100.0, whole=True, num_queued=count)
+    assert read is not None and read.queued_at and read.num_queued == 24
+    targets = [target for _, target in queued]
+    assert len(targets) == len(set(targets)) == 24 * prefill
+    queued.clear()
+    assert reader.begin(range(3, 20), range(5, 22)) == 17 and len(queued) == prefill, "one run"
+    if prefill > 1:
+        assert {stream for stream, _ in queued} == {STREAM, STREAM + 1}, "nothing else is to come"
+
+
+def one(target: int) -> CopyBatch:
+    return CopyBatch([target], [0], [1], 1, 1, 1)
+
+
+@INTERPRETED
+def test_a_read_that_has_begun_stays_with_the_mapping(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many runs its blocks turn out to be: by another path it could end before the copies do."""
+    parts = Parts(monkeypatch)
+    parts.peer.learn(ReadShape(False, 2, 32, 1 << 22, 1 << 21, 16, 0, True), parts.peer.cost)
+    local, apart = list(range(6)), list(range(0, 12, 2))
+    parts.connector.read(ReadCommand(1, PEER, local, list(range(6, 12))), awaited=True)
+    assert not parts.connector.is_landing()
+    monkeypatch.setattr("splitserve.kvconnector.nixl.connector.choose_path", lambda *_: ReadPath.STAGED)
+    parts.connector.read(ReadCommand(2, PEER, local, apart), awaited=True)
+    assert not parts.connector.is_landing() and parts.given == []
+    assert [result.path for result in parts.taken()] == [ReadPath.MAPPED] * 2  # type: ignore[attr-defined]
+    assert torch.equal(parts.memory.blocks[local], parts.source.blocks[apart])
+    parts.connector.read(ReadCommand(3, PEER, local, apart), awaited=True)
+    assert parts.given[-1][1] is ReadPath.STAGED, "the next one is another matter"
 
 
 @INTERPRETED
