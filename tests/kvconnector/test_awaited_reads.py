@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from multiprocessing import Pipe
 from pathlib import Path
-from threading import Lock
+from threading import Event, Lock, Thread
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -31,6 +31,7 @@ from splitserve.kvconnector.transfer.read_settings import ReadSettings
 from splitserve.protocol.handover.reads import ReadCommand, ReadPath, ReadResult
 from splitserve.protocol.memory_records import LayoutRecord, MemoryKind, MemoryRegion, RankMemory
 from splitserve.protocol.request import Party
+from waiting import PATIENCE_SECONDS
 
 NUM_BLOCKS = 32
 PEER, OTHER = Party("prefill-0", 1), Party("prefill-1", 2)
@@ -123,6 +124,35 @@ def test_one_peers_reads_are_left_alone_or_all(clock: SimpleNamespace) -> None:
     assert left == [0, 2] and reads
     reads.leave()
     assert left == [0, 2, 1] and not reads
+
+
+def test_a_read_that_another_thread_looks_at_is_still_there(clock: SimpleNamespace) -> None:
+    """Otherwise this thread would sleep, or destroy the reader of its peer before it's left to it."""
+    del clock
+    left: list[int] = []
+    reads, looked_at, go_on = AwaitedReads(lambda command, _read: left.append(command.read_id)), Event(), Event()
+
+    class Slow(Copies):
+        def has_ended(self) -> bool:
+            looked_at.set()
+            return not go_on.wait(PATIENCE_SECONDS)
+
+    assert reads.add(read_of(1), Slow(), generations)  # type: ignore[arg-type]
+    are_there: list[bool] = []
+
+    def stay_awake_then_leave() -> None:
+        are_there.append(bool(reads))
+        reads.leave()
+
+    looks, leaves = Thread(target=reads.landed), Thread(target=stay_awake_then_leave)
+    looks.start()
+    assert looked_at.wait(PATIENCE_SECONDS)
+    leaves.start()
+    leaves.join(0.1)  # time to find nothing, if it doesn't wait
+    go_on.set()
+    looks.join()
+    leaves.join()
+    assert are_there == [True] and left == [1] and not reads
 
 
 class Parts:
