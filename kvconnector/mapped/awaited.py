@@ -91,8 +91,9 @@ class AwaitedReads:
 
 
 def _result(awaited: _Awaited) -> ReadResult:
-    command, read = awaited.command, awaited.read
-    copied = time.monotonic() - read.started
+    """Return the result as of now. The time from the copies' end until the loop has looked isn't the read's."""
+    command, read, now = awaited.command, awaited.read, time.monotonic()
     generations = awaited.generations(command.remote_blocks)
-    seconds, queued = time.monotonic() - read.started, max(0.0, read.queued_at - read.started)
+    queued, copied = (max(0.0, at - read.started) for at in (read.queued_at, read.ended_at))
+    seconds = copied + time.monotonic() - now
     return ReadResult(command.read_id, None, generations, seconds, (), read.path, ReadStages(0.0, queued, copied))

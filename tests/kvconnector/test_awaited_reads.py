@@ -45,7 +45,7 @@ class Copies:
     """Copies through a mapping, as far as their end is concerned."""
 
     path = ReadPath.MAPPED
-    started, queued_at = 100.0, 100.0001
+    started, queued_at, ended_at = 100.0, 100.0001, 100.0009
 
     def __init__(self, expected_at: float = 100.001) -> None:
         self.expected_at = expected_at
@@ -78,7 +78,7 @@ def test_a_read_that_has_ended_has_its_generations_at_that_time(clock: SimpleNam
     assert reads.add(read_of(1), copies, lambda ids: [table[block_id] for block_id in ids])  # type: ignore[arg-type]
     assert reads.landed() == [] and reads
     table[8] = 2
-    copies.state, clock.now = True, 100.0009
+    copies.state, clock.now = True, 100.005  # when the loop looks again
     (result,) = reads.landed()
     assert (result.read_id, result.error, result.generations, result.path) == (1, None, [1, 2], ReadPath.MAPPED)
     assert result.seconds == pytest.approx(0.0009) and result.stages.copied == pytest.approx(0.0009)
