@@ -36,8 +36,8 @@ class Judged:
     """A run as its clients saw it, without the time in which the system fills up; times in milliseconds."""
 
     ttft: NDArray[np.float64]  # of each request; infinite for one that failed
-    mean_gaps: NDArray[np.float64]  # of each request
-    gaps: NDArray[np.float64]  # of all requests
+    mean_gaps: NDArray[np.float64]  # the same
+    gaps: NDArray[np.float64]  # of all that didn't fail
     seconds: float  # in which they arrived
     local_share: float
 
@@ -48,8 +48,8 @@ class Judged:
         num_local = sum(count for path, count in result.counts.items() if path.startswith("local"))
         return cls(
             ttft=np.array([np.inf if each.error else 1e3 * each.ttft_seconds for each in records]),
-            mean_gaps=np.array([1e3 * each.tpot_seconds for each in records]),
-            gaps=np.concatenate([1e3 * np.asarray(each.gaps) for each in records]),
+            mean_gaps=np.array([np.inf if each.error else 1e3 * each.tpot_seconds for each in records]),
+            gaps=np.concatenate([1e3 * np.asarray(each.gaps) for each in records if not each.error]),
             seconds=records[-1].sent_seconds - records[0].sent_seconds,
             local_share=num_local / max(1, result.counts.total()),
         )
