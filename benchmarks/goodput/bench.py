@@ -38,7 +38,7 @@ from splitserve.benchmarks.goodput.comparison import Comparison, timed
 from splitserve.benchmarks.goodput.probe import Prober, ProbeResult, Setup
 from splitserve.benchmarks.goodput.report import notes, render
 from splitserve.benchmarks.goodput.result import Conditions, Folder, csv_of, rows_of, summary_of, verdict_of
-from splitserve.benchmarks.goodput.search import Search
+from splitserve.benchmarks.goodput.search import Search, Sweep
 from splitserve.benchmarks.goodput.suites import SUITES
 from splitserve.benchmarks.goodput.twins import Twins
 from splitserve.benchmarks.goodput.verdict import losing_region, sentence
@@ -63,6 +63,7 @@ def main(argv: Sequence[str]) -> int:
     for name in _CHOICES:  # what isn't given comes from the suite
         if getattr(options, name) is None:
             setattr(options, name, getattr(SUITES[options.suite], name))
+    options.rates = sorted(set(options.rates))
     arms = arms_of(options)
     sources = [parse_workload(text, options.max_tokens) for text in options.workloads]
     if options.folder and len(sources) > 1:
@@ -90,11 +91,14 @@ def arms_of(options: argparse.Namespace) -> dict[str, Arm | None]:
 
 def plan_of(options: argparse.Namespace, arms: Mapping[str, Arm | None], sources: Sequence[Source]) -> str:
     """Return what a run would do."""
-    most = len(arms) * options.max_probes * len(sources)
     lines = [f"{name}: {arm.words}" if arm is not None else f"{name}: an endpoint" for name, arm in arms.items()]
-    lines += [f"workload {source.name}: {options.num_requests} requests a probe" for source in sources]
+    lasting = f", for {options.min_seconds:g} s at least" if options.min_seconds else ""
+    lines += [f"workload {source.name}: {options.num_requests} requests a probe{lasting}" for source in sources]
     lines.append(f"objectives: {_conditions(options, arms, sources[0], options.model).objectives.words}")
-    lines.append(f"at most {most} probes, about {most * _GUESSED_SECONDS / 60:.0f} minutes; usually two thirds of that")
+    search = _search(options)
+    most = len(arms) * len(sources) * search.max_probes
+    probes = f"{most} probes, about {most * _GUESSED_SECONDS / 60:.0f} minutes"
+    lines.append(probes if isinstance(search, Sweep) else f"at most {probes}; usually two thirds of that")
     if options.max_seconds:
         lines.append(f"no probe begins after {options.max_seconds / 60:.0f} minutes")
     return "\n".join(lines)
@@ -118,9 +122,7 @@ def _compare(task: _Task, ends_at: float) -> bool:
     parent = Path(options.result_dir) if options.result_dir else results_directory()
     folder = Folder(Path(options.folder)) if options.folder else Folder.made(parent)
     setup = _setup(options, source, task.model, conditions)
-    searches = {
-        name: Search(options.first_rate, options.precision, options.num_repeats, options.max_probes) for name in arms
-    }
+    searches = {name: _search(options) for name in arms}
     comparison = Comparison(arms, conditions.objectives, searches, options.seed)
     comparison.resume(folder.begin(conditions))
     print(f"{source.name}: {conditions.objectives.words}; results in {folder.path}", flush=True)
@@ -129,7 +131,7 @@ def _compare(task: _Task, ends_at: float) -> bool:
         with Clusters(side_by_side=options.side_by_side) as clusters:
             prober = Prober(setup, clusters)
             twins = Twins(folder.path / "twins", setup)
-            if options.twin and not options.endpoint:
+            if options.twin and not options.endpoint and not options.rates:
                 _propose(comparison, prober, twins, options.first_rate)
             _run(comparison, prober, twins, folder, ends_at)
     except KeyboardInterrupt:
@@ -138,6 +140,12 @@ def _compare(task: _Task, ends_at: float) -> bool:
     if comparison.probes:
         _write(folder, conditions, comparison.probes, task.argv)
     return ended and not any(search.next_rate() is not None for search in searches.values())
+
+
+def _search(options: argparse.Namespace) -> Search | Sweep:
+    if options.rates:
+        return Sweep(options.rates, options.num_repeats)
+    return Search(options.first_rate, options.precision, options.num_repeats, options.max_probes)
 
 
 def _propose(comparison: Comparison, prober: Prober, twins: Twins, first_rate: float) -> None:
@@ -217,6 +225,8 @@ def _conditions(options: argparse.Namespace, arms: Mapping[str, Arm | None], sou
         temperature=options.temperature,
         top_p=options.top_p,
         kill_seconds=options.kill_every,
+        min_seconds=options.min_seconds,
+        rates=options.rates,
         model=f"{shape}, random weights" if shape and not options.endpoint else Path(model).name,
         endpoints=_endpoints(options),
         settings={
@@ -236,6 +246,7 @@ def _setup(options: argparse.Namespace, source: Source, model: str, conditions: 
             source=source,
             objectives=conditions.objectives,
             num_requests=options.num_requests,
+            min_seconds=options.min_seconds,
             vocab_size=options.vocab_size,
             temperature=options.temperature,
             top_p=options.top_p,
@@ -248,6 +259,7 @@ def _setup(options: argparse.Namespace, source: Source, model: str, conditions: 
         source=source,
         objectives=conditions.objectives,
         num_requests=options.num_requests,
+        min_seconds=options.min_seconds,
         vocab_size=load_model_config(model).vocab_size,
         engine=engine_config(options, model, max_num_seqs=options.max_num_seqs),
         temperature=options.temperature,
@@ -267,17 +279,8 @@ def _endpoints(options: argparse.Namespace) -> dict[str, str]:
     return found
 
 
-def parser() -> argparse.ArgumentParser:
-    parser = CommandParser(prog="splitserve bench goodput", description=__doc__.partition("\n\n")[2])
+def _add_probe_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--suite", choices=list(SUITES), default="cpu", help="defaults of the options below; smoke takes two minutes")
-    add("--workloads", nargs="+", metavar="WORKLOAD", help=WORKLOADS)
-    add("--devices", type=positive, default=2, metavar="N", help="devices (workers) of each arm")
-    add("--arms", nargs="+", metavar="ARM", help=f"instead of all: {FORMS}")
-    add("--chunk-budgets", nargs="+", type=positive, metavar="TOKENS", help="chunk budgets of mixed workers")
-    add("--ttft-ms", type=positive_seconds, metavar="MS", help="objective for the time to first token")
-    add("--itl-ms", type=positive_seconds, metavar="MS", help="objective for the gaps between tokens")
-    add("--percentile", type=positive_seconds, metavar="P", help="percentile at which both must hold")
     add("--num-requests", type=positive, metavar="N", help="requests of each probe")
     add("--precision", type=positive_seconds, metavar="SHARE", help="width of the bracket at which a search ends")
     add("--num-repeats", type=positive, metavar="N", help="probes at each end of the bracket")
@@ -289,10 +292,39 @@ def parser() -> argparse.ArgumentParser:
         help="requests per second of the first probe; with a twin of its short load",
     )
     add(
+        "--rates",
+        nargs="+",
+        type=positive_seconds,
+        default=[],
+        metavar="R",
+        help="requests per second of all probes, instead of a search and a twin: for goodput by objective",
+    )
+    add(
+        "--min-seconds",
+        type=finite,
+        default=0.0,
+        metavar="SECONDS",
+        help="duration of a probe's load, at least: with more requests where --num-requests would end sooner",
+    )
+    add(
         "--twin",
         action=argparse.BooleanOptionalAction,
         help="an arm's twin, from a short load, proposes the rate of its first probe and stands beside each",
     )
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = CommandParser(prog="splitserve bench goodput", description=__doc__.partition("\n\n")[2])
+    add = parser.add_argument
+    add("--suite", choices=list(SUITES), default="cpu", help="defaults of the options below; smoke takes two minutes")
+    add("--workloads", nargs="+", metavar="WORKLOAD", help=WORKLOADS)
+    add("--devices", type=positive, default=2, metavar="N", help="devices (workers) of each arm")
+    add("--arms", nargs="+", metavar="ARM", help=f"instead of all: {FORMS}")
+    add("--chunk-budgets", nargs="+", type=positive, metavar="TOKENS", help="chunk budgets of mixed workers")
+    add("--ttft-ms", type=positive_seconds, metavar="MS", help="objective for the time to first token")
+    add("--itl-ms", type=positive_seconds, metavar="MS", help="objective for the gaps between tokens")
+    add("--percentile", type=positive_seconds, metavar="P", help="percentile at which both must hold")
+    _add_probe_options(parser)
     add("--max-seconds", type=finite, metavar="SECONDS", help="time after which no further probe begins; 0: none")
     add("--max-tokens", type=positive, default=4096, metavar="N", help="longest conversation taken from a trace")
     add("--kill-every", type=finite, default=0.0, metavar="SECONDS", help="kill a random worker so often; 0: never")

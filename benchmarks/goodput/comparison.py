@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from splitserve.benchmarks.goodput.arms import Arm
 from splitserve.benchmarks.goodput.objectives import Objectives
 from splitserve.benchmarks.goodput.probe import ProbeResult
-from splitserve.benchmarks.goodput.search import Search
+from splitserve.benchmarks.goodput.search import Search, Sweep
 
 USUAL_PROBES, USUAL_PROPOSED_PROBES = 7, 4
 """Probes of a search, and of one that begins at a proposed rate, for the time that remains."""
@@ -23,14 +23,16 @@ class Comparison:
 
     arms: Mapping[str, Arm | None]
     objectives: Objectives
-    searches: dict[str, Search]
+    searches: Mapping[str, Search | Sweep]
     seed: int
     probes: list[ProbeResult] = field(default_factory=list)
     usual_probes: int = USUAL_PROBES
 
     def propose(self, name: str, rate: float) -> None:
         """Let an arm's search begin at ``rate``."""
-        self.searches[name].first_rate, self.searches[name].min_step = float(f"{rate:.3g}"), PROPOSED_STEP
+        search = self.searches[name]
+        assert isinstance(search, Search), "a sweep has its rates"
+        search.first_rate, search.min_step = float(f"{rate:.3g}"), PROPOSED_STEP
         self.usual_probes = USUAL_PROPOSED_PROBES
 
     def resume(self, probes: Sequence[ProbeResult]) -> None:
@@ -55,7 +57,7 @@ class Comparison:
     def seconds_left(self, seconds_per_probe: float) -> float:
         """Estimate the time that the rest takes."""
         left = sum(
-            max(1, self.usual_probes - search.num_probes)
+            max(1, (self.usual_probes if isinstance(search, Search) else search.max_probes) - search.num_probes)
             for search in self.searches.values()
             if search.next_rate() is not None
         )

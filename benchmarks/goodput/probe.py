@@ -1,6 +1,7 @@
 """A probe: one load at one rate on one arm, on a cluster of its own or on an endpoint that is there."""
 
 import contextlib
+import math
 import random
 import signal
 import threading
@@ -49,7 +50,7 @@ class Setup:
 
     source: Source
     objectives: Objectives
-    num_requests: int
+    num_requests: int  # of a probe, at least
     vocab_size: int
     engine: EngineConfig | None = None  # of clusters that probes start; None: there are endpoints only
     seed: int = 0
@@ -60,6 +61,11 @@ class Setup:
     urls: dict[str, str] = field(default_factory=dict)  # of endpoints that run already, by arm
     model_name: str = ""  # that they serve; "": they take requests without one
     api_key: str = ""
+    min_seconds: float = 0.0  # of a probe's load: at a high rate the requests would end before batches are full
+
+    def num_requests_at(self, rate: float) -> int:
+        """Return the number of requests of a probe."""
+        return max(self.num_requests, math.ceil(rate * self.min_seconds))
 
 
 class ProbeResult(msgspec.Struct, kw_only=True):
@@ -118,7 +124,7 @@ class Prober:
             endpoint = Endpoint(url, self.setup.api_key)
             prompts = Prompts(_vocabulary(self.setup), seed, _body(self.setup, model))
             _warm_up(endpoint, self.setup, prompts)
-            workload = self.setup.source.at(rate, self.setup.num_requests, seed)
+            workload = self.setup.source.at(rate, self.setup.num_requests_at(rate), seed)
             kills = stack.enter_context(_kills(cluster, self.setup.kill_seconds, seed))
             records = run_in_processes(endpoint, workload, prompts, self.setup.num_client_processes, f"g{seed}-")
             result = result_of(arm_name, rate, seed, workload, records)

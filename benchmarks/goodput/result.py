@@ -43,6 +43,8 @@ class Conditions(msgspec.Struct, kw_only=True):
     kill_seconds: float
     model: str
     endpoints: dict[str, str] = {}
+    min_seconds: float = 0.0
+    rates: list[float] = []  # of a sweep; empty: a search
     settings: dict[str, Any] = {}  # of the engine, as far as they aren't defaults
 
     @property

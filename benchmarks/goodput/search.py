@@ -1,6 +1,7 @@
-"""The search for an arm's goodput: the rates of its probes, one after another. Pure."""
+"""The rates of an arm's probes, one after another: a search for its goodput, or a sweep. Pure."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 MAX_PROBES = 12
@@ -66,6 +67,41 @@ class Search:
     def _log_pressure(self, rate: float) -> float:
         logs = [math.log(max(pressure, 1e-6)) for pressure in self.pressures[rate]]
         return sum(logs) / len(logs)
+
+
+@dataclass(slots=True)
+class Sweep:
+    """In place of a :class:`Search`: the same rates for all arms, whatever a probe finds, each ``num_repeats`` times.
+    No two ``rates`` are the same.
+
+    Goodput is then known at other ITL objectives, too: wherever it lies between two of the rates.
+    """
+
+    rates: Sequence[float]
+    num_repeats: int = 1
+    pressures: dict[float, list[float]] = field(default_factory=dict)  # by rate
+
+    @property
+    def first_rate(self) -> float:
+        return self.rates[0]
+
+    @property
+    def max_probes(self) -> int:
+        """Number of probes in all."""
+        return len(self.rates) * self.num_repeats
+
+    def note(self, rate: float, pressure: float) -> None:
+        """Take the result of a probe."""
+        self.pressures.setdefault(rate, []).append(pressure)
+
+    @property
+    def num_probes(self) -> int:
+        return sum(map(len, self.pressures.values()))
+
+    def next_rate(self) -> float | None:
+        """Return the rate of the next probe: the first one of those with the fewest; None when the sweep has ended."""
+        fewest = min(self.rates, key=lambda rate: len(self.pressures.get(rate, ())))
+        return fewest if len(self.pressures.get(fewest, ())) < self.num_repeats else None
 
 
 def _rounded(rate: float) -> float:

@@ -62,7 +62,7 @@ class Twins:
             calibration, setup = of_cluster(report, name), self._setup
             setups = setups_of_cluster(report, calibration)
             self._probers[name] = TwinProber(
-                lambda _arm: setups, calibration, setup.source, setup.objectives, setup.num_requests
+                lambda _arm: setups, calibration, setup.source, setup.objectives, setup.num_requests_at
             )
         return self._probers[name](name, arm, rate, seed)
 

@@ -37,7 +37,7 @@ COPIES_IN_A_ROW = 4
 START_TIMEOUT_SECONDS = 180.0
 STAGES = {
     "commanded": "the call of the connector",
-    "woken": "from the start until the reading thread has begun",
+    "woken": "from the start until the reading thread has begun; 0 if the commanding thread waits itself",
     "queued": "until all copies are queued",
     "copied": "from the start until the data has landed",
     "verified": "until the generations have been read",
@@ -126,7 +126,7 @@ class SinkRank:
         assert self._connector is not None
         self._num_reads += 1
         started = time.perf_counter()
-        self._connector.read(ReadCommand(self._num_reads, SOURCE, local, remote))
+        self._connector.read(ReadCommand(self._num_reads, SOURCE, local, remote), awaited=True)  # as by an idle worker
         commanded = time.perf_counter() - started
         result = self._wait()
         seconds = time.perf_counter() - started
@@ -212,6 +212,8 @@ class SinkRank:
         assert self._connector is not None
         deadline = time.monotonic() + EVENT_TIMEOUT_SECONDS
         while time.monotonic() < deadline:
+            while self._connector.is_landing():
+                pass
             self._woken.wait(1.0)
             self._woken.clear()
             events = self._connector.events()

@@ -1,6 +1,8 @@
-"""Tables of the README and of docs/benchmarks: best to worst of all kept runs, with conditions and runs. Pure."""
+"""Tables of the README and of docs/benchmarks: figures of the newest commit that has such runs, and those of all kept
+runs, with conditions and the runs' names. Pure."""
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 from splitserve.benchmarks.tables.cells import extent, number, of_bench, percent
@@ -22,7 +24,7 @@ LOADED = (
 BOTH = "with cores kept awake and without"
 SHOWN_GPU = "H200"
 """The kind of GPU whose figures the README and the documentation show; those of others are beside the result files."""
-HEADERS = ("what", "best to worst", "conditions", "runs, by commit")
+HEADERS = ("what", "newest commit", "all kept runs", "conditions", "runs, by commit")
 
 
 def shown(runs: Sequence[Run]) -> list[Run]:
@@ -59,8 +61,9 @@ def arrangements_of(runs: Sequence[Run]) -> list[str]:
 
 
 def newest_loaded(runs: Sequence[Run]) -> list[Run]:
-    """Return the runs under load that the README shows: the sampled ones, which are of one commit."""
-    return [run for run in of_bench(runs, "isolation") if run.is_sampled]
+    """Return the runs under load that the README shows: the newest commit's sampled ones."""
+    sampled = [run for run in of_bench(runs, "isolation") if run.is_sampled]
+    return [run for run in sampled if run.commit == sampled[-1].commit]
 
 
 def _cell(values: Sequence[float], least: float) -> str:
@@ -69,8 +72,11 @@ def _cell(values: Sequence[float], least: float) -> str:
     return f"**{extent(values)}**" if max(values) == least else extent(values)
 
 
-def figure(what: str, conditions: str, found: Found, *texts: str) -> list[str]:
-    return [what, "; ".join(texts), conditions, cited(run for run, _ in found)]
+def figure(what: str, conditions: str, found: Found, describe: Callable[[Found], Iterable[str]]) -> list[str]:
+    """Return a row of :data:`HEADERS`; ``describe`` puts the figures of some of the runs into words."""
+    newest = max((run for run, _ in found), key=lambda run: run.label, default=None)
+    latest = [(run, each) for run, each in found if newest is not None and run.commit == newest.commit]
+    return [what, *("; ".join(describe(some)) for some in (latest, found)), conditions, cited(run for run, _ in found)]
 
 
 def values(found: Found, name: str, text: Callable[[float], str] = number, *, high: bool = False) -> str:
@@ -88,19 +94,24 @@ def step_rows(runs: Sequence[Run]) -> Iterable[list[str]]:
     for batch in (1, 64, 256):
         found = [(run, each) for run, phase, each in every
                  if phase == "decode" and (each["batch"], each["context"]) == (batch, 1024)]  # fmt: skip
-        share = values(found, "floor_share", percent, high=True)
-        texts = [f"{values(found, 'step_ms')} ms", f"the copy floor is {share} of it"]
-        reads = [(run, each) for run, each in found if "read_floor_share" in each]
-        if reads:
-            texts.append(f"the read floor {values(reads, 'read_floor_share', percent, high=True)}")
-        yield figure(f"decode step, {batch} x 1024 tokens", "1 GPU, idle, without HTTP", found, *texts)
+        yield figure(f"decode step, {batch} x 1024 tokens", "1 GPU, idle, without HTTP", found, _decode_texts)
     for tokens in (512, 1024, 8192):
         found = [(run, each) for run, phase, each in every if phase == "prefill" and each["tokens"] == tokens]
-        share = values(found, "gemm_share", percent, high=True)
-        texts = [f"{values(found, 'ms')} ms", f"{share} of the GEMM rate"]
-        if turns := [(run, each) for run, each in found if each.get("beside_share")]:
-            texts.append(f"{values(turns, 'beside_share', percent, high=True)} of that of products beside it")
-        yield figure(f"prefill of {tokens} tokens", "1 GPU, idle, without HTTP", found, *texts)
+        yield figure(f"prefill of {tokens} tokens", "1 GPU, idle, without HTTP", found, _prefill_texts)
+
+
+def _decode_texts(found: Found) -> Iterable[str]:
+    yield f"{values(found, 'step_ms')} ms"
+    yield f"the copy floor is {values(found, 'floor_share', percent, high=True)} of it"
+    if reads := [(run, each) for run, each in found if "read_floor_share" in each]:
+        yield f"the read floor {values(reads, 'read_floor_share', percent, high=True)}"
+
+
+def _prefill_texts(found: Found) -> Iterable[str]:
+    yield f"{values(found, 'ms')} ms"
+    yield f"{values(found, 'gemm_share', percent, high=True)} of the GEMM rate"
+    if turns := [(run, each) for run, each in found if each.get("beside_share")]:
+        yield f"{values(turns, 'beside_share', percent, high=True)} of that of products beside it"
 
 
 def serving_rows(runs: Sequence[Run]) -> Iterable[list[str]]:
@@ -110,42 +121,53 @@ def serving_rows(runs: Sequence[Run]) -> Iterable[list[str]]:
         cases.setdefault(tuple(run.option(name) for name in names), []).append((run, run.content["figures"]))
     for (rate, at_once, num_input, num_output), found in cases.items():
         load = f"{at_once} at once" if rate == "inf" else f"{rate} per second"
-        texts = []
-        if rate != "inf":
-            for name, title, which in (("ttft_ms", "TTFT", ("p50", "p99")), ("itl_ms", "ITL", ("p50", "p99", "max"))):
-                parts = [extent([each[name][p] for _, each in found]) for p in which]
-                texts.append(f"{title} {' / '.join(which)} {' / '.join(parts)} ms")
-        reports = [report for _, each in found for report in each.get("profile", {}).values()]
-        if reports:
-            busy = extent([report["device_busy_share"] for report in reports], percent, high=True)
-            texts.append(f"device busy {busy} of {extent([report['seconds'] for report in reports])} s")
         what = f"requests of {num_input} in, {num_output} out, {load}"
-        yield figure(what, "1 mixed worker, 1 GPU, loaded" if rate != "1" else "1 mixed worker, 1 GPU", found, *texts)
+        describe = partial(_serving_texts, has_latency=rate != "inf")
+        yield figure(what, "1 mixed worker, 1 GPU, loaded" if rate != "1" else "1 mixed worker, 1 GPU", found, describe)
+
+
+def _serving_texts(found: Found, *, has_latency: bool) -> Iterable[str]:
+    if has_latency:
+        for name, title, which in (("ttft_ms", "TTFT", ("p50", "p99")), ("itl_ms", "ITL", ("p50", "p99", "max"))):
+            parts = [extent([each[name][p] for _, each in found]) for p in which]
+            yield f"{title} {' / '.join(which)} {' / '.join(parts)} ms"
+    if reports := [report for _, each in found for report in each.get("profile", {}).values()]:
+        busy = extent([report["device_busy_share"] for report in reports], percent, high=True)
+        yield f"device busy {busy} of {extent([report['seconds'] for report in reports])} s"
 
 
 def handover_rows(runs: Sequence[Run]) -> Iterable[list[str]]:
     for cores in (True, False):
         found = [(run, each) for run, each in readings(runs) if run.keeps_cores_awake == cores
                  and (each["prompt_tokens"], each["prefill_tp"], each["decode_tp"]) == (4096, 1, 1)]  # fmt: skip
-        share = values(found, "share_of_copy", percent, high=True)
-        texts = [f"{values(found, 'handover_ms')} ms", f"{share} of a plain copy's rate"]
         conditions = f"2 GPUs, one reader, idle{', cores kept awake' if cores else ''}"
-        yield figure("KV of 4096 tokens (537 MB) read", conditions, found, *texts)
+        yield figure("KV of 4096 tokens (537 MB) read", conditions, found, _read_texts)
     found = [(run, each) for run in of_bench(runs, "handover") if run.is_served for each in run.content["results"]
              if (run.shape, each["prompt_tokens"], each["mode"]) == (SHAPE, 4096, "one chunk")]  # fmt: skip
-    texts = [f"p50 {values(found, 'handover_p50_ms')} ms", f"p99 {values(found, 'handover_p99_ms')} ms"]
     conditions = f"1P1D, 2 GPUs, idle; {BOTH}, with Ray and without"
-    yield figure("first token to decode ready, 4096 tokens in one chunk", conditions, found, *texts)
+    yield figure(
+        "first token to decode ready, 4096 tokens in one chunk", conditions, found,
+        lambda found: [f"{p} {values(found, f'handover_{p}_ms')} ms" for p in ("p50", "p99")],
+    )  # fmt: skip
+
+
+def _read_texts(found: Found) -> Iterable[str]:
+    yield f"{values(found, 'handover_ms')} ms"
+    yield f"{values(found, 'share_of_copy', percent, high=True)} of a plain copy's rate"
 
 
 def latency_rows(runs: Sequence[Run]) -> Iterable[list[str]]:
     for tokens in (1024, 4096, 8192):
         found = [(run, each) for run in of_bench(runs, "latency") for each in run.content["results"]
                  if each["prompt_tokens"] == tokens]  # fmt: skip
-        texts = [f"TTFT ratio {values(found, 'ttft_ratio')}", f"second token {values(found, '1P1D_second_ms')} ms"]
-        texts.append(f"of a mixed worker {values(found, 'mixed_second_ms')} ms")
         conditions = f"2 GPUs against 1, idle; {BOTH}; last chunk 512 or 1024"
-        yield figure(f"1P1D against a mixed worker, {tokens} tokens", conditions, found, *texts)
+        yield figure(f"1P1D against a mixed worker, {tokens} tokens", conditions, found, _latency_texts)
+
+
+def _latency_texts(found: Found) -> Iterable[str]:
+    yield f"TTFT ratio {values(found, 'ttft_ratio')}"
+    yield f"second token {values(found, '1P1D_second_ms')} ms"
+    yield f"of a mixed worker {values(found, 'mixed_second_ms')} ms"
 
 
 def tier_rows(runs: Sequence[Run]) -> Iterable[list[str]]:
@@ -153,18 +175,29 @@ def tier_rows(runs: Sequence[Run]) -> Iterable[list[str]]:
     host = "1 GPU, host tier (off by default)"
     for tokens in (4096, 32768):
         found = [(run, hit) for run in tiers for hit in run.content.get("hits", []) if hit["tokens"] == tokens]
-        texts = [f"TTFT {values(found, 'with_ttft_ms')} ms", f"computed {values(found, 'without_ttft_ms')} ms"]
-        yield figure(f"{tokens} tokens found in host memory", f"{host}, idle; {BOTH}", found, *texts)
+        yield figure(f"{tokens} tokens found in host memory", f"{host}, idle; {BOTH}", found, _hit_texts)
     paces = [(run, run.content["pace"]) for run in tiers if "pace" in run.content]
-    loads = extent([each["loads_over_quiet"] for _, each in paces])
-    resident = extent([each["resident_itl_ms"] / each["quiet_itl_ms"] for _, each in paces])
-    texts = [f"mean ITL {loads} times that without", f"beside prompts found on the device {resident} times"]
-    yield figure("16 streams beside such prompts of 4096", f"{host}; {BOTH}", paces, *texts)
+    yield figure("16 streams beside such prompts of 4096", f"{host}; {BOTH}", paces, _pace_texts)
     for part, title in (("no_reuse", "share nothing"), ("fits", "stay on the device")):
         found = [(run, run.content[part]) for run in tiers if part in run.content]
-        ratio = values(found, "throughput_ratio", lambda value: f"{value:.4f}", high=True)
         what, conditions = f"throughput of prompts that {title}", f"{host}, 16 at once, cores kept awake"
-        yield figure(what, conditions, found, f"{ratio} times that without the tier")
+        yield figure(what, conditions, found, _throughput_texts)
+
+
+def _hit_texts(found: Found) -> Iterable[str]:
+    yield f"TTFT {values(found, 'with_ttft_ms')} ms"
+    yield f"computed {values(found, 'without_ttft_ms')} ms"
+
+
+def _pace_texts(found: Found) -> Iterable[str]:
+    yield f"mean ITL {extent([each['loads_over_quiet'] for _, each in found])} times that without"
+    resident = extent([each["resident_itl_ms"] / each["quiet_itl_ms"] for _, each in found])
+    yield f"beside prompts found on the device {resident} times"
+
+
+def _throughput_texts(found: Found) -> Iterable[str]:
+    ratio = values(found, "throughput_ratio", lambda value: f"{value:.4f}", high=True)
+    yield f"{ratio} times that without the tier"
 
 
 def rank_rows(runs: Sequence[Run]) -> Iterable[list[str]]:
@@ -174,9 +207,13 @@ def rank_rows(runs: Sequence[Run]) -> Iterable[list[str]]:
         for one, two in [run.content["results"]]
         for case in one["milliseconds"]
     ]
+    yield figure("two ranks, decode step of 64 x 1024 tokens", "2 GPUs, idle, without HTTP", found, _rank_texts)
+
+
+def _rank_texts(found: Found) -> Iterable[str]:
+    yield f"{values(found, 'two')} ms"
     speedup = extent([each["one"] / each["two"] for _, each in found], high=True)
-    texts = [f"{values(found, 'two')} ms", f"{speedup} times as fast as one rank"]
-    yield figure("two ranks, decode step of 64 x 1024 tokens", "2 GPUs, idle, without HTTP", found, *texts)
+    yield f"{speedup} times as fast as one rank"
 
 
 def start_rows(runs: Sequence[Run]) -> Iterable[list[str]]:
@@ -193,12 +230,15 @@ def start_rows(runs: Sequence[Run]) -> Iterable[list[str]]:
     ]  # fmt: skip
     if not found:
         return
-    texts = [f"{name} {values(found, name)} s" for name in ("ready", "first token")]
+    yield figure("from `splitserve up` on", "1 mixed worker, 1 GPU, kernels built before", found, _start_texts)
+
+
+def _start_texts(found: Found) -> Iterable[str]:
+    yield from (f"{name} {values(found, name)} s" for name in ("ready", "first token"))
     phases = [(run, each) for run, start in found for each in start["phases"].values()]
     names = [name for name in (phases[0][1] if phases else {}) if all(name in each for _, each in phases)]
     if listed := ", ".join(f"{name} {values(phases, name)}" for name in names):
-        texts.append(f"phases of the worker: {listed} s")
-    yield figure("from `splitserve up` on", "1 mixed worker, 1 GPU, kernels built before", found, *texts)
+        yield f"phases of the worker: {listed} s"
 
 
 def user_rows(runs: Sequence[Run]) -> list[list[str]]:
@@ -224,7 +264,7 @@ def conditions(runs: Sequence[Run]) -> str:
     unmarked = sum(not run.commit for run in runs)
     return (
         f"All on {gpus}, torch {torch}, bfloat16, random weights in Llama-3.1-8B's shape, greedy unless said; "
-        "options that are off by default are named. Best to worst of all kept runs; a single number is a single run. "
+        "options that are off by default are named. Best to worst of the runs; a single number is a single run. "
         f"{unmarked} of {len(runs)} result files name no commit, and are marked so."
     )
 

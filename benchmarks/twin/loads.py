@@ -44,8 +44,14 @@ class TwinProber:
     """Prober of arms on the twin, as :mod:`splitserve.benchmarks.goodput.comparison` calls it."""
 
     def __init__(
-        self, workers: Workers, calibration: Calibration, source: Source, objectives: Objectives, num_requests: int
+        self,
+        workers: Workers,
+        calibration: Calibration,
+        source: Source,
+        objectives: Objectives,
+        num_requests: Callable[[float], int],
     ) -> None:
+        """``num_requests``: of a load, by its rate."""
         self._workers = workers
         self._calibration = calibration
         self._source = source
@@ -62,6 +68,6 @@ class TwinProber:
             ttft_ms=self._objectives.ttft_ms,
             tpot_ms=self._objectives.itl_ms,
         )
-        workload = self._source.at(rate, self._num_requests, seed)
+        workload = self._source.at(rate, self._num_requests(rate), seed)
         result = TwinCluster(spec, seed).run(workload, seed)
         return result_of(name, rate, seed, workload, records_of(result))

@@ -50,7 +50,7 @@ def main(argv: Sequence[str]) -> int:
             calibration,
             source,
             objectives,
-            options.num_requests,
+            lambda _rate: options.num_requests,
         )
         searches = {name: Search(options.first_rate, PRECISION, 1, MAX_PROBES) for name in arms}
         comparison = Comparison(arms, objectives, searches, options.seed)

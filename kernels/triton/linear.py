@@ -42,9 +42,7 @@ class TritonLinear(PlainLinear):
         if (params := self._params("add", x)) is None:
             return super().add_to(residual, x, bias=bias)
         if norm is not None and params.leaves_parts:
-            if bias is not None:
-                residual.add_(bias)
-            return add_parts(residual, self._apart(x, params), norm, eps)
+            return add_parts(residual, self._apart(x, params), norm, eps, bias)
         launch(x, self.weight, residual, params, adds=True, bias=bias)
         return None
 

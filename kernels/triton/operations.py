@@ -129,19 +129,21 @@ def _rms_norm_kernel(
     tl.store(out_ptr + row * SIZE + columns, normalised(x, weight, eps, SIZE), mask=inside)
 
 
-def add_parts(residual: Tensor, parts: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Add the sum of ``parts`` [S, T, N] over S, in order, in float32, to ``residual`` [T, N] in place. Return the
-    residual RMS-normalised by ``weight`` [N] (:class:`splitserve.kernels.api.RmsNorm`)."""
+def add_parts(residual: Tensor, parts: Tensor, weight: Tensor, eps: float, bias: Tensor | None = None) -> Tensor:
+    """Add the sum of ``parts`` [S, T, N] over S, in order, in float32, and ``bias`` [N] to ``residual`` [T, N] in
+    place. Return the residual RMS-normalised by ``weight`` [N] (:class:`splitserve.kernels.api.RmsNorm`)."""
     num_parts, num_rows, size = parts.shape
     assert residual.is_contiguous() and parts.is_contiguous() and residual.shape == (num_rows, size)
     normed = torch.empty_like(residual)
     _add_parts_kernel[(num_rows,)](
         residual,
         parts,
+        parts if bias is None else bias,
         weight,
         normed,
         num_rows,
         eps,
+        HAS_BIAS=bias is not None,
         PARTS=num_parts,
         SIZE=size,
         BLOCK=triton.next_power_of_2(size),
@@ -155,10 +157,12 @@ def add_parts(residual: Tensor, parts: Tensor, weight: Tensor, eps: float) -> Te
 def _add_parts_kernel(
     residual_ptr,
     parts_ptr,
+    bias_ptr,
     weight_ptr,
     normed_ptr,
     num_rows,
     eps,
+    HAS_BIAS: tl.constexpr,
     PARTS: tl.constexpr,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -168,10 +172,14 @@ def _add_parts_kernel(
     columns = tl.arange(0, BLOCK)
     inside = columns < SIZE
     weight = tl.load(weight_ptr + columns, mask=inside, other=0.0)
+    if HAS_BIAS:
+        bias = tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)
     wait(OVERLAPPED)
     at = row * SIZE + columns
-    total = tl.load(residual_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    total += sum_of_parts(parts_ptr, at, inside, num_rows.to(tl.int64) * SIZE, PARTS)
+    total = sum_of_parts(parts_ptr, at, inside, num_rows.to(tl.int64) * SIZE, PARTS)
+    if HAS_BIAS:
+        total += bias
+    total += tl.load(residual_ptr + at, mask=inside, other=0.0).to(tl.float32)
     total = total.to(residual_ptr.dtype.element_ty)
     tl.store(residual_ptr + at, total, mask=inside)
     tl.store(normed_ptr + at, normalised(total, weight, eps, SIZE), mask=inside)

@@ -14,6 +14,7 @@ any thread that waits for the whole device fails.
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
 import contextlib
+import itertools
 from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -101,10 +102,12 @@ class RowCopier:
         )
         self._tables = deque(_Table(on_gpu=stream is not None) for _ in range(_NUM_TABLES))
 
-    def is_ready(self) -> bool:
-        """Return whether the next copy of at most 1,024 pieces waits neither for the compiler nor for the device."""
+    def is_ready(self, num_pieces: int) -> bool:
+        """Return whether the next copy, of so many pieces, waits neither for the compiler nor for the device."""
         is_compiled = self._stream is None or self._launch_compiled is not None
-        return is_compiled and self._tables[0].is_read()
+        num_tables = -(-num_pieces // _MOST_PIECES)
+        tables = itertools.islice(self._tables, num_tables)
+        return is_compiled and num_tables <= _NUM_TABLES and all(table.is_read() for table in tables)
 
     def start(self, targets: Sequence[int], sources: Sequence[int]) -> None:
         """Copy from each address of ``sources`` to that of ``targets``. Waits if as many copies as there are tables are

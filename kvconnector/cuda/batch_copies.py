@@ -126,14 +126,31 @@ class BatchCopier:
             return self._start_flat(batches, stream)
         return self._start_rows(batches, stream)
 
+    def start_one(self, target: int, source: int, num_bytes: int, stream: int) -> int:
+        """Queue one copy; return CUDA's status."""
+        return int(self._driver.cuMemcpyAsync(target, source, num_bytes, stream))
+
+    def start_blocks(self, pieces: BlockPieces, found: Sequence[Run], stream: int) -> int:
+        """Queue the copies of runs of the peer's blocks to ours as :meth:`start` does, of flat pieces."""
+        target, source, size = pieces.target, pieces.source, pieces.target_bytes
+        return self._start_addresses(
+            array("Q", [target + into * size for into, _, _ in found]),
+            array("Q", [source + out_of * size for _, out_of, _ in found]),
+            array("Q", [count * size for _, _, count in found]),
+            stream,
+        )
+
     def _start_flat(self, batches: Sequence[CopyBatch], stream: int) -> int:
         targets, sources, sizes = array("Q"), array("Q"), array("Q")
         for copies in batches:
             targets.extend(copies.targets)
             sources.extend(copies.sources)
             sizes.extend([height * copies.width for height in copies.heights])
+        return self._start_addresses(targets, sources, sizes, stream)
+
+    def _start_addresses(self, targets: "array[int]", sources: "array[int]", sizes: "array[int]", stream: int) -> int:
         if self._batch is not None:
-            addresses = (each.buffer_info()[0] for each in (targets, sources, sizes))
+            addresses = targets.buffer_info()[0], sources.buffer_info()[0], sizes.buffer_info()[0]
             status = self._batch(*addresses, len(sizes), *self._attributes, stream)
             if status == 0:
                 return 0

@@ -12,6 +12,7 @@ import mmap
 import os
 import secrets
 import select
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -83,15 +84,21 @@ class PeerTable:
         self._owner = owner  # a descriptor of its process
         self._end = select.poll()
         self._end.register(owner, select.POLLIN)
+        self._is_closed = False
+        self._lock = threading.Lock()  # of the poll, which raises if two threads are at it, and of the descriptor
 
     @property
     def is_current(self) -> bool:
-        """False once the owner has ended: the numbers then stay as they were."""
-        return not self._end.poll(0)
+        """False once the owner has ended, since the numbers then stay as they were, and once the table is closed. Any
+        thread may ask."""
+        with self._lock:
+            return not self._is_closed and not self._end.poll(0)
 
     def close(self) -> None:
-        self.numbers.release()
-        os.close(self._owner)
+        with self._lock:
+            self._is_closed = True
+            self.numbers.release()
+            os.close(self._owner)
 
 
 def open_table(table: SharedTable, count: int) -> PeerTable | None:

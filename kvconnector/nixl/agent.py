@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from splitserve.kvconnector.nixl.ucx_log import UCX_LOG
+from splitserve.kvconnector.transfer.errors import TransferError
 from splitserve.kvconnector.transfer.read_plan import Rows
 from splitserve.protocol.memory_records import MemoryKind
 
@@ -29,10 +30,6 @@ def _create_agent(name: str, *, telemetry: bool) -> Any:
     with UCX_LOG.watching():
         config = nixl.nixl_agent_config(enable_prog_thread=False, backends=["UCX"], capture_telemetry=telemetry)
         return nixl.nixl_agent(name, config)
-
-
-class TransferError(Exception):
-    """NIXL or the peer failed; the bytes of this transfer can't be trusted, and may still land later."""
 
 
 class Agent:

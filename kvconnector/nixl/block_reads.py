@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from splitserve.kvconnector.nixl.agent import BlockIds, TransferError
-from splitserve.kvconnector.nixl.mapped_reads import MappedRead
+from splitserve.kvconnector.mapped.reads import MappedRead
+from splitserve.kvconnector.nixl.agent import BlockIds
 from splitserve.kvconnector.nixl.peer_access import PeerAccess
 from splitserve.kvconnector.transfer.device_copies import Done, Pending
+from splitserve.kvconnector.transfer.errors import TransferError
 from splitserve.kvconnector.transfer.read_plan import rows_of_blocks
 from splitserve.protocol.handover.reads import ReadCommand, ReadPath, ReadStages
 

@@ -6,7 +6,8 @@ since the posts of one fill neither the memory bus nor a GPU's link. Only the fi
 peers' memory, because one is enough for that. A reading thread has a separate agent for each peer: only destroying an
 agent reliably stops a posted read, and that must not stop the reads from other peers. The engine loop posts nothing to
 NIXL itself: it submits commands and takes events. Of a read through a mapping it queues the copies of the first blocks,
-so that the link is busy while the reading thread wakes up.
+so that the link is busy while the reading thread wakes up, or does all of it
+(:mod:`splitserve.kvconnector.mapped.awaited`).
 
 Without NIXL's own progress thread a transfer completes only while *both* sides poll. So a thread polls while its reads
 are in flight, or while peers may be reading from this worker (:meth:`NixlConnector.serve`), and sleeps otherwise.
@@ -27,7 +28,8 @@ from splitserve.kvconnector.blocks.digest import DigestBlocks, no_digests
 from splitserve.kvconnector.cuda.memory import check_ipc_capable
 from splitserve.kvconnector.layout.memory import KVMemory
 from splitserve.kvconnector.layout.shape import Run, runs
-from splitserve.kvconnector.nixl.mapped_reads import MappedReader
+from splitserve.kvconnector.mapped.awaited import AwaitedReads, Generations
+from splitserve.kvconnector.mapped.reads import MappedRead, MappedReader
 from splitserve.kvconnector.nixl.peer_access import LocalSide
 from splitserve.kvconnector.nixl.read_thread import Connected, ReadThread
 from splitserve.kvconnector.nixl.server import NixlServer
@@ -52,20 +54,27 @@ class _Peer:
     def __init__(self, attempt: int, num_threads: int) -> None:
         self.attempt = attempt
         self.mapped: MappedReader | None = None
+        self.generations: Generations | None = None  # read in place
         self.join = ConnectionJoin(num_threads)
         self.shape: ReadShape | None = None
         self.cost: ReadCost | None = None
-        self._chosen: dict[int, ReadPath] = {}
+        self._chosen: dict[tuple[int, int], ReadPath] = {}  # by blocks and, where they matter, runs of these
+        self._latest: dict[int, ReadPath] = {}  # by blocks
 
     def learn(self, shape: ReadShape | None, cost: ReadCost | None) -> None:
         """Store what one thread has measured; None: nothing new."""
         self.shape, self.cost = shape or self.shape, cost or self.cost
         self._chosen.clear()
+        self._latest.clear()
 
     @property
     def counts_runs(self) -> bool:
         """True if the path of a read depends on how many of its blocks are adjacent."""
         return self.shape is not None and not self.shape.is_whole and self.shape.is_mapped
+
+    def was_mapped(self, num_blocks: int) -> bool:
+        """Return whether the latest such read went through the mapping, by choice."""
+        return self._latest.get(num_blocks, ReadPath.DIRECT).is_through_mapping
 
     def path(self, num_blocks: int, num_runs: int, wanted: ReadPath | None) -> ReadPath:
         """Return the path of a read of blocks; ``num_runs`` (:func:`path_seconds`) matters if :attr:`counts_runs`."""
@@ -74,11 +83,11 @@ class _Peer:
             return ReadPath.DIRECT
         if wanted is not None and wanted in path_seconds(shape, cost, num_blocks):
             return wanted
-        if self.counts_runs:
-            return choose_path(shape, cost, num_blocks, num_runs)
-        if num_blocks not in self._chosen:
-            self._chosen[num_blocks] = choose_path(shape, cost, num_blocks)
-        return self._chosen[num_blocks]
+        size = (num_blocks, num_runs if self.counts_runs else 0)
+        if (path := self._chosen.get(size)) is None:
+            path = self._chosen[size] = choose_path(shape, cost, *size)
+        self._latest[num_blocks] = path
+        return path
 
 
 class NixlConnector:
@@ -91,6 +100,7 @@ class NixlConnector:
     """
 
     name = "nixl"
+    awaits_beside_steps = True
 
     def __init__(
         self,
@@ -114,6 +124,8 @@ class NixlConnector:
         self._peers: dict[Party, _Peer] = {}
         self._num_attempts = 0
         self._split_reads: dict[int, ReadJoin] = {}
+        self._awaited = AwaitedReads(self._leave)
+        self._checks_digests = digest_blocks is not no_digests
         name = f"rank-{rank}/{me}"  # UCX's log truncates agents' names: the distinguishing part comes first
         posting = replace(settings, maps=False, path=None)  # for all threads but the first
         self._server = NixlServer(name, memory, settings, host)
@@ -134,6 +146,7 @@ class NixlConnector:
         return ServedMemory(self.name, self._memory.generations_addresses, [self._server.served])
 
     def connect(self, peer: Party, welcome: PeerWelcome) -> None:
+        self._awaited.leave(peer)
         self._num_attempts += 1
         with self._lock:
             self._peers[peer] = _Peer(self._num_attempts, len(self._threads))
@@ -141,28 +154,53 @@ class NixlConnector:
             thread.submit(partial(thread.connect, self._num_attempts, peer, welcome))
 
     def disconnect(self, peer: Party) -> None:
+        self._awaited.leave(peer)
         with self._lock:
             self._peers.pop(peer, None)
         for thread in self._threads:
             thread.submit(partial(thread.disconnect, peer))
 
-    def read(self, command: ReadCommand) -> None:
+    def read(self, command: ReadCommand, *, awaited: bool = False) -> None:
         started = time.monotonic()
+        peer, local, remote = self._peers.get(command.peer), command.local_blocks, command.remote_blocks
+        mapped = None if peer is None else peer.mapped
+        generations = None if peer is None or not awaited or self._checks_digests else peer.generations
+        first, num_queued = None, 0
+        if mapped is not None and generations is not None and peer is not None and peer.was_mapped(len(local)):
+            num_queued = mapped.begin(local, remote)
+        path, found = self._path(peer, len(local), runs(local[num_queued:], remote[num_queued:]))
+        if num_queued and (num_queued == len(local) or not path.is_through_mapping):
+            path = ReadPath.MAPPED  # a read that ended otherwise would leave copies in flight
+        if path.is_through_mapping and mapped is not None and mapped.has_blocks(remote):
+            whole = generations is not None
+            first = mapped.start(found, len(local), path, started, whole=whole, num_queued=num_queued)
+        # A mapping's copies fill the link, and threads that queue copies at once delay each other
+        parts = [command] if path.is_through_mapping else self._parts(command)
         with self._lock:
-            peer = self._peers.get(command.peer)
-            mapped = None if peer is None else peer.mapped
-            found: Iterable[Run] = runs(command.local_blocks, command.remote_blocks)
+            self._split_reads[command.read_id] = ReadJoin(len(parts))
+        if first is not None and generations is not None and self._awaited.add(command, first, generations):
+            return
+        for thread, part in zip(self._threads, parts, strict=False):
+            thread.submit(partial(thread.read, part, path, first))
+
+    def _path(self, peer: _Peer | None, num_blocks: int, found: Iterable[Run]) -> tuple[ReadPath, Iterable[Run]]:
+        """Return the data's path of a read of blocks, and the runs of these."""
+        if peer is None:
+            return ReadPath.DIRECT, found
+        with self._lock:
             num_runs = 0
-            if peer is not None and peer.counts_runs:
+            if peer.counts_runs:
                 found = list(found)
                 num_runs = len(found)
-            reads = self._reads(command, peer, num_runs)
-            self._split_reads[command.read_id] = ReadJoin(len(reads))
-        first, path = None, reads[0][1]
-        if path.is_through_mapping and mapped is not None and mapped.has_blocks(command.remote_blocks):
-            first = mapped.start(found, len(command.remote_blocks), path, started)
-        for thread, (part, path) in zip(self._threads, reads, strict=False):
-            thread.submit(partial(thread.read, part, path, first))
+            return peer.path(num_blocks, num_runs, self._settings.path), found
+
+    def is_landing(self) -> bool:
+        if self._land():
+            self._wake()
+        return bool(self._awaited)
+
+    def leave(self) -> None:
+        self._awaited.leave()
 
     def serve(self, readers: Readers) -> None:
         self._server.submit(lambda: setattr(self._server, "readers", readers))
@@ -170,6 +208,7 @@ class NixlConnector:
     def events(self) -> list[Event]:
         for thread in (self._server, *self._threads):
             thread.check()
+        self._land()
         events: list[Event] = []
         while self._events:
             events.append(self._events.popleft())
@@ -178,14 +217,6 @@ class NixlConnector:
     def close(self) -> None:
         for thread in (*self._threads, self._server):
             thread.close()
-
-    def _reads(self, command: ReadCommand, peer: _Peer | None, num_runs: int) -> list[tuple[ReadCommand, ReadPath]]:
-        """Return each thread's part of a read and its path. A read through a mapping goes to the first thread alone,
-        because its copies fill the link and threads that queue copies concurrently delay each other."""
-        num_blocks = len(command.local_blocks)
-        path = ReadPath.DIRECT if peer is None else peer.path(num_blocks, num_runs, self._settings.path)
-        parts = [command] if path.is_through_mapping else self._parts(command)
-        return [(part, path) for part in parts]
 
     def _parts(self, command: ReadCommand) -> list[ReadCommand]:
         """Split a large read into even parts, one per thread; keep a small one whole."""
@@ -201,6 +232,18 @@ class NixlConnector:
             for low, high in itertools.pairwise(bounds)
         ]
 
+    def _land(self) -> bool:
+        """Make events of awaited reads that have ended; return whether there are any."""
+        found = [self._joined(0, result) for result in self._awaited.landed()]
+        events = [event for event in found if event is not None]
+        self._events.extend(events)
+        return bool(events)
+
+    def _leave(self, command: ReadCommand, first: MappedRead) -> None:
+        """Let the thread that owns the peer's reader wait for a read whose copies are queued."""
+        thread = self._threads[0]
+        thread.submit(partial(thread.read, command, first.path, first))
+
     # ---- on the read threads ----
 
     def _join_connection(self, connected: Connected) -> None:
@@ -210,18 +253,25 @@ class NixlConnector:
                 return
             peer.learn(connected.shape, connected.cost)
             peer.mapped = connected.mapped or peer.mapped
+            peer.generations = connected.generations or peer.generations
             event = peer.join.add(connected.event)
         if event is not None:
             _tell(event)
             self._emit(event)
 
     def _join_read(self, part: int, result: ReadResult) -> None:
+        event = self._joined(part, result)
+        if event is not None:
+            self._emit(event)
+
+    def _joined(self, part: int, result: ReadResult) -> ReadResult | None:
+        """Add a part's result; return the whole read's, if it was the last one. On any thread."""
         with self._lock:
             results = self._split_reads[result.read_id].add(part, result)
             if results is None:
-                return
+                return None
             del self._split_reads[result.read_id]
-        self._emit(one_after_the_other(results))
+        return one_after_the_other(results)
 
     def _emit(self, event: Event) -> None:
         self._events.append(event)

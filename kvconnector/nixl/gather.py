@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from splitserve.kvconnector.nixl.agent import Agent, Transfer, TransferError
+from splitserve.kvconnector.nixl.agent import Agent, Transfer
+from splitserve.kvconnector.transfer.errors import TransferError
 from splitserve.kvconnector.transfer.gather import GatherDone, GatherRequest, encode
 from splitserve.kvconnector.transfer.read_plan import Rows, region_rows
 from splitserve.protocol.memory_records import GatherMemory, MemoryKind, MemoryRegion

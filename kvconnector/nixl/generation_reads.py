@@ -8,7 +8,8 @@ from itertools import accumulate
 import numpy as np
 
 from splitserve.kvconnector.layout.shared_table import PeerTable, open_table
-from splitserve.kvconnector.nixl.agent import Agent, Transfer, TransferError
+from splitserve.kvconnector.nixl.agent import Agent, Transfer
+from splitserve.kvconnector.transfer.errors import TransferError
 from splitserve.kvconnector.transfer.read_plan import num_readable_blocks
 from splitserve.protocol.memory_records import MemoryKind
 from splitserve.protocol.messages.handover import PeerWelcome
@@ -46,6 +47,23 @@ class GenerationReads:
             self._table.close()
             self._table = None
 
+    @property
+    def are_in_place(self) -> bool:
+        """Return whether those of the first group's blocks are mapped."""
+        return self._table is not None
+
+    def in_place(self, ids: Sequence[int]) -> list[int]:
+        """Return the generations of blocks of the first group as they are now; any thread may ask.
+
+        Raises :class:`TransferError` if the peer has ended or the table isn't mapped, and ValueError if the owner of
+        these reads unmaps it meanwhile."""
+        if (table := self._table) is None:
+            raise TransferError("the peer's table isn't mapped")
+        found = list(map(table.numbers.__getitem__, ids))  # the quickest way where the caches are cold
+        if not table.is_current:
+            raise TransferError("the peer's process has ended")
+        return found
+
     def landed(self, ids: Sequence[int], scratch_row: int, group: int = 0) -> list[int]:
         """Return the generations: those that are mapped as they are now, others as last read into a row.
 
@@ -55,9 +73,8 @@ class GenerationReads:
             return [row[offset + block_id] for block_id in ids]
         numbers, num_blocks = table.numbers, self._num_peer_blocks[0]
         if max(ids, default=0) < num_blocks:
-            found = list(map(numbers.__getitem__, ids))  # the quickest way where the caches are cold
-        else:
-            found = [numbers[block_id] if block_id < num_blocks else row[block_id] for block_id in ids]
+            return self.in_place(ids)
+        found = [numbers[block_id] if block_id < num_blocks else row[block_id] for block_id in ids]
         if not table.is_current:
             raise TransferError("the peer's process has ended")
         return found

@@ -11,13 +11,13 @@ from functools import cache, partial
 
 import torch
 
-from splitserve.kvconnector.nixl.agent import TransferError
+from splitserve.kvconnector.mapped.reads import MappedReader
 from splitserve.kvconnector.nixl.gather import GatherReader, TicketWait
-from splitserve.kvconnector.nixl.mapped_reads import MappedReader
 from splitserve.kvconnector.nixl.peer_access import PeerAccess
 from splitserve.kvconnector.nixl.ucx_log import UCX_LOG, UNKNOWN, read_transport
 from splitserve.kvconnector.transfer.connector import Link
 from splitserve.kvconnector.transfer.device_copies import Done, Pending
+from splitserve.kvconnector.transfer.errors import TransferError
 from splitserve.kvconnector.transfer.read_cost import CopyCost, LinkCost, ReadCost, fit, fit_blocks, fit_copies
 from splitserve.kvconnector.transfer.read_plan import piece_rows
 from splitserve.kvconnector.transfer.read_settings import ReadSettings

@@ -10,11 +10,11 @@ from splitserve.common.errors import HandshakeError
 from splitserve.kvconnector.blocks.digest import DigestBlocks
 from splitserve.kvconnector.cuda.memory import PeerMapping, own_machine
 from splitserve.kvconnector.layout.memory import KVMemory
+from splitserve.kvconnector.mapped.reads import MappedReader
 from splitserve.kvconnector.nixl.agent import HERE, Agent, PreparedList, Transfer
 from splitserve.kvconnector.nixl.gather import GatherReader
 from splitserve.kvconnector.nixl.generation_reads import GenerationReads
 from splitserve.kvconnector.nixl.group_access import GroupAccess
-from splitserve.kvconnector.nixl.mapped_reads import MappedReader
 from splitserve.kvconnector.nixl.slots import HostSlotReader
 from splitserve.kvconnector.transfer.device_copies import Pending
 from splitserve.kvconnector.transfer.read_choice import ReadShape

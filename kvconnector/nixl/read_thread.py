@@ -7,8 +7,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from splitserve.kvconnector.cuda.memory import make_context_current
+from splitserve.kvconnector.mapped.awaited import Generations
+from splitserve.kvconnector.mapped.reads import MappedRead, MappedReader
 from splitserve.kvconnector.nixl.link import LinkProbe
-from splitserve.kvconnector.nixl.mapped_reads import MappedRead, MappedReader
 from splitserve.kvconnector.nixl.peer_access import LocalSide
 from splitserve.kvconnector.nixl.reader import PeerReader
 from splitserve.kvconnector.nixl.ucx_log import UCX_LOG
@@ -25,13 +26,15 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Connected:
-    """Outcome of one thread's attempt to connect; ``shape``, ``cost`` and ``mapped`` only from the measuring thread."""
+    """Outcome of one thread's attempt to connect; all but the event only from the measuring thread. ``generations``:
+    None unless they are mapped."""
 
     attempt: int
     event: PeerConnected
     shape: ReadShape | None = None
     cost: ReadCost | None = None
     mapped: MappedReader | None = None
+    generations: Generations | None = None
 
 
 class ReadThread(OwnerThread):
@@ -127,7 +130,9 @@ class ReadThread(OwnerThread):
         if access.mapped is not None and probe.cost is not None:
             access.mapped.expect(probe.cost)
         shape = access.shape if self._measures else None  # the others have no mapping
-        self._on_connected(Connected(attempt, PeerConnected(peer, None, probe.link), shape, probe.cost, access.mapped))
+        generations = access.generations.in_place if access.generations.are_in_place else None
+        event = PeerConnected(peer, None, probe.link)
+        self._on_connected(Connected(attempt, event, shape, probe.cost, access.mapped, generations))
 
     @contextmanager
     def _not_the_peers_time(self) -> Iterator[None]:

@@ -18,11 +18,12 @@ import time
 from collections import deque
 from collections.abc import Generator, Sequence
 
-from splitserve.kvconnector.nixl.agent import Transfer, TransferError
+from splitserve.kvconnector.mapped.reads import MappedRead
+from splitserve.kvconnector.nixl.agent import Transfer
 from splitserve.kvconnector.nixl.block_reads import STAGING, BlockReads, Read
-from splitserve.kvconnector.nixl.mapped_reads import MappedRead
 from splitserve.kvconnector.nixl.peer_access import LocalSide, PeerAccess
 from splitserve.kvconnector.transfer.device_copies import Done, Pending
+from splitserve.kvconnector.transfer.errors import TransferError
 from splitserve.protocol.handover.reads import ReadCommand, ReadPath, ReadResult
 from splitserve.protocol.messages.handover import PeerWelcome
 

@@ -3,14 +3,14 @@
 Rank 0's engine loop sees one connector. It passes each command to all ranks, and returns an event when all of them have
 reported: a read has succeeded when it has on every rank, and is terminal when no rank's blocks can be written any more.
 Rank 0 and each other rank share a pipe with msgpack messages, separate from the steps' pipe: reads wait for no step.
-Commands and events of reads and copies travel as they are; the connector's other methods have messages of their own
-here.
+Commands of copies, and events, travel as they are; the connector's methods have messages of their own here.
 """
 
 import contextlib
 import logging
 import select
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
@@ -39,6 +39,9 @@ from splitserve.protocol.request import Party
 
 logger = logging.getLogger(__name__)
 
+AWAKE_SECONDS = 0.002
+"""The longest time for which rank 0 stays awake for the other ranks' parts of a read, if its own is awaited: where no
+rank's is, they take longer."""
 CHECK_SECONDS = 1.0
 CLOSE_SECONDS = 5.0
 
@@ -56,6 +59,15 @@ class RankServe(msgspec.Struct, frozen=True, tag=True):
     readers: Readers
 
 
+class RankRead(msgspec.Struct, frozen=True, tag=True):
+    command: ReadCommand
+    awaited: bool
+
+
+class RankLeave(msgspec.Struct, frozen=True, tag=True):
+    """Order to await no reads any more."""
+
+
 class RankEnd(msgspec.Struct, frozen=True, tag=True):
     """Order to end the transfers and close the channel."""
 
@@ -67,7 +79,7 @@ class RankServes(msgspec.Struct, frozen=True, tag=True):
     found: dict[str, list[tuple[bytes, int]]] = {}
 
 
-RankCommand: TypeAlias = RankConnect | RankDisconnect | RankServe | RankEnd | ReadCommand | AnyCommand
+RankCommand: TypeAlias = RankConnect | RankDisconnect | RankServe | RankRead | RankLeave | RankEnd | AnyCommand
 RankEvent: TypeAlias = RankServes | PeerConnected | ReadResult | CopyResult | TierState
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=list)  # of sequences that msgpack has no type for
@@ -87,6 +99,8 @@ class RankedConnector:
     their memory. Raises :class:`TransferRankError` if one ends before.
     """
 
+    awaits_beside_steps = False  # other ranks don't know when a step is planned
+
     def __init__(self, local: KVConnector, channels: Sequence[Connection]) -> None:
         self.name = local.name
         self._local = local
@@ -100,6 +114,8 @@ class RankedConnector:
         self._remote_events: deque[tuple[int, ReadResult | PeerConnected]] = deque()
         self._copy_results: deque[tuple[int, AnyResult]] = deque()
         self._lost_ranks: list[int] = []
+        self._are_reads_awaited = False  # on some rank, perhaps
+        self._awake_until = 0.0
         others = [_first_words(channel, index + 1) for index, channel in enumerate(channels)]
         self._memories = [*local.served().ranks, *(other.memory for other in others)]
         self.found = [other.found for other in others]
@@ -117,10 +133,26 @@ class RankedConnector:
         self._tell(RankDisconnect(peer))
         self._local.disconnect(peer)
 
-    def read(self, command: ReadCommand) -> None:
+    def read(self, command: ReadCommand, *, awaited: bool = False) -> None:
         self._reads[command.read_id] = ReadJoin(1 + len(self._channels))
-        self._tell(command)
-        self._local.read(command)
+        self._tell(RankRead(command, awaited))
+        self._local.read(command, awaited=awaited)
+        self._are_reads_awaited |= awaited
+        if awaited and self._local.is_landing():
+            self._awake_until = time.monotonic() + AWAKE_SECONDS
+
+    def is_landing(self) -> bool:
+        if self._local.is_landing():
+            return True
+        if not self._reads or time.monotonic() >= self._awake_until:
+            return False
+        return not self._arrivals.poll(0)
+
+    def leave(self) -> None:
+        if self._are_reads_awaited:
+            self._are_reads_awaited, self._awake_until = False, 0.0
+            self._tell(RankLeave())
+            self._local.leave()
 
     @property
     def num_other_ranks(self) -> int:
@@ -254,6 +286,8 @@ class RankTransfers:
             while not self._has_ended:
                 if waiting.poll(CHECK_SECONDS * 1e3):
                     self._carry_out(_commands.decode(self._channel.recv_bytes()))
+                while self._connector.is_landing() and not waiting.poll(0):
+                    pass
                 self._pass_events_on()  # raises if a thread of the connector has failed
         except (EOFError, OSError):
             logger.warning("rank 0 is gone")
@@ -268,8 +302,10 @@ class RankTransfers:
                 self._connector.connect(peer, welcome)
             case RankDisconnect(peer):
                 self._connector.disconnect(peer)
-            case ReadCommand():
-                self._connector.read(command)
+            case RankRead(read, awaited):
+                self._connector.read(read, awaited=awaited)
+            case RankLeave():
+                self._connector.leave()
             case CopyCommand() | ChainCopy() | ClearCommand():
                 self._copies.start(command)
             case RankServe(readers):

@@ -47,6 +47,7 @@ class KVConnector(Protocol):
     called."""
 
     name: str
+    awaits_beside_steps: bool  # awaited reads need no thread even while the caller runs steps
 
     def served(self) -> ServedMemory:
         """Return the memory that peers may read."""
@@ -57,8 +58,19 @@ class KVConnector(Protocol):
     def disconnect(self, peer: Party) -> None:
         """Remove ``peer``. Its unfinished reads become terminal: nothing writes to their blocks after their event."""
 
-    def read(self, command: ReadCommand) -> None:
-        """Start a read; it always ends in one :class:`ReadResult` event, unless the peer is frozen."""
+    def read(self, command: ReadCommand, *, awaited: bool = False) -> None:
+        """Start a read; it always ends in one :class:`ReadResult` event, unless the peer is frozen.
+
+        ``awaited``: the caller will call :meth:`is_landing` until that returns False, or :meth:`leave`, or with
+        ``awaits_beside_steps`` call :meth:`events` before each step that it plans; a connector may then do without its
+        threads."""
+
+    def is_landing(self) -> bool:
+        """Go on with the awaited reads; return whether one is about to end, so that a caller without anything else to
+        do isn't to sleep."""
+
+    def leave(self) -> None:
+        """Await no reads any more: the caller has something to do. They end like others."""
 
     def serve(self, readers: Readers) -> None:
         """Set what peers may be doing here: their reads and connections advance accordingly."""

@@ -24,6 +24,7 @@ class InprocConnector:
     returns."""
 
     name = "inproc"
+    awaits_beside_steps = True
 
     def __init__(self, me: Party, memory: KVMemory, wake: Callable[[], None], registry: InprocRegistry) -> None:
         self._memory = memory
@@ -48,7 +49,7 @@ class InprocConnector:
     def disconnect(self, peer: Party) -> None:
         self._peers.pop(peer, None)
 
-    def read(self, command: ReadCommand) -> None:
+    def read(self, command: ReadCommand, *, awaited: bool = False) -> None:  # noqa: ARG002
         remote = self._peers.get(command.peer)
         if remote is None:
             self._emit(ReadResult(command.read_id, f"{command.peer} isn't connected"))
@@ -59,6 +60,12 @@ class InprocConnector:
                 mine.bytes[local_id].copy_(theirs.bytes[remote_id])
             generations = [int(theirs.generations[block_id]) for block_id in command.remote_blocks]
         self._emit(ReadResult(command.read_id, None, generations))
+
+    def is_landing(self) -> bool:
+        return False
+
+    def leave(self) -> None:
+        """Do nothing: no read is in flight."""
 
     def serve(self, readers: Readers) -> None:
         """Do nothing: a copy needs no help from its source."""

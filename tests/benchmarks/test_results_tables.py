@@ -124,7 +124,7 @@ def test_a_changed_file_is_noticed(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     assert results_table.main(["--check"]) == 0
     kept = read_runs()
     for each in kept:
-        if each.label == "1124T185046":
+        if each.label == "1127T032421":
             each.content["results"][0]["all"]["itl_ms"]["max"] = 5.75
     monkeypatch.setattr(results_table, "read_runs", lambda: kept)
     assert results_table.main(["--check"]) == 1
@@ -147,6 +147,17 @@ def test_stages_of_hand_overs_have_a_table_where_runs_have_them() -> None:
     assert [row[5] for row in results_sections.reads(runs).rows] == ["mapped", "mapped, one stream"]
 
 
+def test_the_newest_commits_figures_stand_beside_those_of_all_runs() -> None:
+    found = []
+    for second, (commit, ms) in enumerate((("old1", 2.0), ("new2", 1.5), ("new2", 1.6))):
+        versions = {"versions": {"commit": commit, "torch": "2.11.0"}}
+        found.append((run("handover", f"1127T00000{second}", **versions), {"ms": ms}))
+    row = results_readme.figure("a read", "idle", found, lambda some: [f"{results_readme.values(some, 'ms')} ms"])
+    assert row[:4] == ["a read", "1.50 to 1.60 ms", "1.50 to 2.00 ms", "idle"]
+    assert row[4] == "`old1`: 1127T000000; `new2`: 1127T000001, 1127T000002"
+    assert results_readme.figure("a read", "idle", [], lambda some: [str(len(some))])[1:3] == ["0", "0"]
+
+
 def started(ready: float, weights: float, place: str = "local") -> dict[str, Any]:
     stages = {"command": 0.3, "router": 2.0, "workers": ready - 0.1, "ready": ready, "first token": ready + 0.25}
     start = {**stages, "answer": ready + 0.5, "down": 1.0, "phases": {"mixed-0": {"imports": 2.0, "weights": weights}}}
@@ -163,10 +174,11 @@ def test_a_mixed_worker_s_start_on_a_gpu_has_a_row_of_starts_with_kernels_built(
         run("up", "1127T000005", options=options | {"shape": "tiny"}, results=[started(33.0, 9.0)]),
     ]
     [row] = results_readme.start_rows(runs)
-    assert row[1] == (
+    shown = (
         "ready 11.0 to 12.5 s; first token 11.2 to 12.8 s; phases of the worker: imports 2.00, weights 3.50 to 4.00 s"
     )
-    assert row[3] == "`abc1234`: 1127T000001, 1127T000002"
+    assert row[1:3] == [shown, shown]
+    assert row[4] == "`abc1234`: 1127T000001, 1127T000002"
     assert list(results_readme.start_rows(runs[2:])) == []
 
     rows = results_more.starts(runs).rows

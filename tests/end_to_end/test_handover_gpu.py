@@ -171,6 +171,50 @@ class Source:
         assert self.process.exitcode == -signal.SIGKILL
 
 
+@pytest.mark.parametrize("path", [ReadPath.MAPPED, ReadPath.KERNEL])
+def test_a_read_that_is_awaited_needs_no_thread(path: ReadPath) -> None:
+    """Twice, of runs and of single blocks; then the source is killed, and the reading thread says so."""
+    num_blocks, source = 64, Source(64)
+    layout = layout_of("llama-3.1-8b", "bfloat16", 64, 2 if path is ReadPath.KERNEL else 1)
+    memory = KVMemory(layout, num_blocks, torch.device("cuda", 1))
+    woken = threading.Event()
+    connector = NixlConnector(Party("decode-0", 5), memory, woken.set, settings=ReadSettings.of(memory.kind, path=path))
+
+    def event() -> ReadResult | PeerConnected:
+        assert woken.wait(WAIT_SECONDS)
+        woken.clear()
+        (found,) = connector.events()
+        return found
+
+    connector.connect(SOURCE, source.welcome)
+    connected = event()
+    assert isinstance(connected, PeerConnected) and connected.error is None, connected
+    blocks = [*range(16), *random.Random(3).sample(range(16, num_blocks), 16)]
+    for read_id in range(4):
+        memory.blocks.zero_()
+        torch.cuda.synchronize(1)
+        connector.read(ReadCommand(read_id, SOURCE, blocks[::-1], blocks), awaited=True)
+        while connector.is_landing():
+            pass
+        result = event()
+        assert isinstance(result, ReadResult) and result.error is None and result.path is path
+        assert list(result.generations) == [FIRST_GENERATION + block_id for block_id in blocks]
+        if read_id:  # the first one may have to wait for the kernel's compiler
+            assert result.stages.woken == 0.0, "a thread was woken"
+        heads = torch.arange(8 // layout.tensor_parallel_size, device="cuda:1")
+        content = torch.tensor(blocks, device="cuda:1")[:, None] * 7 + heads
+        expected = (content % 251).to(memory.blocks.dtype)
+        assert bool((memory.blocks[blocks[::-1]] == expected[:, None, :, None, None, None]).all())
+    source.kill()
+    connector.read(ReadCommand(9, SOURCE, blocks[::-1], blocks), awaited=True)
+    while connector.is_landing():
+        pass
+    result = event()
+    assert isinstance(result, ReadResult) and result.error is not None
+    connector.disconnect(SOURCE)
+    connector.close()
+
+
 @pytest.mark.parametrize("path", [ReadPath.DIRECT, ReadPath.MAPPED, ReadPath.KERNEL])
 def test_a_source_killed_in_the_middle_of_a_read_leaves_the_reader_alive(path: ReadPath) -> None:
     """Six times; its memory is given back, and the next source is read from as if nothing had happened. By the kernel,

@@ -9,14 +9,8 @@ import msgspec
 import pytest
 
 from splitserve.engine.steps import executor as executor_module
-from splitserve.engine.steps.executor import (
-    Executor,
-    Failures,
-    OverlappedExecutor,
-    StepExecutor,
-    StepFailure,
-    StepResult,
-)
+from splitserve.engine.steps.executor import Executor, OverlappedExecutor, StepExecutor, StepResult
+from splitserve.engine.steps.failures import Failures, StepFailure
 from splitserve.engine.steps.launch_pace import LaunchPace
 from splitserve.protocol.step import MAX_STEPS_IN_FLIGHT, SampleSpec, ScheduledChunk, StepOutput, StepPlan
 from waiting import PATIENCE_SECONDS, wait_until
@@ -366,9 +360,11 @@ class TestLateLaunch:
         pace.wait = wait
         driver.launch(5)
         clock.now = 1000.0 + wait + 0.9 * longest
+        assert not driver.executor.is_put_off
         assert driver.executor.has_room and driver.executor.put_off() and driver.executor.has_room
+        assert driver.executor.is_put_off
         clock.now = 1000.0 + wait + 1.1 * longest
-        assert not driver.executor.put_off()
+        assert not driver.executor.put_off() and not driver.executor.is_put_off
         driver.launch(6)
         driver.release(1)
         wait_until(lambda: driver.executor.result() is not None)

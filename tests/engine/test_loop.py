@@ -12,7 +12,9 @@ from running_loop import ILLEGAL, FaultyRunner, running
 from splitserve.benchmarks.engine.direct_router import DirectRouter
 from splitserve.benchmarks.engine.paced_worker import build_loop
 from splitserve.common.errors import DeviceLostError
+from splitserve.engine.effects import StartRead
 from splitserve.engine.loop import WorkerLoop
+from splitserve.protocol.handover.reads import ReadCommand
 from splitserve.protocol.messages.envelope import Body, Envelope
 from splitserve.protocol.messages.membership import Heartbeat, Leave
 from splitserve.protocol.messages.requests import FailureCode, LocalRequest, StepTokens
@@ -53,6 +55,62 @@ def test_a_launch_is_put_off_for_a_sequence_whose_kv_is_landing() -> None:
     core.is_landing, executor.has_room = False, True
     loop._launch(0.0)
     assert launched == ["a", "b"] and may_wait == []
+
+
+class Awaited:
+    """A connector with reads that take ``num_turns`` more turns of the loop."""
+
+    def __init__(self, num_turns: int, *, awaits_beside_steps: bool) -> None:
+        self.num_turns = num_turns
+        self.awaits_beside_steps = awaits_beside_steps
+        self.commands: list[bool] = []
+        self.has_left = False
+
+    def read(self, _command: object, *, awaited: bool) -> None:
+        self.commands.append(awaited)
+
+    def is_landing(self) -> bool:
+        self.num_turns -= 1
+        return self.num_turns >= 0
+
+    def leave(self) -> None:
+        self.has_left = True
+
+
+@pytest.mark.parametrize(
+    ("state", "beside", "arrives", "waits"),
+    [
+        ("idle", True, [False, False, False], [0.0, 0.0, 5.0]),
+        ("idle", True, [False, True], [0.0, 0.0]),
+        ("idle", False, [False, False, False], [0.0, 0.0, 5.0]),
+        ("put off", True, [False, False, False], [0.0, 0.0, 5.0]),
+        ("a step runs", True, [False], [5.0]),
+        ("a step runs", False, [False], [5.0]),
+    ],
+)
+def test_a_worker_without_anything_to_do_stays_awake_for_a_read_that_is_about_to_end(
+    state: str, beside: bool, arrives: list[bool], waits: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Awake beside a step it would get in the way of the threads that launch steps; there it looks at the read before
+    it plans the next one, or leaves it to the connector."""
+    slept: list[float] = []
+
+    def wait(seconds: float) -> bool:
+        slept.append(seconds)
+        return arrives.pop(0)
+
+    connector = Awaited(2, awaits_beside_steps=beside)
+    executor = SimpleNamespace(is_idle=state == "idle", is_put_off=state == "put off", is_about_to_have_room=False)
+    loop = object.__new__(WorkerLoop)
+    loop._sockets = SimpleNamespace(wait=wait)  # type: ignore[assignment]
+    loop._io = SimpleNamespace(connector=connector, executor=executor)  # type: ignore[assignment]
+    monkeypatch.setattr(loop, "_seconds_until_due", lambda: 5.0)
+    for count in (64, 65):
+        loop._perform([StartRead(ReadCommand(1, Party("prefill-0", 1), range(count), range(count)))])
+    assert connector.commands == [state == "idle" or beside, state == "idle"]
+    loop._wait()
+    assert slept == waits and arrives == []
+    assert connector.has_left == (state == "a step runs" and not beside)
 
 
 def test_heartbeats_count_what_could_not_be_delivered_and_what_was_no_message() -> None:

@@ -185,6 +185,18 @@ def test_more_pieces_and_more_copies_than_tables_hold() -> None:
     assert int(target.view(num_pieces, 16).any(dim=1).sum()) == 90
 
 
+def test_a_copy_is_ready_once_the_device_has_read_all_tables_that_it_fills(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that starts it would wait for the copy that one of them was filled for."""
+    triton_row_copy = pytest.importorskip("splitserve.kernels.triton.row_copy")
+    copier, most = (
+        triton_row_copy.RowCopier(None, triton_row_copy.Rows(1, 16, 16, 16), 16),
+        triton_row_copy._MOST_PIECES,
+    )
+    assert copier.is_ready(4 * most) and not copier.is_ready(4 * most + 1), "there are four"
+    monkeypatch.setattr(copier._tables[1], "is_read", lambda: False)
+    assert copier.is_ready(most) and not copier.is_ready(most + 1)
+
+
 def test_the_registry_knows_both() -> None:
     kernels = select_kernels(torch.device("cpu"), torch.float32)
     assert kernels.gather_kv is kv_copy.gather_kv and kernels.backends["scatter_kv"] == "reference"

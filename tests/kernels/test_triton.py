@@ -126,11 +126,13 @@ def test_rows_that_are_normalised_already_are_taken_as_they_are(dtype: torch.dty
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("tma", [False, True])
-def test_parts_of_a_product_add_up_to_the_bits_of_the_joined_one(tma: bool, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_parts_of_a_product_add_up_to_the_bits_of_the_joined_one(has_bias: bool, tma: bool, dtype: torch.dtype) -> None:
     if tma and DEVICE.type == "cuda" and torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("this GPU has no bulk copy engine")
     x, norm, weight = rand(5, 192, dtype=dtype), rand(192, dtype=dtype, seed=1), rand(48, 192, dtype=dtype, seed=2) / 8
     next_norm, residual = rand(48, dtype=dtype, seed=3), rand(5, 48, dtype=dtype, seed=4)
+    bias = rand(48, dtype=dtype, seed=5) if has_bias else None
     results = []
     for joined in (True, False):
         params = asdict(linear_launch.LinearLaunch(16, 16, 32, 3, 4, 2, 0, tma, joined))
@@ -144,7 +146,7 @@ def test_parts_of_a_product_add_up_to_the_bits_of_the_joined_one(tma: bool, dtyp
             assert [len(parts) for parts in apart] == ([1, 1] if joined else [3, 3])
             assert linear(x).shape == linear.after_norm(x, norm, 1e-5).shape == (5, 48)
             total = residual.clone()
-            normed = linear.add_to(total, x, next_norm, 1e-5)
+            normed = linear.add_to(total, x, next_norm, 1e-5, bias=bias)
             assert (normed is None) == joined
             normed = triton_ops.rms_norm(total, next_norm, 1e-5) if normed is None else normed
             results.append([*(reference.join_parts(parts, dtype) for parts in apart), total, normed])

@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from host_driver import CONTEXT, STREAM, Event, reader_of, stand_in_for_cuda
-from splitserve.kvconnector.cuda.batch_copies import CopyBatch
+from splitserve.kvconnector.cuda.batch_copies import BlockPieces, CopyBatch
 from splitserve.kvconnector.layout.memory import KVMemory
 from splitserve.kvconnector.layout.shape import Run, runs
-from splitserve.kvconnector.nixl import mapped_reads
-from splitserve.kvconnector.nixl.agent import TransferError
+from splitserve.kvconnector.mapped import reads as mapped_reads
+from splitserve.kvconnector.mapped.reads import MappedRead
 from splitserve.kvconnector.nixl.connector import NixlConnector, _Peer
-from splitserve.kvconnector.nixl.mapped_reads import MappedRead
+from splitserve.kvconnector.transfer.errors import TransferError
 from splitserve.kvconnector.transfer.read_choice import ReadShape
 from splitserve.kvconnector.transfer.read_cost import CopyCost, LinkCost, ReadCost
 from splitserve.kvconnector.transfer.read_settings import ReadSettings
@@ -100,7 +100,11 @@ def test_rows_are_copied_on_several_streams(prefill: int, decode: int, monkeypat
         queued.setdefault(stream, []).extend(target for copies in batches for target in copies.targets)
         return 0
 
+    def start_blocks(pieces: BlockPieces, found: Sequence[Run], stream: int) -> int:
+        return start([pieces.of(found)], stream)
+
     monkeypatch.setattr(reader._copier, "start", start)
+    monkeypatch.setattr(reader._copier, "start_blocks", start_blocks)
     local = range(2 * NUM_BLOCKS - 2, -1, -2)
     found = [(block // 2, block // 2, 1) for block in local]
     assert reader.start(found, NUM_BLOCKS, ReadPath.MAPPED, 100.0) is not None
@@ -130,7 +134,7 @@ def test_the_thread_that_commands_a_read_launches_the_kernel(monkeypatch: pytest
     reader.read([0], [0], ReadPath.KERNEL)
     (copier,) = reader._row_copiers.values()
     with monkeypatch.context() as patch:
-        patch.setattr(copier, "is_ready", lambda: False)
+        patch.setattr(copier, "is_ready", lambda num_pieces: num_pieces != 4 * 2)
         assert reader.start(found, 4, ReadPath.KERNEL, 100.0) is None, "the device has no room"
         patch.undo()
         patch.setattr(copier, "start", Mock(side_effect=RuntimeError("no")))
@@ -153,7 +157,9 @@ def test_first_copies_that_cuda_refuses_are_left_to_the_read(monkeypatch: pytest
     stand_in_for_cuda(monkeypatch)
     memory = KVMemory(layout(1), NUM_BLOCKS)
     reader = reader_of(memory, [memory])
-    monkeypatch.setattr(reader._copier, "start", lambda _copies, _stream: 700)
+    monkeypatch.setattr(reader._copier, "start_blocks", lambda _pieces, _found, _stream: 700)
+    monkeypatch.setattr(reader._copier, "start_one", lambda *_arguments: 700)
+    assert reader.begin([1], [2]) == 0
     assert reader.start([(1, 2, 1)], 1, ReadPath.MAPPED, 100.0) is None
     with pytest.raises(TransferError, match="700"):
         reader.read([1], [2])
@@ -220,6 +226,23 @@ def test_a_link_that_was_measured_too_slow_is_known_after_two_reads(monkeypatch:
 
 
 @INTERPRETED
+def test_a_read_that_is_looked_at_early_says_nothing_about_its_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only one that is in flight when it is due shows that the link isn't faster than it was measured."""
+    stand_in_for_cuda(monkeypatch)
+    clock, event = SimpleNamespace(now=100.0), SimpleNamespace(record=lambda _stream: None, query=lambda: False)
+    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
+    monkeypatch.setattr(mapped_reads.time, "monotonic", lambda: clock.now)
+    memory = KVMemory(layout(1), NUM_BLOCKS)
+    reader = reader_of(memory, [memory])
+    reader.expect(ReadCost(POSTED, COPY, None, LinkCost(0.0, 0.0, memory.block_bytes / 0.001)))
+    read = reader.start([(1, 2, 1)], 1, ReadPath.MAPPED, clock.now, whole=True)
+    assert read is not None and read.due_at == pytest.approx(100.0005)
+    assert not read.has_ended() and not reader.paths_known
+    clock.now = 100.0006
+    assert not read.has_ended() and reader.paths_known == {ReadPath.MAPPED}
+
+
+@INTERPRETED
 def test_events_are_used_again_once_they_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in_for_cuda(monkeypatch)
     made: list[object] = []
@@ -246,13 +269,16 @@ def test_a_read_through_a_mapping_begins_where_it_is_commanded() -> None:
     begun: list[tuple[list[Run], int, ReadPath]] = []
     first = object()
 
-    def start(found: Iterable[Run], num_blocks: int, path: ReadPath, _started: float) -> object:
-        assert submitted == []
+    def start(
+        found: Iterable[Run], num_blocks: int, path: ReadPath, _started: float, *, whole: bool, num_queued: int
+    ) -> object:
+        assert submitted == [] and not whole and num_queued == 0
         begun.append((list(found), num_blocks, path))
         return first
 
     connector = object.__new__(NixlConnector)
     connector._settings, connector._lock, connector._split_reads = ReadSettings.of(MemoryKind.VRAM), Lock(), {}
+    connector._checks_digests = False
     connector._memory = SimpleNamespace(groups=[SimpleNamespace(block_bytes=4 * MIB)])  # type: ignore[assignment]
     thread = SimpleNamespace(read=lambda *_arguments: None, submit=submitted.append)
     connector._threads, connector._peers = [thread], {PEER: peer}  # type: ignore[list-item]

@@ -7,6 +7,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from threading import Lock
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,11 +18,11 @@ from host_driver import STREAM, Event, HostDriver, reader_of, stand_in_for_cuda
 from splitserve.kvconnector.cuda.batch_copies import BatchCopier, CopyBatch
 from splitserve.kvconnector.layout.memory import KVMemory
 from splitserve.kvconnector.layout.shape import runs
-from splitserve.kvconnector.nixl import mapped_reads
-from splitserve.kvconnector.nixl.agent import TransferError
+from splitserve.kvconnector.mapped import reads as mapped_reads
+from splitserve.kvconnector.mapped.pieces import Blocks, growing_parts, span_pieces
 from splitserve.kvconnector.nixl.connector import NixlConnector, _Peer
 from splitserve.kvconnector.nixl.link import LinkProbe
-from splitserve.kvconnector.nixl.mapped_reads import Blocks, growing_parts, span_pieces
+from splitserve.kvconnector.transfer.errors import TransferError
 from splitserve.kvconnector.transfer.read_choice import ReadShape, choose_path, path_seconds
 from splitserve.kvconnector.transfer.read_cost import CopyCost, LinkCost, ReadCost, fit_blocks
 from splitserve.kvconnector.transfer.read_settings import ReadSettings
@@ -287,13 +288,23 @@ def test_adjacent_blocks_are_left_to_copy_engines() -> None:
 def test_threads_share_what_is_posted_but_not_what_is_copied_through_a_mapping(*, is_whole: bool) -> None:
     peer, read = _Peer(1, 1), read_of(range(63, -1, -1))
     connector = object.__new__(NixlConnector)
-    connector._settings = ReadSettings.of(MemoryKind.VRAM)
-    connector._threads = [object(), object()]  # type: ignore[list-item]
+    connector._settings, connector._lock, connector._split_reads = ReadSettings.of(MemoryKind.VRAM), Lock(), {}
+    given: list[tuple[Sequence[int], ReadPath]] = []
+
+    def read_part(part: ReadCommand, path: ReadPath, _first: None) -> None:
+        given.append((part.remote_blocks, path))
+
+    thread = SimpleNamespace(read=read_part, submit=lambda command: command())
+    connector._threads = [thread, thread]  # type: ignore[list-item]
     connector._memory = SimpleNamespace(groups=[SimpleNamespace(block_bytes=4 * MIB)])  # type: ignore[assignment]
     halves = [range(63, 31, -1), range(31, -1, -1)]
 
     def blocks(known: _Peer | None) -> list[tuple[Sequence[int], ReadPath]]:
-        return [(part.remote_blocks, path) for part, path in connector._reads(read, known, 64)]
+        connector._peers = {} if known is None else {PEER: known}
+        connector.read(read)
+        found = list(given)
+        given.clear()
+        return found
 
     assert blocks(None) == blocks(peer) == [(half, ReadPath.DIRECT) for half in halves]
     peer.learn(shape(is_whole=is_whole, is_mapped=True), ReadCost(POSTED, COPY, None, MAPPED))

@@ -94,8 +94,10 @@ class Reader:
         assert isinstance(event, PeerConnected)
         return event
 
-    def read(self, local: list[int], remote: list[int]) -> ReadResult:
-        self.worker.connector.read(ReadCommand(1, SOURCE, local, remote))
+    def read(self, local: list[int], remote: list[int], *, awaited: bool = False) -> ReadResult:
+        self.worker.connector.read(ReadCommand(1, SOURCE, local, remote), awaited=awaited)
+        while awaited and self.worker.connector.is_landing():
+            time.sleep(0.0001)
         event = self.event()
         assert isinstance(event, ReadResult)
         return event
@@ -163,7 +165,7 @@ def test_every_head_arrives(
     assert reader.connect(sources.welcome(num_heads, prefill)).error is None
     local, remote = [3, 4, 5, 20, 1, 39, 38, *range(6, 18)], [8, 9, 10, 0, 39, 2, 1, *range(11, 23)]
     for count in (4, len(local)):  # few are put together at once
-        result = reader.read(local[:count], remote[:count])
+        result = reader.read(local[:count], remote[:count], awaited=count > 4)
         assert result.error is None
         assert list(result.generations) == [FIRST_GENERATION + block_id for block_id in remote[:count]]
         assert result.path is path

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,10 +20,10 @@ from nixl_source import FIRST_GENERATION, SOURCE, make_memory
 from splitserve.kvconnector.blocks.digest import no_digests
 from splitserve.kvconnector.layout import shared_table
 from splitserve.kvconnector.layout.shared_table import OwnTable, open_table
-from splitserve.kvconnector.nixl.agent import TransferError
 from splitserve.kvconnector.nixl.generation_reads import READS_AT_ONCE, GenerationReads
 from splitserve.kvconnector.nixl.peer_access import LocalSide, PeerAccess
 from splitserve.kvconnector.nixl.reader import PeerReader
+from splitserve.kvconnector.transfer.errors import TransferError
 from splitserve.kvconnector.transfer.read_settings import ReadSettings
 from splitserve.protocol.handover.reads import ReadCommand, ReadPath, ReadResult
 from splitserve.protocol.memory_records import HostTierMemory, MemoryKind, MemoryRegion, RankMemory, SharedTable
@@ -69,6 +70,43 @@ def test_another_process_reads_the_numbers_as_they_are_now(owner: subprocess.Pop
     owner.wait()
     assert table.numbers[COUNT - 1] == 42 and not table.is_current
     table.close()
+
+
+def test_two_threads_may_ask_at_once_whether_the_owner_lives() -> None:
+    """Those that wait for different reads of one peer."""
+    own = OwnTable(COUNT)
+    record = own.record()
+    assert record is not None
+    table = open_table(record, COUNT)
+    assert table is not None
+    answers: list[bool] = []
+
+    def ask() -> None:
+        for _ in range(2000):
+            answers.append(table.is_current)
+
+    other = threading.Thread(target=ask)
+    other.start()
+    ask()
+    other.join()
+    assert answers == [True] * 4000
+    table.close()
+
+
+def test_a_closed_table_is_not_current_though_its_descriptor_is_in_use_again() -> None:
+    own = OwnTable(COUNT)
+    record = own.record()
+    assert record is not None
+    table = open_table(record, COUNT)
+    assert table is not None
+    table.close()
+    living = os.pidfd_open(os.getpid())
+    again = living if living == table._owner else os.dup2(living, table._owner)
+    try:
+        assert not table.is_current
+    finally:
+        for descriptor in {living, again}:
+            os.close(descriptor)
 
 
 def open_descriptors() -> int:

@@ -24,7 +24,7 @@ LONG_SECONDS = 600.0
 
 
 class LateConnector(NixlConnector):
-    def read(self, command: ReadCommand) -> None:
+    def read(self, command: ReadCommand, *, awaited: bool = False) -> None:
         timer = threading.Timer(random.random(), super().read, (command,))
         timer.daemon = True
         timer.start()
@@ -38,7 +38,7 @@ class HoldingConnector(NixlConnector):
         self._lock = threading.Lock()
         threading.Thread(target=self._wait_for_gate, daemon=True).start()
 
-    def read(self, command: ReadCommand) -> None:
+    def read(self, command: ReadCommand, *, awaited: bool = False) -> None:
         with self._lock:
             if self._held is not None:
                 self._held.append(command)

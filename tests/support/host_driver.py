@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from splitserve.kvconnector.layout.memory import KVMemory
-from splitserve.kvconnector.nixl import mapped_reads
-from splitserve.kvconnector.nixl.mapped_reads import MappedReader
+from splitserve.kvconnector.mapped import reads as mapped_reads
+from splitserve.kvconnector.mapped.reads import MappedReader
 
 POINTER, SIZE, SIZES = ctypes.c_void_p, ctypes.c_size_t, ctypes.POINTER(ctypes.c_size_t)
 

@@ -156,7 +156,8 @@ def other_kernels(dtype: torch.dtype) -> None:
         for add in (all_reduce.one_shot_add, all_reduce.flagless_add, all_reduce.two_shot_add):
             add(memory, residual, parts)
             add(memory, residual, parts, norm=norm, eps=1e-5)
-    operations.add_parts(residual, torch.empty((4, 3, 512)), norm, 1e-5)
+    for bias in (None, norm):
+        operations.add_parts(residual, torch.empty((4, 3, 512)), norm, 1e-5, bias)
     all_gather.gather_columns(memory, torch.zeros(capacity, dtype=torch.uint8), residual)
     copier = RowCopier(None, Rows(4, 32768, 65536, 32768), 16)
     copier.start([0], [0])

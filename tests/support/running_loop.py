@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from splitserve.benchmarks.engine.direct_router import DirectRouter
 from splitserve.benchmarks.engine.paced_runner import PacedRunner
 from splitserve.benchmarks.engine.paced_worker import build_loop
-from splitserve.engine.steps.executor import always_works
+from splitserve.engine.steps.failures import always_works
 from splitserve.protocol.messages.membership import Heartbeat, WorkerLoad
 from splitserve.protocol.messages.requests import LocalRequest, RequestFailed, StepTokens
 from splitserve.protocol.placement.step_model import StepModel

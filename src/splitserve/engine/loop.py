@@ -27,12 +27,14 @@ from splitserve.engine.io.sleepy_cores import Cores, SleepyCores
 from splitserve.engine.io.sockets import WorkerSockets
 from splitserve.engine.io.waker import Waker
 from splitserve.engine.profiling.step_profiler import NoProfiler, Profiler
-from splitserve.engine.steps.executor import Executor, StepFailure
+from splitserve.engine.steps.executor import Executor
+from splitserve.engine.steps.failures import StepFailure
 from splitserve.engine.steps.step_fit import StepFit
 from splitserve.engine.steps.step_times import StepTimes
 from splitserve.kvconnector.tiers.copies import TierCopier
 from splitserve.kvconnector.transfer.connector import KVConnector
 from splitserve.protocol.config import WorkerConfig
+from splitserve.protocol.handover.reads import ReadCommand
 from splitserve.protocol.messages.envelope import Body
 from splitserve.protocol.messages.operators import BeginDrain
 from splitserve.protocol.messages.requests import ClockReading, Profile, Profiled, ReadClock
@@ -42,6 +44,7 @@ from splitserve.protocol.request import Party
 logger = logging.getLogger(__name__)
 
 STOP_SECONDS = 1.0
+MOST_BLOCKS_BESIDE_STEPS = 64
 UNKNOWN_STEPS = StepModel()
 
 
@@ -139,7 +142,7 @@ class WorkerLoop:
 
     def run_once(self) -> None:
         """One round: wait for something to do, then do all of it."""
-        self._sockets.wait(0.0 if self._io.executor.is_about_to_have_room else self._seconds_until_due())
+        self._wait()
         self._io.waker.drain()
         now = time.monotonic()
         if self._drain_requested and not self._drain.has_begun:
@@ -174,6 +177,18 @@ class WorkerLoop:
         self._report_profile()
         self._membership.keep(self._core, self._step_fit, now)
         self._end_drain(now)
+
+    def _wait(self) -> None:
+        """Sleep until there is something to do. Stay awake for reads that are about to end if the device is idle or the
+        launch of a step is put off for them."""
+        executor, connector = self._io.executor, self._io.connector
+        if executor.is_idle or executor.is_put_off:
+            while connector.is_landing():
+                if self._sockets.wait(0.0):
+                    return
+        elif not connector.awaits_beside_steps:
+            connector.leave()
+        self._sockets.wait(0.0 if executor.is_about_to_have_room else self._seconds_until_due())
 
     def _on_dismissal(self) -> None:
         """Drain, as an operator asked. A second request has no effect."""
@@ -264,7 +279,7 @@ class WorkerLoop:
                     self._sockets.send(to, body)
                     self._request_log.note_sent(body)
                 case StartRead(command):
-                    self._io.connector.read(command)
+                    self._io.connector.read(command, awaited=self._awaits(command))
                 case StartCopy(copy):
                     self._io.copies.start(copy)
                 case Serve(readers):
@@ -279,6 +294,13 @@ class WorkerLoop:
                     self._io.connector.disconnect(peer)
                 case Incident(description):
                     logger.error("%s", description)
+
+    def _awaits(self, command: ReadCommand) -> bool:
+        """Return whether this thread is to wait for a read. Beside steps it looks at reads before it plans the next
+        one, and queues the copies of a few blocks only: more would delay that."""
+        if self._io.executor.is_idle:
+            return True
+        return self._io.connector.awaits_beside_steps and len(command.local_blocks) <= MOST_BLOCKS_BESIDE_STEPS
 
     def _seconds_until_due(self) -> float:
         due_at = min(

@@ -12,10 +12,11 @@ from splitserve.benchmarks.goodput.arms import Arm, check_equal_devices, default
 from splitserve.benchmarks.goodput.comparison import PROPOSED_STEP, Comparison
 from splitserve.benchmarks.goodput.estimate import Probe, block_indices, goodput_of, interval, resampled_goodputs
 from splitserve.benchmarks.goodput.objectives import MAX_PRESSURE, Objectives, Outcome, percentile
-from splitserve.benchmarks.goodput.probe import ProbeResult
-from splitserve.benchmarks.goodput.search import Search
+from splitserve.benchmarks.goodput.probe import ProbeResult, Setup
+from splitserve.benchmarks.goodput.search import Search, Sweep
 from splitserve.benchmarks.goodput.verdict import crossing, judge, losing_region, sentence
 from splitserve.common.errors import ConfigError
+from splitserve.workloads.named import parse_workload
 
 OBJECTIVES = Objectives(ttft_ms=100.0, itl_ms=20.0, percentile=90.0)
 
@@ -180,6 +181,20 @@ def probe_result(arm: str, rate: float, seed: int) -> ProbeResult:
     return ProbeResult(
         arm=arm, rate=rate, seed=seed, offered_rate=rate, seconds=1.0, ttft_ms=[1.0] * 20, gaps_ms=gaps, figures={}
     )
+
+
+def test_a_sweep_probes_the_same_rates_whatever_is_found() -> None:
+    sweep, probed = Sweep([2.0, 4.0, 8.0], num_repeats=2), []
+    assert (sweep.first_rate, sweep.max_probes) == (2.0, 6)
+    while (rate := sweep.next_rate()) is not None:
+        probed.append(rate)
+        sweep.note(rate, 9.0 if rate > 3 else 0.1)
+    assert probed == [2.0, 4.0, 8.0] * 2 and sweep.num_probes == 6
+
+
+def test_a_probe_has_as_many_requests_as_it_takes_to_last() -> None:
+    setup = Setup(parse_workload("64/8", 0), OBJECTIVES, num_requests=300, vocab_size=256, min_seconds=10.0)
+    assert [setup.num_requests_at(rate) for rate in (1.0, 30.0, 30.01, 100.0)] == [300, 300, 301, 1000]
 
 
 def test_arms_take_turns_and_a_run_resumes() -> None:

@@ -74,6 +74,14 @@ def test_a_dry_run_measures_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     assert "1P1D:cost: 1P1D, conditional" in shown and "p99 of TTFT at most 500 ms and of ITL at most 15 ms" in shown
 
 
+def test_a_dry_run_of_a_sweep_counts_its_rates(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each of them once, though it may be named twice; none is left out, as in a search."""
+    rates = ["--rates", "3", "1", "2", "1.0"]
+    assert main(["--suite", "smoke", *rates, "--num-repeats", "2", "--min-seconds", "5", "--dry-run"]) == 0
+    shown = capsys.readouterr().out
+    assert "\n12 probes, about 9 minutes\n" in shown and "20 requests a probe, for 5 s at least" in shown
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

@@ -74,9 +74,10 @@ class WorkerSockets:
         self._poller.register(publisher, zmq.POLLIN)
         return publisher, endpoint
 
-    def wait(self, timeout_seconds: float) -> None:
-        """Sleep until something can be received, or the time is up."""
+    def wait(self, timeout_seconds: float) -> bool:
+        """Sleep until something can be received, or the time is up; return whether something can be."""
         self._readable = {socket for socket, _ in self._poller.poll(math.ceil(max(0.0, timeout_seconds) * 1000))}
+        return bool(self._readable)
 
     def receive(self) -> Iterator[Envelope]:
         """Yield the messages of routers and peers that had arrived by the last :meth:`wait`. Their number is bounded,

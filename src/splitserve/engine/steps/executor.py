@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+from splitserve.engine.steps.failures import Failures, StepFailure, always_works
 from splitserve.engine.steps.launch_pace import LaunchPace
 from splitserve.kvconnector.transfer.owner_thread import wait_precisely
 from splitserve.protocol.step import MAX_STEPS_IN_FLIGHT, LaunchedStep, LaunchingRunner, StepOutput, StepPlan
@@ -27,25 +28,6 @@ class Runner(Protocol):
     """The part of a model runner that the executor uses."""
 
     def run(self, plan: StepPlan) -> StepOutput: ...
-
-
-@dataclass(frozen=True, slots=True)
-class StepFailure:
-    """Step number ``step`` ended with ``error``. ``cause``, if any, is the failure of an earlier step that led to it.
-
-    ``device_lost``: no step can run in this process any more.
-    """
-
-    step: int
-    error: Exception
-    cause: "StepFailure | None" = None
-    device_lost: bool = False
-
-    def __str__(self) -> str:
-        """Return the message for the clients of the step: a later step's error only refers to the earlier failure."""
-        if self.cause is not None:
-            return f"failed because of step {self.cause.step}: {self.cause}"
-        return f"{type(self.error).__name__}: {self.error}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +54,14 @@ class Executor(Protocol):
     def has_room(self) -> bool: ...
 
     @property
+    def is_idle(self) -> bool:
+        """Return whether no step is in flight."""
+
+    @property
+    def is_put_off(self) -> bool:
+        """Return whether a launch for which there is room is put off now."""
+
+    @property
     def is_about_to_have_room(self) -> bool:
         """Return whether a step can be launched so soon that the loop isn't to sleep until then."""
 
@@ -87,38 +77,6 @@ class Executor(Protocol):
         """Run ``function``, which must not raise, on the thread that launches steps, after those launched so far."""
 
     def close(self, timeout_seconds: float) -> None: ...
-
-
-def always_works() -> None:
-    """The check of a device that is never lost, like a CPU."""
-
-
-class Failures:
-    """The distinction between a step's own failure and the consequence of an earlier step's failure.
-
-    A step that is launched before an earlier one's failure is known depends on the failed step: on tokens that were
-    never drawn, on a device that reports an error late. ``check_device`` raises if the device can't run another step:
-    then only a new process helps.
-    """
-
-    def __init__(self, check_device: Callable[[], None] = always_works) -> None:
-        self._check_device = check_device
-        self._root: StepFailure | None = None
-
-    def failure(self, step: int, error: Exception) -> StepFailure:
-        """Return the failure of a step, with its cause if an earlier step caused it. Report steps in their order."""
-        root = self._root
-        if root is not None and (root.device_lost or step - root.step < MAX_STEPS_IN_FLIGHT):
-            return StepFailure(step, error, cause=root, device_lost=root.device_lost)
-        self._root = StepFailure(step, error, device_lost=not self._device_works())
-        return self._root
-
-    def _device_works(self) -> bool:
-        try:
-            self._check_device()
-        except Exception:  # its kind doesn't matter: the step's own error is more precise
-            return False
-        return True
 
 
 class StepExecutor:
@@ -144,6 +102,16 @@ class StepExecutor:
     def has_room(self) -> bool:
         """Return whether :meth:`launch` may be called."""
         return not self.is_busy
+
+    @property
+    def is_idle(self) -> bool:
+        """See :class:`Executor`."""
+        return not self.is_busy
+
+    @property
+    def is_put_off(self) -> bool:
+        """See :class:`Executor`: no launch is."""
+        return False
 
     @property
     def is_about_to_have_room(self) -> bool:
@@ -278,6 +246,16 @@ class OverlappedExecutor:
         if not 0 < num_in_flight < MAX_STEPS_IN_FLIGHT:
             return num_in_flight == 0
         return time.monotonic() >= self._room_at
+
+    @property
+    def is_idle(self) -> bool:
+        """See :class:`Executor`."""
+        return not self._in_flight
+
+    @property
+    def is_put_off(self) -> bool:
+        """See :class:`Executor`."""
+        return self._was_put_off and time.monotonic() < self._latest_at
 
     @property
     def is_about_to_have_room(self) -> bool:

@@ -5,14 +5,13 @@ that the two sides split differently are rows, one per layer. Copy engines are s
 instead.
 """
 
-import contextlib
 import ctypes
 import itertools
 import logging
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -20,7 +19,8 @@ from splitserve.kvconnector.cuda.batch_copies import BatchCopier, BlockPieces, C
 from splitserve.kvconnector.cuda.memory import CurrentContext, PeerMapping
 from splitserve.kvconnector.layout.memory import KVMemory
 from splitserve.kvconnector.layout.shape import Run, runs
-from splitserve.kvconnector.nixl.agent import TransferError
+from splitserve.kvconnector.mapped.pieces import Blocks, by_shape, growing_parts, launches, span_pieces
+from splitserve.kvconnector.transfer.errors import TransferError
 from splitserve.kvconnector.transfer.read_cost import ReadCost
 from splitserve.protocol.cache_layout import BlockLayout, HeadSpan
 from splitserve.protocol.handover.reads import ReadPath
@@ -37,75 +37,20 @@ _PERHAPS_BUSY = 0.5
 _WAKE_UP_SECONDS = 0.0003
 """Time by which a sleeping thread may wake up too late: it wakes up so much earlier, and waits awake. Of several ranks
 that read at once, the last one counts."""
-_FIRST_RUNS = 4
-_GROWTH = 4
-"""Growth of the parts of a read: while some runs of blocks are in flight, copies of this many times as many are built
-and queued."""
 _NUM_FIRST_PARTS = 2
 """Parts that the commanding thread queues: they take longer than the other thread's wake-up and its own first part."""
+_NUM_QUICK_RUNS = 4
+"""Runs of whole blocks that are queued before all else: they are in flight for longer than all else takes."""
+_NUM_QUICK_RUNS_OF_ROWS = 12
+"""The same where both sides split the heads differently: the kernel's launch takes longer."""
 _MOST_FIRST_PIECES = 256
 """Pieces of blocks for which the commanding thread launches the kernel; addresses of more take it too long."""
-
-
-class Blocks(NamedTuple):
-    """Blocks of a rank: their ``layout`` and the ``address`` of the first."""
-
-    layout: BlockLayout
-    address: int
-
-
-def span_pieces(ours: Blocks, theirs: Blocks, span: HeadSpan) -> BlockPieces:
-    """Return ``span``'s heads as pieces of blocks, a row per layer. Blocks of both sides have equally many tokens."""
-    target = ours.layout.rows(span.local_head, span.num_heads, span.field)
-    source = theirs.layout.rows(span.source_head, span.num_heads, span.field)
-    target_bytes, source_bytes = ours.layout.block_bytes, theirs.layout.block_bytes
-    assert (target.count, target.width) == (source.count, source.width), "blocks of different sizes"
-    assert target.count * target.pitch == target_bytes, "rows that don't lie evenly over the block"
-    return BlockPieces(
-        ours.address + target.offset,
-        theirs.address + source.offset,
-        target_bytes,
-        source_bytes,
-        target.count,
-        target.width,
-    )
-
-
-class Launch(NamedTuple):
-    """Launch of the kernel that copies rows: addresses of pieces, and the ``key`` of their shape: number of rows, their
-    width, their pitches (local, remote), their alignment."""
-
-    key: tuple[int, int, int, int, int]
-    targets: Sequence[int]
-    sources: Sequence[int]
-
-
-def launches(spans: Sequence[BlockPieces], found: Iterable[Run]) -> Iterator[Launch]:
-    """Yield a launch for each shape of pieces; nearly always all spans have one shape."""
-    found = list(found)
-    local = [first + index for first, _, count in found for index in range(count)]
-    remote = [first + index for _, first, count in found for index in range(count)]
-    for rows, alike in itertools.groupby(spans, lambda span: (span.rows, span.width, *span.pitches)):
-        targets, sources, address_bits = [], [], 0
-        for target, source, target_bytes, source_bytes, *_ in alike:
-            targets += [target + block * target_bytes for block in local]
-            sources += [source + block * source_bytes for block in remote]
-            address_bits |= target | source | target_bytes | source_bytes
-        yield Launch((*rows, min(address_bits & -address_bits, 16)), targets, sources)
-
-
-def growing_parts(found: Iterable[Run]) -> Iterator[list[Run]]:
-    """Split runs of blocks into parts, as they are asked for: a few that are soon in flight, then ever larger ones."""
-    left, size = iter(found), _FIRST_RUNS
-    while part := list(itertools.islice(left, size)):
-        yield part
-        size *= _GROWTH
 
 
 class MappedRead:
     """A read by ``path`` since ``started`` of ``num_blocks`` blocks in runs ``found``: queued in parts, the first of
     them by the thread that commands it while the owner of the peer's reader wakes up. Once all are queued, it is the
-    copies' end to wait for."""
+    copies' end to wait for: by one thread at a time."""
 
     def __init__(
         self, reader: "MappedReader", found: Iterable[Run], num_blocks: int, path: ReadPath, started: float
@@ -139,16 +84,29 @@ class MappedRead:
             if not end.query():  # type: ignore[no-untyped-call]
                 self._reader.paths_known.add(self.path)
                 end.synchronize()
+        self._note_end()
+        return True
+
+    def has_ended(self) -> bool:
+        """Return whether the copies have ended; wait for nothing."""
+        if not all(end.query() for end in self._ends):  # type: ignore[no-untyped-call]
+            if time.monotonic() >= self.due_at:
+                self._reader.paths_known.add(self.path)
+            return False
+        self._note_end()
+        return True
+
+    def _note_end(self) -> None:
         if self._ends:
             self._reader.learn(self.path, self._num_bytes, time.monotonic() - self.started)
             self._reader.unused_events += self._ends
             self._ends = []
-        return True
 
 
 class MappedReader:
     """Reader of one peer whose ranks' blocks are mapped: ``mappings`` by rank. It has streams of its own. Used by one
-    thread, in whose current context the mappings are; only :meth:`start` may be called from another one."""
+    thread, in whose current context the mappings are. Another one may call :meth:`has_blocks`, :meth:`begin` and
+    :meth:`start`, and wait for the read that :meth:`start` returns, until it passes that to the first one."""
 
     def __init__(
         self,
@@ -166,8 +124,11 @@ class MappedReader:
         self._probed_address = mappings[spans[0].rank].address
         ours = Blocks(memory.layout.block_layout, self._address)
         self._spans = [span_pieces(ours, Blocks(theirs, mappings[span.rank].address), span) for span in spans]
+        self._shapes = by_shape(self._spans)
+        is_flat = all(span.is_flat for span in self._spans)
+        self._is_whole = is_flat and len(self._spans) == 1  # blocks of one rank, copied as they are
         # The driver overlaps copies without gaps itself; those of rows, of one stream, it makes one after the other.
-        num_streams = 1 if all(span.is_flat for span in self._spans) else num_streams
+        num_streams = 1 if is_flat else num_streams
         self.streams = [torch.cuda.Stream(memory.device) for _ in range(num_streams)]  # type: ignore[no-untyped-call]
         self.bytes_per_second = {ReadPath.MAPPED: float("inf"), ReadPath.KERNEL: float("inf")}
         """Speed of this link, by path, once it is measured."""
@@ -205,16 +166,64 @@ class MappedReader:
         """Return whether these are blocks of the peer's device, none a slot of its host tier."""
         return max(remote, default=0) < self._num_peer_blocks
 
-    def start(self, found: Iterable[Run], num_blocks: int, path: ReadPath, started: float) -> MappedRead | None:
-        """Queue the first copies of a read, for :meth:`read` to go on with; waits for nothing. None if the reader is
-        closed or busy, if a kernel isn't ready to be launched, or if CUDA refuses, which :meth:`read` will report.
+    def begin(self, local: Sequence[int], remote: Sequence[int]) -> int:
+        """Queue copies of the first runs of blocks by copy engines, for :meth:`start` to go on with; return the number
+        of blocks. Where the caches are cold, all else takes longer than these are in flight."""
+        if not self._lock.acquire(blocking=False):
+            return 0
+        try:
+            if self._is_closed:
+                return 0
+            self._context.enter()
+            return self._begin_blocks(local, remote) if self._is_whole else self._begin_rows(local, remote)
+        finally:
+            self._lock.release()
 
-        ``found``: runs of ``num_blocks`` blocks of the peer's device; those of copy engines may be found while the
-        first ones are in flight."""
+    def _begin_blocks(self, local: Sequence[int], remote: Sequence[int]) -> int:
+        num_blocks = 0
+        target, source, size = self._spans[0][:3]
+        for into, out_of, count in itertools.islice(runs(local, remote), _NUM_QUICK_RUNS):
+            if out_of + count > self._num_peer_blocks:
+                break
+            if self._copier.start_one(target + into * size, source + out_of * size, count * size, self._first):
+                break  # it is reported when the same is tried again
+            num_blocks += count
+        return num_blocks
+
+    def _begin_rows(self, local: Sequence[int], remote: Sequence[int]) -> int:
+        """Begin on the last stream, beside which a kernel on the first one copies the other runs, if there are any."""
+        found = list(itertools.islice(runs(local, remote), _NUM_QUICK_RUNS_OF_ROWS))
+        num_blocks = sum(count for _, _, count in found)
+        if not self.has_blocks(remote[:num_blocks]):
+            return 0
+        if num_blocks == len(local):
+            status = self._queue_rows(self._spans, found)
+        else:
+            status = self._copier.start([span.of(found) for span in self._spans], self.streams[-1].cuda_stream)
+        return 0 if status else num_blocks
+
+    def start(
+        self,
+        found: Iterable[Run],
+        num_blocks: int,
+        path: ReadPath,
+        started: float,
+        *,
+        whole: bool = False,
+        num_queued: int = 0,
+    ) -> MappedRead | None:
+        """Queue the first copies of a read, or all of them if ``whole``, for :meth:`read` to go on with; waits for
+        nothing. None if the reader is closed or busy, if a kernel isn't ready to be launched, or if CUDA refuses, which
+        :meth:`read` will report.
+
+        ``found``: runs of ``num_blocks`` blocks of the peer's device, but for ``num_queued`` that have begun; those of
+        copy engines may be found while the first ones are in flight."""
         if not self._lock.acquire(blocking=False):
             return None
         try:
-            return None if self._is_closed else self._start(MappedRead(self, found, num_blocks, path, started))
+            read = MappedRead(self, found, num_blocks, path, started)
+            read.num_queued = num_queued
+            return None if self._is_closed else self._start(read, whole=whole)
         finally:
             self._lock.release()
 
@@ -277,11 +286,12 @@ class MappedReader:
     def _new_read(self, local: Sequence[int], remote: Sequence[int], path: ReadPath) -> MappedRead:
         return MappedRead(self, list(runs(local, remote)), len(remote), path, time.monotonic())
 
-    def _start(self, read: MappedRead) -> MappedRead | None:
+    def _start(self, read: MappedRead, *, whole: bool) -> MappedRead | None:
         self._context.enter()
         if read.path is ReadPath.KERNEL:
-            return read if self._launch_if_ready(read) else None
-        for part in itertools.islice(read.parts, _NUM_FIRST_PARTS):
+            has_time = whole or read.num_blocks * len(self._spans) <= _MOST_FIRST_PIECES
+            return read if has_time and self._launch_if_ready(read) else None
+        for part in read.parts if whole else itertools.islice(read.parts, _NUM_FIRST_PARTS):
             if self._queue(self._spans, read, part) != 0:
                 return None
         if read.num_queued == read.num_blocks:
@@ -305,6 +315,15 @@ class MappedReader:
     def _queue(self, spans: Sequence[BlockPieces], read: MappedRead, found: Sequence[Run]) -> int:
         """Queue copies of some runs by copy engines, evenly over the streams: spans, which are of different ranks, or
         the runs of the only one. Return CUDA's status."""
+        if self._is_whole:
+            status = self._copier.start_blocks(spans[0], found, self._first)
+        else:
+            status = self._queue_rows(spans, found)
+        if status == 0:
+            read.num_queued += sum(count for _, _, count in found)
+        return status
+
+    def _queue_rows(self, spans: Sequence[BlockPieces], found: Sequence[Run]) -> int:
         step = len(self.streams)
         for number, stream in enumerate(self.streams):
             if len(spans) > 1:
@@ -314,7 +333,6 @@ class MappedReader:
             status = self._copier.start(copies, stream.cuda_stream)
             if status != 0:
                 return status
-        read.num_queued += sum(count for _, _, count in found)
         return 0
 
     def _check(self, status: int) -> None:
@@ -323,23 +341,23 @@ class MappedReader:
             raise TransferError(f"CUDA can't copy from the peer's mapped memory (status {status})")
 
     def _launch_if_ready(self, read: MappedRead) -> bool:
-        """Launch the kernel for a whole read, unless that takes long: return whether it was launched."""
-        if read.num_blocks * len(self._spans) > _MOST_FIRST_PIECES:
+        """Launch the kernel for a whole read, unless it isn't ready: return whether it was launched."""
+        wanted = list(launches(self._shapes, read.found))
+        begun = [(self._row_copiers.get(launch.key), launch) for launch in wanted]
+        if not all(copier is not None and copier.is_ready(len(launch.targets)) for copier, launch in begun):
             return False
-        wanted = list(launches(self._spans, read.found))
-        copiers = [self._row_copiers.get(launch.key) for launch in wanted]
-        if not all(copier is not None and copier.is_ready() for copier in copiers):
-            return False
-        with contextlib.suppress(Exception):  # the owner of the reader tries again, and reports it
-            for copier, launch in zip(copiers, wanted, strict=True):
+        try:
+            for copier, launch in begun:
                 assert copier is not None
                 copier.start(launch.targets, launch.sources)
-            read.all_queued(self._num_bytes(read))
-        return bool(read.queued_at)
+        except Exception:  # the owner of the reader tries again, and reports it
+            return False
+        read.all_queued(self._num_bytes(read))
+        return True
 
     def _launch(self, spans: Sequence[BlockPieces], read: MappedRead) -> None:
         try:
-            for launch in launches(spans, read.found):
+            for launch in launches(self._shapes if spans is self._spans else by_shape(spans), read.found):
                 copier = self._row_copier(launch.key)
                 with self._lock:
                     copier.start(launch.targets, launch.sources)
