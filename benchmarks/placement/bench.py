@@ -3,13 +3,14 @@
 The router is the production core with its membership, prefix index and policies; workers are paced by step-time models.
 Only ``turns`` and ``workers`` run processes, and take minutes.
 
-    hits      conversation and synthetic trace at 70% of 8 prefill workers' speed: hits against a pooled cache
-    load      conversation trace at 0.8 to 1.3 times that speed, also with half of the workers at half speed
-    sessions  conversations with and without keys; a system prompt that all share
-    routes    conditional disaggregation against eight fixed thresholds, on four workloads
-    room      share of decode's KV that is reserved and empty, by load
-    turns     TTFT of conversations' later turns on a real prefill and a real decode worker
-    workers   conversation trace, scaled down, at 0.8 to 1.1 times the speed of three real prefill workers
+    hits          conversation and synthetic trace at 70% of 8 prefill workers' speed: hits against a pooled cache
+    load          conversation trace at 0.8 to 1.3 times that speed, also with half of the workers at half speed
+    sessions      conversations with and without keys; a system prompt that all share
+    routes        conditional disaggregation against eight fixed thresholds, on four workloads
+    arrangements  1P1D with ``cost`` against plain 1P1D and two mixed workers, on the twin of two GPUs
+    room          share of decode's KV that is reserved and empty, by load
+    turns         TTFT of conversations' later turns on a real prefill and a real decode worker
+    workers       conversation trace, scaled down, at 0.8 to 1.1 times the speed of three real prefill workers
 
 ``hits``, ``load`` and ``workers`` replay traces in Mooncake's form (``--traces``). A row says in ``holds`` whether the
 case's aim is reached. The same command gives the same figures; not of ``turns`` and ``workers``, which are measured.
@@ -22,7 +23,7 @@ from pathlib import Path
 
 from splitserve.benchmarks.common.arguments import not_negative, positive
 from splitserve.benchmarks.common.report import add_result_options, keep_result, table
-from splitserve.benchmarks.placement import cases, turns, workers
+from splitserve.benchmarks.placement import arrangements, cases, turns, workers
 from splitserve.common.errors import ConfigError
 from splitserve.orchestration.cli.command_parser import CommandParser
 
@@ -38,6 +39,7 @@ _OWN_COLUMNS = (
     "queue_p99_below",
     "goodput",
     "goodput_ratio",
+    "worst_of_plain",
     "empty_share",
     "first_ttft_p50_ms",
     "cached_share",
@@ -56,6 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "load": lambda: cases.load(directory, count),
         "sessions": lambda: cases.sessions(count or 3000),
         "routes": lambda: cases.routes(count or 1000, SCALES),
+        "arrangements": lambda: arrangements.arrangements(count or arrangements.USUAL_REQUESTS),
         "room": lambda: cases.room(count),
         "turns": lambda: turns.turns(count // turns.NUM_TURNS or USUAL_CONVERSATIONS, options.device, options.dtype),
         "workers": lambda: workers.workers(directory, count or workers.USUAL_REQUESTS, options.rounds),
@@ -74,7 +77,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _show(rows: Sequence[cases.Row]) -> None:
     labels = [
-        key for key in ("trace", "workload", "load", "slow_share", "scale", "arm") if any(key in row for row in rows)
+        key
+        for key in ("trace", "workload", "load", "slow_share", "scale", "itl_ms", "arm")
+        if any(key in row for row in rows)
     ]
     columns = [key for key in (*_OWN_COLUMNS, *_COLUMNS, "holds") if any(key in row for row in rows)]
     cells = [[row.get(key, "") for key in (*labels, *columns)] for row in rows]
@@ -86,7 +91,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="splitserve bench placement", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    names = ("hits", "load", "sessions", "routes", "room", "turns", "workers")
+    names = ("hits", "load", "sessions", "routes", "arrangements", "room", "turns", "workers")
     add("--cases", nargs="+", choices=names, default=[], help="cases to run (default: all)")
     add("--traces", default="../shared/traces", metavar="DIR", help="folder of conversation_ and synthetic_trace.jsonl")
     add(

@@ -48,20 +48,30 @@ from splitserve.router.placement.policies import (
     session_rank,
     why_not,
 )
+from splitserve.router.placement.worker_times import (
+    LEAST_STEP_SECONDS,
+    MAX_UTILISATION,
+    RESIDUAL,
+    beside,
+    burden,
+    interruptions,
+    later_prompts,
+    room_seconds,
+    step_seconds,
+    stretch,
+)
 
 NUM_CANDIDATES = 4
 """Prefill and decode workers, the best of each, of which all pairs are compared."""
 LAST_CHUNK_TOKENS = 1024
 """Tokens whose KV is still to be read when the first token is out; earlier chunks travel during prefill."""
-MAX_UTILISATION = 0.9
-LEAST_STEP_SECONDS = 1e-3
 WHY = "predicted latency"
 WHY_SPARE = "spare time of a prefill worker"
 SESSION_TRUST = 0.25
 """Share of a prompt's computing that its session's own worker is taken to save where no worker is known to have a
 prefix: little, since a worker with a shorter queue is better than a wrong guess."""
-RESIDUAL = 0.5
-"""Share of a prompt's computing that is left, on average, when another one arrives meanwhile."""
+FULL = 1.0 + burden(1.0)
+"""What a second of wait for room counts: later requests wait for it, too, as for computing on a busy worker."""
 
 
 @dataclass(slots=True)
@@ -77,12 +87,20 @@ class _Request:
     own_workers: frozenset[Party]  # of its session, one per role; none if a prefix tells more
     strains: bool  # both objectives are there; else every strain is infinite
     is_alone: bool  # nothing else is in flight: a client that waits for its answers interrupts nothing
+    spilled_share: float  # of a prefill worker's time, for prompts that decode workers computed
 
     def late(self, seconds: float) -> float:
         return seconds - self.ttft if seconds > self.ttft else 0.0
 
     def slow(self, seconds: float) -> float:
         return seconds - self.gap if seconds > self.gap else 0.0
+
+    def prompt_share(self, worker: WorkerView) -> float:
+        """Return the share of a worker's time that prompts will take."""
+        share = worker.prompt_share
+        if self.spilled_share and worker.role is Role.PREFILL:
+            share += self.spilled_share
+        return share if share < MAX_UTILISATION else MAX_UTILISATION
 
     def is_away(self, worker: WorkerView) -> bool:
         return bool(self.own_workers) and worker.party not in self.own_workers
@@ -170,9 +188,21 @@ def cost(snapshot: Snapshot, shape: RequestShape) -> Placement:
         own_workers=_own_workers(fitting, shape),
         strains=min(snapshot.objectives.ttft_seconds, snapshot.objectives.tpot_seconds) > 0.0,
         is_alone=not any(worker.num_requests for worker in snapshot.workers),
+        spilled_share=_spilled_share(snapshot.workers),
     )
     best = min(_routes(snapshot, fitting, request, shape), default=None)
     return NoWorker(why_not(snapshot, fitting, shape)) if best is None else _Route._make(best).placed()
+
+
+def _spilled_share(workers: Sequence[WorkerView]) -> float:
+    """Return the share of a prefill worker's time that the prompts which decode workers computed would have taken:
+    those that come next may come to it."""
+    num_prefill, spilled = 0, 0.0
+    for worker in workers:
+        num_prefill += worker.role is Role.PREFILL
+        if worker.prompt_share and worker.role is Role.DECODE:
+            spilled += worker.prompt_share
+    return spilled / num_prefill if num_prefill else 0.0
 
 
 def _own_workers(workers: Iterable[WorkerView], shape: RequestShape) -> frozenset[Party]:
@@ -189,7 +219,8 @@ def _routes(
 ) -> Iterator[_RouteFields]:
     """Yield the routes that may be the best one."""
     ranked = sorted(_prompts(of_role(workers, Role.PREFILL), request))
-    decodes = _best_decodes(of_role(workers, Role.DECODE), request)
+    ends = sorted(_decodes(of_role(workers, Role.DECODE), request))
+    decodes = [_Decode._make(each) for each in ends[:NUM_CANDIDATES]]
     prefills = own = [_Prompt._make(each) for each in ranked[:NUM_CANDIDATES]]
     if snapshot.prefix_source is not None:
         with_reads = sorted(_with_reads(snapshot, ranked, request, shape))
@@ -209,10 +240,6 @@ def _routes(
         yield *_predict_local(prompt, decode, request), WHY_SPARE, prompt, None
 
 
-def _best_decodes(workers: Sequence[WorkerView], request: _Request) -> list[_Decode]:
-    return [_Decode._make(each) for each in sorted(_decodes(workers, request))[:NUM_CANDIDATES]]
-
-
 def _with_reads(
     snapshot: Snapshot, own: Iterable[_PromptFields], request: _Request, shape: RequestShape
 ) -> Iterator[_PromptFields]:
@@ -223,8 +250,9 @@ def _with_reads(
         if read is None:
             yield fields
         else:
-            ttft = worker.queue_seconds + read.own_seconds + read.read_seconds
-            delay = _delay(worker, request, ttft, read.own_seconds)
+            queue, computing = _computing(worker, request, request.num_tokens - read.num_tokens, read.own_seconds)
+            ttft = queue + computing + read.read_seconds
+            delay = _delay(worker, request, ttft, computing)
             yield delay, worker.num_placed, worker.party.engine_id, worker, read.num_tokens, ttft, read
 
 
@@ -237,25 +265,30 @@ def _prompts(workers: Iterable[WorkerView], request: _Request) -> list[_PromptFi
         if matched >= num_tokens:
             matched = num_tokens - 1
         chunk = worker.chunk_tokens or DEFAULT_CHUNK_TOKENS
-        own = worker.step_model.prefill_seconds(matched, num_tokens - matched, chunk)
-        ttft = worker.queue_seconds + own
+        queue, own = worker.queue_seconds, worker.step_model.prefill_seconds(matched, num_tokens - matched, chunk)
+        if worker.num_decoding:
+            queue, own = _computing(worker, request, num_tokens - matched, own)
+        ttft = queue + own
         delay = _delay(worker, request, ttft, own)
         prompts.append((delay, worker.num_placed, worker.party.engine_id, worker, matched, ttft, None))
     return prompts
 
 
+def _computing(worker: WorkerView, request: _Request, num_tokens: int, alone: float) -> tuple[float, float]:
+    """Return the seconds of a worker's queue, and those of a prompt of ``num_tokens`` which takes ``alone`` seconds
+    where nothing decodes, both beside the outputs there."""
+    step = step_seconds(worker, request.usual_outputs)
+    if not step:
+        return worker.queue_seconds, alone
+    queue = RESIDUAL * step + worker.queue_seconds * stretch(worker, worker.prompt_seconds, step)
+    return queue, beside(worker, num_tokens, alone, step)
+
+
 def _delay(worker: WorkerView, request: _Request, ttft: float, own: float) -> float:
-    """Return the delay by a prompt with a TTFT, of which it is computed for ``own`` seconds."""
-    delay = ttft + _burden(worker) * own
+    delay = ttft + burden(worker.prefill_busy) * own
     if request.own_workers and worker.party in request.own_workers and worker.role is not Role.DECODE:
         delay -= SESSION_TRUST * own  # a guess makes no route local
     return delay
-
-
-def _burden(worker: WorkerView) -> float:
-    """Return what a second of computing on a worker adds to the waits of later prompts, in seconds."""
-    utilisation = worker.prefill_busy if worker.prefill_busy < MAX_UTILISATION else MAX_UTILISATION
-    return RESIDUAL * utilisation / (1.0 - utilisation)
 
 
 def _decodes(workers: Iterable[WorkerView], request: _Request) -> list[_DecodeFields]:
@@ -263,7 +296,7 @@ def _decodes(workers: Iterable[WorkerView], request: _Request) -> list[_DecodeFi
     of the others."""
     num_tokens, num_outputs, half = request.num_tokens, request.output_tokens, request.output_tokens / 2
     gap, usual_outputs, strains = request.gap, request.usual_outputs, request.strains
-    decodes, before, room, strain = [], 0.0, 0.0, math.inf
+    decodes, room, strain = [], 0.0, math.inf
     for worker in workers:
         running, model = worker.num_decoding, worker.step_model
         outputs = int(running * usual_outputs / 2)  # half of them is out
@@ -275,35 +308,23 @@ def _decodes(workers: Iterable[WorkerView], request: _Request) -> list[_DecodeFi
             harm = num_outputs * (after - gap)
             if running:
                 harm += running * half * (after - gap - request.slow(before))
-        if not gap and worker.prompt_share and not request.is_alone:
-            harm += num_outputs * _interruptions(worker)
+        if not gap and not request.is_alone and (share := request.prompt_share(worker)):
+            harm += num_outputs * interruptions(worker, share)
         wanted = worker.context_tokens + outputs + num_tokens + num_outputs
         if worker.num_requests >= worker.max_num_seqs or wanted > worker.kv_capacity_tokens:
-            room = _room_seconds(worker, request, wanted, before)
+            room = room_seconds(worker, wanted, num_outputs, before)
         if strains:
-            strain = _gap_strain(worker, gap, before, after)
+            strain = _gap_strain(worker, request, before, after)
         name = worker.party.engine_id
         decodes.append((harm + room, strain, worker.num_placed, name, worker, room, harm, before, after))
     return decodes
 
 
-def _interruptions(worker: WorkerView) -> float:
-    """Return the harm to a request's gaps, per output token, by the prompts that its worker computes meanwhile.
-
-    For a second of decode steps they take u / (1 - u) seconds, for their share u of the time. Each makes a gap of one
-    chunk, which counts by its ratio to a step.
-    """
-    busy, model = min(worker.prompt_share, MAX_UTILISATION), worker.step_model
-    chunk = model.base + model.per_token * (worker.shared_chunk_tokens or worker.chunk_tokens or DEFAULT_CHUNK_TOKENS)
-    return busy / (1.0 - busy) * min(chunk, worker.prompt_seconds)
-
-
-def _gap_strain(worker: WorkerView, gap: float, before: float, after: float, added: float = 0.0) -> float:
+def _gap_strain(worker: WorkerView, request: _Request, before: float, after: float, added: float = 0.0) -> float:
     """Return the strain of the request's mean gap on a worker, and that which it adds to the gaps of the others, whose
     steps take ``before`` seconds without it and ``after`` with it. ``added``: to the mean gap of each of the others, by
     the request's prompt."""
-    busy = worker.prefill_busy
-    spared = 1.0 - (busy if busy < MAX_UTILISATION else MAX_UTILISATION)  # prompts take the rest of the time
+    gap, spared = request.gap, 1.0 - request.prompt_share(worker)  # prompts take the rest of the time
     own = after / spared
     if own >= gap:
         return math.inf
@@ -323,7 +344,7 @@ def _pairs(prefills: Iterable[_Prompt], decodes: Sequence[_Decode], request: _Re
             handover, rate = READ_SECONDS, decode.worker.link_rates.get(prefill.name)
             if rate:  # else the first hand-over tells it: one that was taken to be slow would never be tried
                 handover += last_tokens * decode.worker.token_bytes / rate
-            delay = prefill.delay + decode.room
+            delay = prefill.delay + decode.room * FULL
             harm = request.late(waited + delay) + request.slow(handover) + decode.harm
             strain = _strain(waited + delay, ttft) + decode.strain if request.strains else math.inf
             num_placed, names = prefill.num_placed + decode.num_placed, (prefill.name, decode.name)
@@ -336,14 +357,11 @@ def _predict_local(prompt: _Prompt, decode: _Decode, request: _Request) -> _Pred
     worker, matched = prompt.worker, prompt.matched
     model, num_missed = worker.step_model, request.num_tokens - matched
     full = worker.chunk_tokens or DEFAULT_CHUNK_TOKENS
-    is_shared = worker.num_decoding or worker.role is Role.PREFILL
-    chunk = min(worker.shared_chunk_tokens or full if is_shared else full, num_missed)
+    chunk = min(worker.shared_chunk_tokens or full if worker.num_decoding else full, num_missed)
     num_chunks = -(-num_missed // chunk)
     before, running = decode.before, worker.num_decoding
     gap = (before or model.base) + model.per_token * chunk + model.per_pair * pairs(matched, chunk)
-    # More and smaller steps than alone, each with the decoding sequences in it.
-    shared = num_chunks * before + max(0, num_chunks + num_missed // -full) * model.base
-    delay = prompt.delay + shared + decode.room
+    delay = prompt.delay + decode.room * FULL
     harm = request.late(request.waited + delay)
     if not request.gap:
         step, is_awaited = max(before or decode.after, LEAST_STEP_SECONDS), worker.num_requests > running
@@ -351,44 +369,31 @@ def _predict_local(prompt: _Prompt, decode: _Decode, request: _Request) -> _Pred
         harm += num_chunks * num_interrupted * max(0.0, gap - step) * gap / step
     elif slow := request.slow(gap):
         harm += num_chunks * running * (slow - request.slow(before))
-        # Later prompts there interrupt this request, and its steps delay them.
-        harm += max(0.0, worker.prefill_busy * request.output_tokens * (slow - request.slow(decode.after)))
+    if request.gap:  # later prompts there interrupt this request
+        later = decode.after + model.per_token * (worker.shared_chunk_tokens or full)
+        harm += worker.prefill_busy * request.output_tokens * (request.slow(later) - request.slow(decode.after))
     harm += decode.harm
     strain = _strain(request.waited + delay, request.ttft) if request.strains else math.inf
     if strain < math.inf:
         added = (model.prefill_seconds(matched, num_missed, num_missed) - model.base) / request.usual_outputs
-        strain += _gap_strain(worker, request.gap, before, decode.after, added)
+        strain += _gap_strain(worker, request, before, decode.after, added)
     is_prefill = worker.role is Role.PREFILL
     if is_prefill:
-        late, strained = _later_prompts(decode, request)
+        late, strained = _later_prompts(prompt, decode, request)
         harm, strain = harm + late, strain + strained
-    ttft = prompt.ttft + shared + decode.room
+    ttft = prompt.ttft + decode.room
     is_local, is_away = worker.role is not Role.MIXED, request.is_away(worker)
     return harm, strain, delay, is_prefill, is_local, is_away, 2 * worker.num_placed, (prompt.name,), ttft
 
 
-def _later_prompts(decode: _Decode, request: _Request) -> tuple[float, float]:
-    """Return the harm and the strain that a request, while it decodes on a prefill worker, adds to the prompts there.
-
-    Their steps are longer, and more where a step that also decodes has fewer prompt tokens.
-    """
-    worker, burden = decode.worker, 1.0 + _burden(decode.worker)
-    num_steps = worker.prompt_share * request.output_tokens  # in which prompts are computed beside the request
-    full, base = worker.chunk_tokens or DEFAULT_CHUNK_TOKENS, worker.step_model.base
-    more_steps = 1.0 - min(1.0, (worker.shared_chunk_tokens or full) / full)  # share of the steps, at most
-    seconds = burden * num_steps * (decode.after - (decode.before or base) + more_steps * base)
-    usual, num_prompts = burden * worker.prompt_seconds, 1.0
-    if worker.prompt_seconds:
-        num_prompts = max(1.0, num_steps * decode.after / worker.prompt_seconds)
-    then = usual + seconds / num_prompts
-    harm = num_prompts * (request.late(then) - request.late(usual))
-    if then >= request.ttft:
+def _later_prompts(prompt: _Prompt, decode: _Decode, request: _Request) -> tuple[float, float]:
+    """Return the harm and the strain that an output on a prefill worker adds to the prompts there."""
+    worker, share = decode.worker, request.prompt_share(decode.worker)
+    alone = worker.prompt_seconds or prompt.ttft  # where none came yet, of a prompt like this one
+    if not (share and alone):
+        return 0.0, 0.0
+    later = later_prompts(worker, alone, share, request.output_tokens, (decode.before, decode.after))
+    harm = later.number * (request.late(later.after) - request.late(later.before))
+    if later.after >= request.ttft:
         return harm, math.inf
-    return harm, num_prompts * (_strain(then, request.ttft) - _strain(usual, request.ttft))
-
-
-def _room_seconds(worker: WorkerView, request: _Request, wanted_tokens: float, step: float) -> float:
-    """Return the predicted wait for room in the batch, and for KV memory: what is lacking, by what requests free."""
-    lacking_slots = max(0, worker.num_requests + 1 - worker.max_num_seqs) / worker.max_num_seqs
-    lacking_tokens = max(0.0, wanted_tokens - worker.kv_capacity_tokens) / max(1, worker.kv_capacity_tokens)
-    return max(lacking_slots, lacking_tokens) * request.output_tokens * max(step, LEAST_STEP_SECONDS)
+    return harm, later.number * (_strain(later.after, request.ttft) - _strain(later.before, request.ttft))

@@ -8,14 +8,7 @@ import pytest
 
 from splitserve.protocol.placement.step_model import StepModel, StepWork, pairs
 from splitserve.protocol.request import Party, Role
-from splitserve.router.placement.cost import (
-    LAST_CHUNK_TOKENS,
-    MAX_UTILISATION,
-    NUM_CANDIDATES,
-    RESIDUAL,
-    SESSION_TRUST,
-    cost,
-)
+from splitserve.router.placement.cost import LAST_CHUNK_TOKENS, NUM_CANDIDATES, SESSION_TRUST, cost
 from splitserve.router.placement.policies import (
     READ_SECONDS,
     NoWorker,
@@ -29,6 +22,7 @@ from splitserve.router.placement.policies import (
     prefix_read,
     session_rank,
 )
+from splitserve.router.placement.worker_times import MAX_UTILISATION, RESIDUAL
 from splitserve.router.requests.objectives import Objectives
 
 MODELS = [StepModel(4e-3, 1.5e-5, 3.1e-8, 2.4e-5, 1.3e-9, 1000), StepModel(8e-3, 3e-5, 6.2e-8, 4.8e-5, 2.6e-9, 1000)]
@@ -59,8 +53,11 @@ class PlainCost:
         return self.odds(self.shape.waited_seconds + delay, self.ttft)
 
     def burden(self, worker):
-        utilisation = min(MAX_UTILISATION, worker.prefill_busy)
-        return RESIDUAL * utilisation / (1.0 - utilisation)
+        return self.burden_at(worker.prefill_busy)
+
+    def burden_at(self, utilisation):
+        held = min(MAX_UTILISATION, utilisation)
+        return RESIDUAL * held / (1.0 - held)
 
     def of(self, role):
         return [worker for worker in self.workers if worker.role is role]
@@ -78,9 +75,35 @@ class PlainCost:
         steps = -(-left // worker.chunk_tokens)
         work = StepWork(prefill_tokens=left, prefill_pairs=pairs(matched, left))
         own = (steps - 1) * worker.step_model.base + worker.step_model.seconds(work)
-        ttft = worker.queue_seconds + own + (0.0 if read is None else read.read_seconds)
+        own = self.beside(worker, left, own, self.before(worker))
+        queue = worker.queue_seconds * self.stretch(worker, worker.prompt_seconds, self.before(worker))
+        queue += RESIDUAL * self.before(worker)
+        ttft = queue + own + (0.0 if read is None else read.read_seconds)
         guessed = SESSION_TRUST * own if worker.party in self.own and worker.role is not Role.DECODE else 0.0
         return ttft + self.burden(worker) * own - guessed, ttft, matched
+
+    def beside(self, worker, num_tokens, alone, step):
+        """Return the seconds of a prompt beside outputs with steps of ``step`` seconds."""
+        if not step:
+            return alone
+        chunk = worker.shared_chunk_tokens or worker.chunk_tokens
+        steps, steps_alone = math.ceil(num_tokens / chunk), math.ceil(num_tokens / worker.chunk_tokens)
+        return alone + steps * step - steps_alone * worker.step_model.base
+
+    def stretch(self, worker, alone, step):
+        """Return how many times as long a prompt takes beside outputs."""
+        if not alone:
+            return 1.0
+        num_tokens = max(1, int((alone - worker.step_model.base) / worker.step_model.per_token))
+        return self.beside(worker, num_tokens, alone, step) / alone
+
+    def share(self, worker):
+        """Return the share of time that prompts will take."""
+        share, prefills = worker.prompt_share, [w for w in self.snapshot.workers if w.role is Role.PREFILL]
+        if worker.role is Role.PREFILL:
+            decodes = [each for each in self.snapshot.workers if each.role is Role.DECODE]
+            share += sum(each.prompt_share for each in decodes) / len(prefills)
+        return min(MAX_UTILISATION, share)
 
     def context(self, worker):
         return worker.decoding_tokens + int(worker.num_decoding * self.usual_outputs / 2)
@@ -103,13 +126,13 @@ class PlainCost:
 
     def interruptions(self, worker):
         """Return the harm per output by prompts that are computed meanwhile, without objectives."""
-        model, share = worker.step_model, min(MAX_UTILISATION, worker.prompt_share)
+        model, share = worker.step_model, self.share(worker)
         chunk = model.base + model.per_token * (worker.shared_chunk_tokens or worker.chunk_tokens)
-        return share / (1.0 - share) * min(chunk, worker.prompt_seconds)
+        return share / (1.0 - share) * min(chunk, worker.prompt_seconds or chunk)
 
     def gap_strain(self, worker, added=0.0):
         """Return the strain of gaps between tokens, of which prompts take a share of the time."""
-        spared = 1.0 - min(MAX_UTILISATION, worker.prefill_busy)
+        spared = 1.0 - self.share(worker)
         before, after = self.before(worker), self.after(worker)
         own = self.odds(after / spared, self.gap)
         if not worker.num_decoding or own == math.inf:
@@ -152,7 +175,7 @@ class PlainCost:
         last = min(self.num_tokens - matched, LAST_CHUNK_TOKENS)
         rate = decode.link_rates.get(prefill.party.engine_id, math.inf)
         handover = READ_SECONDS + last * decode.token_bytes / rate
-        delay = delay + room
+        delay = delay + room * (1.0 + self.burden_at(1.0))
         harm = self.late(self.shape.waited_seconds + delay) + self.slow(handover) + self.gaps(decode)
         strain = self.delay_strain(delay) + self.gap_strain(decode)
         is_away = bool(self.own) and decode.party not in self.own
@@ -164,17 +187,16 @@ class PlainCost:
         delay, ttft, matched = self.prompt(worker, None)
         model, running, left = worker.step_model, worker.num_decoding, self.num_tokens - matched
         is_prefill = worker.role is Role.PREFILL
-        limit = (worker.shared_chunk_tokens if running or is_prefill else 0) or worker.chunk_tokens
-        chunk = min(limit, left)
-        steps, steps_alone = -(-left // chunk), -(-left // worker.chunk_tokens)
-        before, after = self.before(worker), self.after(worker)
+        shared = worker.shared_chunk_tokens or worker.chunk_tokens
+        chunk = min(shared if running else worker.chunk_tokens, left)
+        steps, before, after = -(-left // chunk), self.before(worker), self.after(worker)
         gap = (before or model.base) + model.per_token * chunk + model.per_pair * pairs(matched, chunk)
-        shared = steps * before + max(0, steps - steps_alone) * model.base
-        delay += shared + self.room(worker)
+        delay += self.room(worker) * (1.0 + self.burden_at(1.0))
         harm = self.late(self.shape.waited_seconds + delay)
         if self.gap:
             harm += steps * running * (self.slow(gap) - self.slow(before))
-            harm += max(0.0, worker.prefill_busy * self.outputs * (self.slow(gap) - self.slow(after)))
+            later = after + model.per_token * shared
+            harm += worker.prefill_busy * self.outputs * (self.slow(later) - self.slow(after))
         else:
             step = before or after
             streams = running if is_prefill else min(running + 1, worker.num_requests)
@@ -183,22 +205,28 @@ class PlainCost:
         prompt = model.per_token * left + model.per_pair * pairs(matched, left)
         strain = self.delay_strain(delay) + self.gap_strain(worker, prompt / self.usual_outputs)
         if is_prefill:
-            late, strained = self.later_prompts(worker)
+            late, strained = self.later_prompts(worker, ttft)
             harm, strain = harm + late, strain + strained
         is_away = bool(self.own) and worker.party not in self.own
         is_local, names = worker.role is not Role.MIXED, (worker.party.engine_id,)
         rank = (harm, strain, delay, is_prefill, is_local, is_away, 2 * worker.num_placed, names)
-        return rank, alone(worker, "", ttft + shared + self.room(worker))
+        return rank, alone(worker, "", ttft + self.room(worker))
 
-    def later_prompts(self, worker):
+    def later_prompts(self, worker, ttft):
         """Return harm and strain of the prompts that are computed while the request decodes on their worker."""
-        before, after, base = self.before(worker), self.after(worker), worker.step_model.base
-        smaller = (worker.shared_chunk_tokens or worker.chunk_tokens) / worker.chunk_tokens
-        burden, steps = 1.0 + self.burden(worker), worker.prompt_share * self.outputs
-        seconds = burden * steps * (after - (before or base) + (1.0 - smaller) * base)
-        usual = burden * worker.prompt_seconds
-        number = max(1.0, steps * after / worker.prompt_seconds) if worker.prompt_seconds else 1.0
-        then = usual + seconds / number
+        share, alone, running = self.share(worker), worker.prompt_seconds or ttft, worker.num_decoding
+        if not share:
+            return 0.0, 0.0
+        longer = self.stretch(worker, alone, self.after(worker))
+        long = 1.0 + (self.stretch(worker, alone, self.before(worker)) - 1.0) * running / (running + 1)
+        mixed_step = self.after(worker) + worker.step_model.per_token * (
+            worker.shared_chunk_tokens or worker.chunk_tokens
+        )
+        seconds = self.outputs * min(self.after(worker) / (1.0 - share), mixed_step)
+        number = max(1.0, seconds * share / alone)
+        overload = max(0.0, share * longer - max(1.0, share * long))
+        usual = alone * long * (1.0 + self.burden(worker)) + RESIDUAL * self.before(worker)
+        then = alone * longer * (1.0 + self.burden(worker)) + RESIDUAL * self.after(worker) + overload * seconds / 2
         late = number * (self.late(then) - self.late(usual))
         if then >= self.ttft or not self.gap:
             return late, math.inf

@@ -66,3 +66,18 @@ def test_outputs_that_decode_has_no_room_for_go_to_prefill(policy: str, is_refus
     """Decode's batch and KV memory are full. Else requests wait in the router, until some are refused."""
     result = run(GPUS, policy, make(Exact(2048, 512), 10.0, 160, seed=1), 500.0, 15.0)
     assert any("first token is predicted" in turn.error for turn in result.turns) == is_refused
+
+
+def test_without_objectives_outputs_stay_off_the_prefill_worker_of_a_young_cluster() -> None:
+    """One that is drawn there makes prompts take 1.6 times as long, and their queue outlasts it."""
+    requests = make(Exact(1024, 128), 26.0, 200, seed=2)
+    always, _ = percentiles(run(GPUS, ALWAYS, requests, 0.0, 0.0), 99)
+    conditional, _ = percentiles(run(GPUS, CONDITIONAL, requests, 0.0, 0.0), 99)
+    assert conditional < 1.03 * always
+
+
+def test_outputs_share_both_workers_before_decode_is_full() -> None:
+    """At a rate whose outputs need more than the memory of decode."""
+    result = run(GPUS, CONDITIONAL, make(Exact(2048, 512), 9.0, 160, seed=1), 500.0, 30.0)
+    in_time = [not turn.error and turn.token_times[0] - turn.arrived_at <= 0.5 for turn in result.turns]
+    assert np.mean(in_time) > 0.9

@@ -1,0 +1,99 @@
+"""Predictions for one worker: prompts beside outputs, what one more output does to them, waits for room. Pure.
+
+A step that decodes has fewer prompt tokens than one that doesn't, and the outputs in it. So a prompt takes more steps
+beside outputs, and each of them is longer.
+"""
+
+from typing import NamedTuple
+
+from splitserve.router.placement.policies import DEFAULT_CHUNK_TOKENS, WorkerView
+
+LEAST_STEP_SECONDS = 1e-3
+MAX_UTILISATION = 0.9
+RESIDUAL = 0.5
+"""Share of a prompt's computing that is left, on average, when another one arrives meanwhile."""
+
+
+def burden(utilisation: float) -> float:
+    """Return what a second of computing adds to the waits of later prompts, in seconds."""
+    held = utilisation if utilisation < MAX_UTILISATION else MAX_UTILISATION
+    return RESIDUAL * held / (1.0 - held)
+
+
+def step_seconds(worker: WorkerView, usual_outputs: float) -> float:
+    """Return the seconds of a step of the outputs on a worker, half of each being out; 0.0 if nothing decodes."""
+    running = worker.num_decoding
+    if not running:
+        return 0.0
+    return worker.step_model.decode_seconds(running, worker.decoding_tokens + int(running * usual_outputs / 2))
+
+
+def beside(worker: WorkerView, num_tokens: int, alone: float, step: float) -> float:
+    """Return the seconds of ``num_tokens`` prompt tokens beside outputs whose steps take ``step`` seconds. ``alone``:
+    those of the same tokens where nothing decodes."""
+    full = worker.chunk_tokens or DEFAULT_CHUNK_TOKENS
+    num_steps = -(-num_tokens // (worker.shared_chunk_tokens or full))
+    return alone + num_steps * step + num_tokens // -full * worker.step_model.base
+
+
+def stretch(worker: WorkerView, alone: float, step: float) -> float:
+    """Return how many times as long a prompt takes beside outputs that takes ``alone`` seconds where nothing decodes.
+
+    Its length is inferred from its time, as if its attention took none.
+    """
+    model = worker.step_model
+    if not (alone and step and model.per_token):
+        return 1.0
+    return beside(worker, max(1, int((alone - model.base) / model.per_token)), alone, step) / alone
+
+
+def interruptions(worker: WorkerView, share: float) -> float:
+    """Return the harm to a request's gaps, per output token, by the prompts that its worker computes meanwhile, for
+    ``share`` of the time.
+
+    For a second of decode steps they take u / (1 - u) seconds, for a share of u. Each makes a gap of one chunk, which
+    counts by its ratio to a step.
+    """
+    model = worker.step_model
+    chunk = model.base + model.per_token * (worker.shared_chunk_tokens or worker.chunk_tokens or DEFAULT_CHUNK_TOKENS)
+    return share / (1.0 - share) * min(chunk, worker.prompt_seconds or chunk)
+
+
+class LaterPrompts(NamedTuple):
+    """Prompts that a worker computes while an output is drawn there, and their mean seconds without that and with it,
+    waits included."""
+
+    number: float
+    before: float
+    after: float
+
+
+def later_prompts(
+    worker: WorkerView, alone: float, share: float, num_outputs: float, steps: tuple[float, float]
+) -> LaterPrompts:
+    """Predict the prompts that a worker computes beside an output of ``num_outputs`` tokens.
+
+    ``alone``: seconds of a usual prompt where nothing decodes; ``share``: that of the time which prompts would take
+    then; ``steps``: seconds of a decode step without the output, 0.0 for none, and with it.
+
+    The prompts take longer, so they fill more of the worker's time. Where they would fill more than all of it, a queue
+    grows until the output has ended.
+    """
+    model, running, (before, after) = worker.step_model, worker.num_decoding, steps
+    longer, long = stretch(worker, alone, after), 1.0
+    if running:  # of k outputs that began at any time the last one ends after k / (k + 1) of the usual time
+        long += (stretch(worker, alone, before) - 1.0) * running / (running + 1)
+    mixed_step = after + model.per_token * (worker.shared_chunk_tokens or worker.chunk_tokens or DEFAULT_CHUNK_TOKENS)
+    seconds = num_outputs * min(after / (1.0 - share), mixed_step)
+    queue = max(0.0, share * longer - max(1.0, share * long)) * seconds / 2  # on average over that time
+    counted = alone * (1.0 + burden(worker.prefill_busy))
+    # A prompt waits for the step in flight.
+    then = RESIDUAL * after + counted * longer + queue
+    return LaterPrompts(max(1.0, seconds * share / alone), RESIDUAL * before + counted * long, then)
+
+
+def room_seconds(worker: WorkerView, wanted_tokens: float, num_outputs: float, step: float) -> float:
+    """Return the predicted wait for room in the batch, and for KV memory: what is lacking, by what requests free."""
+    lacking_slots = max(0, worker.num_requests + 1 - worker.max_num_seqs) / worker.max_num_seqs
+    lacking_tokens = max(0.0, wanted_tokens - worker.kv_capacity_tokens) / max(1, worker.kv_capacity_tokens)
+    return max(lacking_slots, lacking_tokens) * num_outputs * max(step, LEAST_STEP_SECONDS)

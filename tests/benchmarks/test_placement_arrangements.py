@@ -1,0 +1,31 @@
+"""``splitserve bench placement --cases arrangements`` on a small load."""
+
+import numpy as np
+import pytest
+
+from splitserve.benchmarks.placement import arrangements
+from splitserve.benchmarks.placement.arrangements import ARMS, Judged
+
+
+def test_each_arm_is_compared_with_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("FULL_RATES", {"8192/64": 8.5}), ("LOADS", (0.9,)), ("ITL_MS", (0.0, 15.0)), ("NUM_RUNS", 1)):
+        monkeypatch.setattr(arrangements, name, value)
+    rows = list(arrangements.arrangements(40))
+    assert [row["arm"] for row in rows] == [*ARMS, *ARMS]
+    free, bound = rows[: len(ARMS)], rows[len(ARMS) :]
+    assert free[0]["worst_of_plain"] == 1.0 and free[2]["worst_of_plain"] < 0.6, "two mixed workers have longer gaps"
+    best = max(bound, key=lambda row: row["goodput"])
+    assert best["goodput_ratio"] >= 1.0 and best["goodput_ratio"] > bound[0]["goodput_ratio"]
+    assert [row["local_share"] for row in bound[:4]] == [0.0, 0.0, 1.0, 1.0] and 0.0 < bound[4]["local_share"] < 1.0
+
+
+def test_a_request_is_good_within_both_objectives() -> None:
+    run = Judged(
+        ttft=np.array([100.0, 100.0, 501.0, np.inf]),
+        mean_gaps=np.array([9.0, 16.0, 9.0, np.inf]),
+        gaps=np.array([9.0, 9.0, 16.0]),
+        seconds=2.0,
+        local_share=0.0,
+    )
+    assert run.figures(15.0)["goodput"] == 0.5 and run.figures(30.0)["goodput"] == 1.0
+    assert "goodput" not in run.figures(0.0)
