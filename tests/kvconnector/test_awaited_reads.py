@@ -301,6 +301,20 @@ def test_a_read_that_has_begun_stays_with_the_mapping(monkeypatch: pytest.Monkey
 
 
 @INTERPRETED
+def test_a_read_that_was_refused_as_it_began_stays_with_the_mapping(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some of its copies may be in flight, and write to blocks that a read by another path would have verified."""
+    parts, local = Parts(monkeypatch), list(range(6))
+    parts.peer.learn(ReadShape(False, 2, 32, 1 << 22, 1 << 21, 16, 0, True), parts.peer.cost)
+    assert parts.peer.mapped is not None
+    parts.connector.read(ReadCommand(1, PEER, local, list(range(6, 12))), awaited=True)
+    monkeypatch.setattr("splitserve.kvconnector.nixl.connector.choose_path", lambda *_: ReadPath.STAGED)
+    monkeypatch.setattr(parts.peer.mapped._copier, "start_one", lambda *_arguments: 700)
+    monkeypatch.setattr(parts.peer.mapped._copier, "start_blocks", lambda *_arguments: 700)
+    parts.connector.read(ReadCommand(2, PEER, local, list(range(0, 12, 2))), awaited=True)
+    assert [given[1:] for given in parts.given] == [(ReadPath.MAPPED, None)]
+
+
+@INTERPRETED
 @pytest.mark.parametrize("how", ["leave", "disconnect"])
 def test_awaited_reads_are_left_before_their_peer_is(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     parts = Parts(monkeypatch)
