@@ -57,8 +57,9 @@ class ReadResult(msgspec.Struct, frozen=True, tag=True):
     """The end of a read: nothing will write to its local blocks any more.
 
     ``generations[i]`` is the remote block's generation, read after all data had landed. ``error`` is None on success;
-    after an error the local blocks' content is undefined. ``seconds`` is the read's duration, for metrics.
-    ``digests[i]`` is the digest of the bytes that landed in the local block, empty unless digests are verified.
+    after an error the local blocks' content is undefined. ``seconds`` is the read's duration, for metrics; if its end
+    was noticed late, the duration that was expected. ``digests[i]`` is the digest of the bytes that landed in the local
+    block, empty unless digests are verified.
     """
 
     read_id: int
