@@ -62,7 +62,7 @@ class MappedRead:
         self.parts = growing_parts(found)  # that aren't queued yet
         self.started = started
         self.queued_at = 0.0  # by the monotonic clock: all copies were queued
-        self.due_at = self.expected_at = 0.0
+        self.due_at = self.expected_at = self.ended_at = 0.0
         self._reader = reader
         self._ends: list[torch.cuda.Event] = []
 
@@ -70,7 +70,7 @@ class MappedRead:
         """Record that all copies are queued, ``num_bytes`` in all."""
         self._num_bytes = num_bytes
         self._ends = [self._reader.recorded(stream) for stream in self._reader.streams]
-        self.queued_at = time.monotonic()
+        self.queued_at = self.ended_at = time.monotonic()
         seconds = num_bytes / self._reader.bytes_per_second[self.path]
         self.expected_at = self.started + seconds
         share = _SURELY_BUSY if self.path in self._reader.paths_known else _PERHAPS_BUSY
@@ -88,11 +88,15 @@ class MappedRead:
         return True
 
     def has_ended(self) -> bool:
-        """Return whether the copies have ended; wait for nothing."""
+        """Return whether the copies have ended; wait for nothing. If they have, :attr:`ended_at` is when they probably
+        did: as expected, unless they were seen in flight after that."""
+        now = time.monotonic()
         if not all(end.query() for end in self._ends):  # type: ignore[no-untyped-call]
-            if time.monotonic() >= self.due_at:
+            self.ended_at = now
+            if now >= self.due_at:
                 self._reader.paths_known.add(self.path)
             return False
+        self.ended_at = min(now, max(self.ended_at, self.expected_at))
         self._note_end()
         return True
 

@@ -165,12 +165,13 @@ class NixlConnector:
         peer, local, remote = self._peers.get(command.peer), command.local_blocks, command.remote_blocks
         mapped = None if peer is None else peer.mapped
         generations = None if peer is None or not awaited or self._checks_digests else peer.generations
-        first, num_queued = None, 0
+        first, num_queued, has_begun = None, 0, False
         if mapped is not None and generations is not None and peer is not None and peer.was_mapped(len(local)):
-            num_queued = mapped.begin(local, remote)
+            num_queued, has_begun = mapped.begin(local, remote), True
         path, found = self._path(peer, len(local), runs(local[num_queued:], remote[num_queued:]))
-        if num_queued and (num_queued == len(local) or not path.is_through_mapping):
-            path = ReadPath.MAPPED  # a read that ended otherwise would leave copies in flight
+        if has_begun and (num_queued == len(local) or not path.is_through_mapping):
+            # By another path it could end before the copies that have begun: even if CUDA refused, some may have.
+            path = ReadPath.MAPPED
         if path.is_through_mapping and mapped is not None and mapped.has_blocks(remote):
             whole = generations is not None
             first = mapped.start(found, len(local), path, started, whole=whole, num_queued=num_queued)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from multiprocessing import Pipe
 from pathlib import Path
-from threading import Lock
+from threading import Event, Lock, Thread
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -31,6 +31,7 @@ from splitserve.kvconnector.transfer.read_settings import ReadSettings
 from splitserve.protocol.handover.reads import ReadCommand, ReadPath, ReadResult
 from splitserve.protocol.memory_records import LayoutRecord, MemoryKind, MemoryRegion, RankMemory
 from splitserve.protocol.request import Party
+from waiting import PATIENCE_SECONDS
 
 NUM_BLOCKS = 32
 PEER, OTHER = Party("prefill-0", 1), Party("prefill-1", 2)
@@ -44,7 +45,7 @@ class Copies:
     """Copies through a mapping, as far as their end is concerned."""
 
     path = ReadPath.MAPPED
-    started, queued_at = 100.0, 100.0001
+    started, queued_at, ended_at = 100.0, 100.0001, 100.0009
 
     def __init__(self, expected_at: float = 100.001) -> None:
         self.expected_at = expected_at
@@ -77,7 +78,7 @@ def test_a_read_that_has_ended_has_its_generations_at_that_time(clock: SimpleNam
     assert reads.add(read_of(1), copies, lambda ids: [table[block_id] for block_id in ids])  # type: ignore[arg-type]
     assert reads.landed() == [] and reads
     table[8] = 2
-    copies.state, clock.now = True, 100.0009
+    copies.state, clock.now = True, 100.005  # when the loop looks again
     (result,) = reads.landed()
     assert (result.read_id, result.error, result.generations, result.path) == (1, None, [1, 2], ReadPath.MAPPED)
     assert result.seconds == pytest.approx(0.0009) and result.stages.copied == pytest.approx(0.0009)
@@ -123,6 +124,35 @@ def test_one_peers_reads_are_left_alone_or_all(clock: SimpleNamespace) -> None:
     assert left == [0, 2] and reads
     reads.leave()
     assert left == [0, 2, 1] and not reads
+
+
+def test_a_read_that_another_thread_looks_at_is_still_there(clock: SimpleNamespace) -> None:
+    """Otherwise this thread would sleep, or destroy the reader of its peer before it's left to it."""
+    del clock
+    left: list[int] = []
+    reads, looked_at, go_on = AwaitedReads(lambda command, _read: left.append(command.read_id)), Event(), Event()
+
+    class Slow(Copies):
+        def has_ended(self) -> bool:
+            looked_at.set()
+            return not go_on.wait(PATIENCE_SECONDS)
+
+    assert reads.add(read_of(1), Slow(), generations)  # type: ignore[arg-type]
+    are_there: list[bool] = []
+
+    def stay_awake_then_leave() -> None:
+        are_there.append(bool(reads))
+        reads.leave()
+
+    looks, leaves = Thread(target=reads.landed), Thread(target=stay_awake_then_leave)
+    looks.start()
+    assert looked_at.wait(PATIENCE_SECONDS)
+    leaves.start()
+    leaves.join(0.1)  # time to find nothing, if it doesn't wait
+    go_on.set()
+    looks.join()
+    leaves.join()
+    assert are_there == [True] and left == [1] and not reads
 
 
 class Parts:
@@ -268,6 +298,20 @@ def test_a_read_that_has_begun_stays_with_the_mapping(monkeypatch: pytest.Monkey
     assert torch.equal(parts.memory.blocks[local], parts.source.blocks[apart])
     parts.connector.read(ReadCommand(3, PEER, local, apart), awaited=True)
     assert parts.given[-1][1] is ReadPath.STAGED, "the next one is another matter"
+
+
+@INTERPRETED
+def test_a_read_that_was_refused_as_it_began_stays_with_the_mapping(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some of its copies may be in flight, and write to blocks that a read by another path would have verified."""
+    parts, local = Parts(monkeypatch), list(range(6))
+    parts.peer.learn(ReadShape(False, 2, 32, 1 << 22, 1 << 21, 16, 0, True), parts.peer.cost)
+    assert parts.peer.mapped is not None
+    parts.connector.read(ReadCommand(1, PEER, local, list(range(6, 12))), awaited=True)
+    monkeypatch.setattr("splitserve.kvconnector.nixl.connector.choose_path", lambda *_: ReadPath.STAGED)
+    monkeypatch.setattr(parts.peer.mapped._copier, "start_one", lambda *_arguments: 700)
+    monkeypatch.setattr(parts.peer.mapped._copier, "start_blocks", lambda *_arguments: 700)
+    parts.connector.read(ReadCommand(2, PEER, local, list(range(0, 12, 2))), awaited=True)
+    assert [given[1:] for given in parts.given] == [(ReadPath.MAPPED, None)]
 
 
 @INTERPRETED

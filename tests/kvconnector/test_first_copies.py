@@ -243,6 +243,30 @@ def test_a_read_that_is_looked_at_early_says_nothing_about_its_link(monkeypatch:
 
 
 @INTERPRETED
+@pytest.mark.parametrize(
+    ("seen", "noticed", "end"), [(0.0, 0.02, 0.001), (0.0, 0.0008, 0.0008), (0.0013, 0.02, 0.0013)]
+)
+def test_a_read_whose_end_is_noticed_late_ended_when_it_was_expected_to(
+    seen: float, noticed: float, end: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless it was seen in flight after that."""
+    stand_in_for_cuda(monkeypatch)
+    clock, has_ended = SimpleNamespace(now=100.0), [False, True]
+    event = SimpleNamespace(record=lambda _stream: None, query=lambda: has_ended.pop(0))
+    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
+    monkeypatch.setattr(mapped_reads.time, "monotonic", lambda: clock.now)
+    memory = KVMemory(layout(1), NUM_BLOCKS)
+    reader = reader_of(memory, [memory])
+    reader.expect(ReadCost(POSTED, COPY, None, LinkCost(0.0, 0.0, memory.block_bytes / 0.001)))
+    read = reader.start([(1, 2, 1)], 1, ReadPath.MAPPED, clock.now, whole=True)
+    assert read is not None
+    clock.now = 100.0 + seen
+    assert not read.has_ended()
+    clock.now = 100.0 + noticed
+    assert read.has_ended() and read.ended_at == pytest.approx(100.0 + end, abs=1e-9)
+
+
+@INTERPRETED
 def test_events_are_used_again_once_they_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in_for_cuda(monkeypatch)
     made: list[object] = []
