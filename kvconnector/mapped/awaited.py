@@ -38,9 +38,7 @@ class AwaitedReads:
     def __init__(self, leave: Callable[[ReadCommand, MappedRead], None]) -> None:
         self._leave = leave
         self._reads: list[_Awaited] = []
-        self._lock = (
-            threading.Lock()
-        )  # a read that one thread looks at is still here for others, who leave it, or stay awake
+        self._lock = threading.Lock()  # a read that one thread looks at is still there for others
 
     def add(self, command: ReadCommand, read: MappedRead, generations: Generations) -> bool:
         """Wait for a read; return False if it isn't queued as a whole, or takes too long. ``generations`` returns those

@@ -129,6 +129,7 @@ class MappedReader:
         ours = Blocks(memory.layout.block_layout, self._address)
         self._spans = [span_pieces(ours, Blocks(theirs, mappings[span.rank].address), span) for span in spans]
         self._shapes = by_shape(self._spans)
+        self._block_bytes = sum(span.rows * span.width for span in self._spans)
         is_flat = all(span.is_flat for span in self._spans)
         self._is_whole = is_flat and len(self._spans) == 1  # blocks of one rank, copied as they are
         # The driver overlaps copies without gaps itself; those of rows, of one stream, it makes one after the other.
@@ -165,6 +166,10 @@ class MappedReader:
         """Raise the speed of this link to that of a read, if the read was faster; one noticed late lowers nothing."""
         if seconds > 0.0:
             self.bytes_per_second[path] = max(self.bytes_per_second[path], num_bytes / seconds)
+
+    def expected_seconds(self, num_blocks: int, path: ReadPath) -> float:
+        """Return the time that a read of so many blocks takes on this link, as far as known."""
+        return num_blocks * self._block_bytes / self.bytes_per_second[path]
 
     def has_blocks(self, remote: Sequence[int]) -> bool:
         """Return whether these are blocks of the peer's device, none a slot of its host tier."""
@@ -228,6 +233,8 @@ class MappedReader:
             read = MappedRead(self, found, num_blocks, path, started)
             read.num_queued = num_queued
             return None if self._is_closed else self._start(read, whole=whole)
+        except Exception:  # the owner of the reader meets it again, and reports it
+            return None
         finally:
             self._lock.release()
 
@@ -285,7 +292,7 @@ class MappedReader:
         return int(self.streams[0].cuda_stream)
 
     def _num_bytes(self, read: MappedRead) -> int:
-        return read.num_blocks * sum(span.rows * span.width for span in self._spans)
+        return read.num_blocks * self._block_bytes
 
     def _new_read(self, local: Sequence[int], remote: Sequence[int], path: ReadPath) -> MappedRead:
         return MappedRead(self, list(runs(local, remote)), len(remote), path, time.monotonic())
@@ -350,12 +357,9 @@ class MappedReader:
         begun = [(self._row_copiers.get(launch.key), launch) for launch in wanted]
         if not all(copier is not None and copier.is_ready(len(launch.targets)) for copier, launch in begun):
             return False
-        try:
-            for copier, launch in begun:
-                assert copier is not None
-                copier.start(launch.targets, launch.sources)
-        except Exception:  # the owner of the reader tries again, and reports it
-            return False
+        for copier, launch in begun:
+            assert copier is not None
+            copier.start(launch.targets, launch.sources)
         read.all_queued(self._num_bytes(read))
         return True
 

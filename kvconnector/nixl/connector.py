@@ -28,7 +28,7 @@ from splitserve.kvconnector.blocks.digest import DigestBlocks, no_digests
 from splitserve.kvconnector.cuda.memory import check_ipc_capable
 from splitserve.kvconnector.layout.memory import KVMemory
 from splitserve.kvconnector.layout.shape import Run, runs
-from splitserve.kvconnector.mapped.awaited import AwaitedReads, Generations
+from splitserve.kvconnector.mapped.awaited import MOST_AWAKE_SECONDS, AwaitedReads, Generations
 from splitserve.kvconnector.mapped.reads import MappedRead, MappedReader
 from splitserve.kvconnector.nixl.peer_access import LocalSide
 from splitserve.kvconnector.nixl.read_thread import Connected, ReadThread
@@ -173,7 +173,7 @@ class NixlConnector:
             # By another path it could end before the copies that have begun: even if CUDA refused, some may have.
             path = ReadPath.MAPPED
         if path.is_through_mapping and mapped is not None and mapped.has_blocks(remote):
-            whole = generations is not None
+            whole = generations is not None and mapped.expected_seconds(len(local), path) <= MOST_AWAKE_SECONDS
             first = mapped.start(found, len(local), path, started, whole=whole, num_queued=num_queued)
         # A mapping's copies fill the link, and threads that queue copies at once delay each other
         parts = [command] if path.is_through_mapping else self._parts(command)

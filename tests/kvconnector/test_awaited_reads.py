@@ -315,6 +315,29 @@ def test_a_read_that_was_refused_as_it_began_stays_with_the_mapping(monkeypatch:
 
 
 @INTERPRETED
+def test_an_error_of_cuda_while_a_read_is_commanded_is_the_reading_threads_to_report(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The engine loop would end by it."""
+    parts = Parts(monkeypatch)
+    monkeypatch.setattr(mapped_reads.MappedRead, "all_queued", Mock(side_effect=RuntimeError("CUDA error")))
+    parts.connector.read(ReadCommand(1, PEER, [1], [5]), awaited=True)
+    assert parts.given[0][1:] == (ReadPath.MAPPED, None) and not parts.connector.is_landing()
+
+
+@INTERPRETED
+def test_of_a_long_read_only_the_first_copies_are_the_loops(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It doesn't wait for it, and has other things to do than to queue hundreds of copies."""
+    parts = Parts(monkeypatch)
+    assert parts.peer.mapped is not None
+    parts.peer.mapped.bytes_per_second[ReadPath.MAPPED] = 24 * parts.memory.block_bytes / 0.0021
+    parts.connector.read(ReadCommand(1, PEER, list(range(24)), list(range(24))[::-1]), awaited=True)
+    ((_, path, first),) = parts.given
+    assert path is ReadPath.MAPPED and isinstance(first, mapped_reads.MappedRead)
+    assert first.num_queued == 20 and not first.queued_at and not parts.connector.is_landing()
+
+
+@INTERPRETED
 @pytest.mark.parametrize("how", ["leave", "disconnect"])
 def test_awaited_reads_are_left_before_their_peer_is(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     parts = Parts(monkeypatch)
