@@ -171,6 +171,15 @@ class Source:
         assert self.process.exitcode == -signal.SIGKILL
 
 
+def assert_holds(memory: KVMemory, local: list[int], remote: list[int]) -> None:
+    """The source's content of ``remote``, as :func:`serve_source` writes it, of the heads of rank 0."""
+    heads = torch.arange(memory.blocks.shape[2], device=memory.device)
+    for low in range(0, len(local), 64):
+        content = (torch.tensor(remote[low : low + 64], device=memory.device)[:, None] * 7 + heads) % 251
+        landed = memory.blocks[torch.tensor(local[low : low + 64], device=memory.device)]
+        assert bool((landed == content.to(landed.dtype)[:, None, :, None, None, None]).all())
+
+
 @pytest.mark.parametrize("path", [ReadPath.MAPPED, ReadPath.KERNEL])
 def test_a_read_that_is_awaited_needs_no_thread(path: ReadPath) -> None:
     """Twice, of runs and of single blocks; then the source is killed, and the reading thread says so."""
@@ -201,10 +210,7 @@ def test_a_read_that_is_awaited_needs_no_thread(path: ReadPath) -> None:
         assert list(result.generations) == [FIRST_GENERATION + block_id for block_id in blocks]
         if read_id:  # the first one may have to wait for the kernel's compiler
             assert result.stages.woken == 0.0, "a thread was woken"
-        heads = torch.arange(8 // layout.tensor_parallel_size, device="cuda:1")
-        content = torch.tensor(blocks, device="cuda:1")[:, None] * 7 + heads
-        expected = (content % 251).to(memory.blocks.dtype)
-        assert bool((memory.blocks[blocks[::-1]] == expected[:, None, :, None, None, None]).all())
+        assert_holds(memory, blocks[::-1], blocks)
     source.kill()
     connector.read(ReadCommand(9, SOURCE, blocks[::-1], blocks), awaited=True)
     while connector.is_landing():
@@ -217,8 +223,8 @@ def test_a_read_that_is_awaited_needs_no_thread(path: ReadPath) -> None:
 
 @pytest.mark.parametrize("path", [ReadPath.DIRECT, ReadPath.MAPPED, ReadPath.KERNEL])
 def test_a_source_killed_in_the_middle_of_a_read_leaves_the_reader_alive(path: ReadPath) -> None:
-    """Six times; its memory is given back, and the next source is read from as if nothing had happened. By the kernel,
-    half of the source's heads are read."""
+    """Six times; its memory is given back, and the next source is read from as if nothing had happened. A read that
+    succeeds has the right bytes. By the kernel, half of the source's heads are read."""
     num_blocks = 512  # 4 GiB: some 13 ms
     woken = threading.Event()
     layout = layout_of("llama-3.1-8b", "bfloat16", 64, 2 if path is ReadPath.KERNEL else 1)
@@ -266,5 +272,6 @@ def test_a_source_killed_in_the_middle_of_a_read_leaves_the_reader_alive(path: R
         memory.blocks[0].fill_(1.0)
         torch.cuda.synchronize(1)  # no sticky error
     print(*outcomes, sep="\n")
-    assert not outcomes[0].startswith("None"), "no read was cut"
+    if path is ReadPath.DIRECT:  # a mapping outlives its owner, who takes longer to end than these copies
+        assert not outcomes[0].startswith("None"), "no read was cut"
     connector.close()
