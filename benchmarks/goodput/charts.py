@@ -47,11 +47,12 @@ def _figure(num_rows: int = 1, height: float = HEIGHT) -> tuple[Any, Any]:
 def _sweep_chart(verdict: Verdict) -> Any:
     known = [point for point in verdict.sweep if point.is_known]
     figure, panels = _figure(2 if known else 1, (1.5 if known else 0.8) * HEIGHT)
-    itl = [point.itl_ms for point in verdict.sweep]
     num = max(1, verdict.num_devices)
-    split, mixed = ([getattr(p, name) / num for p in verdict.sweep] for name in ("split_goodput", "mixed_goodput"))
-    panels[0].plot(itl, split, "o-", color=COLOURS[0], label="best disaggregated")
-    panels[0].plot(itl, mixed, "s--", color=COLOURS[1], label="best mixed")
+    split = [(p.itl_ms, p.split_goodput / num, p.split_kind) for p in verdict.sweep if p.split_kind != "below"]
+    mixed = [(p.itl_ms, p.mixed_goodput / num, p.mixed_kind) for p in verdict.sweep if p.mixed_kind != "below"]
+    _draw_goodputs(panels[0], split, "o", "-", color=COLOURS[0], label="best disaggregated")
+    _draw_goodputs(panels[0], mixed, "s", "--", color=COLOURS[1], label="best mixed")
+    panels[0].set_xlim(verdict.sweep[0].itl_ms / 1.1, verdict.sweep[-1].itl_ms * 1.1)
     panels[0].set_ylabel("requests/s per device")
     panels[0].legend(frameon=False, ncols=2, loc="upper center")
     if known:
@@ -61,8 +62,19 @@ def _sweep_chart(verdict: Verdict) -> Any:
         scale_log(axes.xaxis)
         axes.axvline(verdict.objectives.itl_ms, color=GREY, linewidth=1, linestyle=":")
         axes.set_ylim(bottom=0)
-    panels[0].set_ylim(top=LEGEND_ROOM * max(*split, *mixed))
+    panels[0].set_ylim(top=LEGEND_ROOM * max((rate for _, rate, _ in (*split, *mixed)), default=1.0))
     return figure
+
+
+def _draw_goodputs(
+    axes: Any, points: Sequence[tuple[float, float, str]], marker: str, line: str, *, color: str, label: str
+) -> None:
+    """Draw goodput per device by ITL objective: a point is hollow where it is at least so much."""
+    at_least = [(itl, rate) for itl, rate, kind in points if kind == "at least"]
+    style = {"marker": marker, "color": color}
+    axes.plot([itl for itl, _, _ in points], [rate for _, rate, _ in points], linestyle=line, label=label, **style)
+    hollow = {"markerfacecolor": "white", "linestyle": "none", **style}
+    axes.plot([itl for itl, _ in at_least], [rate for _, rate in at_least], **hollow)
 
 
 def _draw_ratios(axes: Any, known: Sequence[SweepPoint]) -> None:

@@ -13,8 +13,9 @@ from splitserve.benchmarks.goodput.result import SIMULATED, Conditions
 from splitserve.benchmarks.goodput.verdict import Difference, Verdict, crossing, losing_region, sentence
 
 CAPTIONS = {
-    "goodput by ITL objective": "Goodput per device against the ITL objective. Below: the best disaggregated arm over "
-    "the best mixed one, where the probes bracket both.",
+    "goodput by ITL objective": "Goodput per device against the ITL objective. Hollow: at least so much, since all "
+    "probes held. Where a line has no point, no probe held. Below: the best disaggregated arm over the best mixed one, "
+    "where the probes bracket both.",
     "latency by rate": "Latency against the offered rate. Dotted: the objectives. Hollow: the same load on the arm's "
     "twin.",
     "TTFT by stage": "Where the time to first token goes, at the highest rate at which each arm holds the objectives.",

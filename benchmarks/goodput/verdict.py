@@ -65,6 +65,8 @@ class SweepPoint:
     best_split: str
     mixed_goodput: float
     split_goodput: float
+    mixed_kind: str  # of Goodput
+    split_kind: str
     ratio: float
     ratio_interval: Interval
     is_known: bool  # whether the probes bracket both goodputs; otherwise the ratio is a bound at best
@@ -233,6 +235,8 @@ def _sweep(
                 best_split=best_split,
                 mixed_goodput=goodputs[best_mixed].rate,
                 split_goodput=goodputs[best_split].rate,
+                mixed_kind=goodputs[best_mixed].kind,
+                split_kind=goodputs[best_split].kind,
                 ratio=both.ratio,
                 ratio_interval=both.ratio_interval,
                 is_known=all(goodputs[name].kind == "crossed" for name in (best_mixed, best_split)),

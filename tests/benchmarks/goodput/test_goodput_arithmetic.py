@@ -9,6 +9,7 @@ import pytest
 
 from splitserve.benchmarks.common.stats import RequestRecord
 from splitserve.benchmarks.goodput.arms import Arm, check_equal_devices, default_arms, parse_arm
+from splitserve.benchmarks.goodput.charts import Charts
 from splitserve.benchmarks.goodput.comparison import PROPOSED_STEP, Comparison
 from splitserve.benchmarks.goodput.estimate import Probe, block_indices, goodput_of, interval, resampled_goodputs
 from splitserve.benchmarks.goodput.objectives import MAX_PRESSURE, Objectives, Outcome, percentile
@@ -173,6 +174,20 @@ def test_the_losing_region_follows_from_the_same_probes() -> None:
     only = replace(verdict, sweep=[known[0]])
     assert losing_region(only).startswith(f"Disaggregation does not lose at {known[0].itl_ms:.3g} ms, the only")
     assert not all(point.is_known for point in verdict.sweep)  # 80 ms: mixed workers never reach it
+
+
+def test_a_chart_shows_what_is_known_of_goodput_alone() -> None:
+    """No point where no probe held, and hollow ones where all did."""
+    arms = {"2M:least-loaded": parse_arm("2M"), "1P1D:least-loaded": parse_arm("1P1D")}
+    found = [Probe(rate, outcome(1.0, 10.0 * rate)) for rate in (1.0, 2.0, 4.0)]
+    verdict = judge(arms, dict.fromkeys(arms, found), OBJECTIVES, seed=0)
+    kinds = {kind: [p for p in verdict.sweep if p.split_kind == kind] for kind in ("below", "crossed", "at least")}
+    assert all(kinds.values()), "the objectives span a factor of 16"
+    [figure] = [Charts(verdict, [], [])._figures["goodput by ITL objective"]]
+    points, hollow = figure.axes[0].lines[:2]
+    assert list(points.get_xdata()) == [point.itl_ms for kind in ("crossed", "at least") for point in kinds[kind]]
+    assert list(hollow.get_xdata()) == [point.itl_ms for point in kinds["at least"]]
+    assert hollow.get_markerfacecolor() == "white"
 
 
 def probe_result(arm: str, rate: float, seed: int) -> ProbeResult:
