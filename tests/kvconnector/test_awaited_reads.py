@@ -160,6 +160,7 @@ class Parts:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.driver = stand_in_for_cuda(monkeypatch)
+        monkeypatch.setattr(awaited_reads, "_LATE_SECONDS", 60.0)  # a test may be held up
         self.source, self.memory = KVMemory(LAYOUT, NUM_BLOCKS), KVMemory(LAYOUT, NUM_BLOCKS)
         self.source.blocks.copy_(torch.randn_like(self.source.blocks))
         self.given: list[tuple[object, ...]] = []
