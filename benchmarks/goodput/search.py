@@ -71,8 +71,9 @@ class Search:
 
 @dataclass(slots=True)
 class Sweep:
-    """In place of a :class:`Search`: the same rates for all arms, whatever a probe finds, each ``num_repeats`` times.
-    No two ``rates`` are the same.
+    """Probes of the same rates for all arms, whatever one finds: used in place of a :class:`Search`.
+
+    Each rate is probed ``num_repeats`` times; no two ``rates`` are the same.
 
     Goodput is then known at other ITL objectives, too: wherever it lies between two of the rates.
     """

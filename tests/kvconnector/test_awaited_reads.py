@@ -244,7 +244,7 @@ def test_other_reads_go_to_the_threads(why: str, monkeypatch: pytest.MonkeyPatch
 def test_the_first_runs_are_in_flight_before_all_else(
     prefill: int, decode: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of each of the ranks read from; the rest follows, and nothing is copied twice."""
+    """Copies of each of the ranks read from come first; the rest follows, and nothing is copied twice."""
     stand_in_for_cuda(monkeypatch)
     handles = iter([STREAM, STREAM + 1])
     monkeypatch.setattr(torch.cuda, "Stream", lambda _device: SimpleNamespace(cuda_stream=next(handles)))

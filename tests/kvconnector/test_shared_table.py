@@ -73,7 +73,7 @@ def test_another_process_reads_the_numbers_as_they_are_now(owner: subprocess.Pop
 
 
 def test_two_threads_may_ask_at_once_whether_the_owner_lives() -> None:
-    """Those that wait for different reads of one peer."""
+    """Threads that wait for different reads of one peer do."""
     own = OwnTable(COUNT)
     record = own.record()
     assert record is not None

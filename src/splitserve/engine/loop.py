@@ -45,6 +45,7 @@ logger = logging.getLogger(__name__)
 
 STOP_SECONDS = 1.0
 MOST_BLOCKS_BESIDE_STEPS = 64
+"""Most blocks of a read that the loop waits for itself while steps run; a longer one goes to a reading thread."""
 UNKNOWN_STEPS = StepModel()
 
 
