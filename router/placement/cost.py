@@ -14,8 +14,8 @@ objective it would be too late: predictions are means, and later requests come o
 A prompt's own computing keeps later prompts waiting, those that a cached prefix saves doesn't. By Pollaczek and
 Khinchine, the wait of a queue with utilisation u is the mean residual work times u / (1 - u): a second of computing
 counts u / (1 - u) / 2 seconds more than one in the queue. So the busier a worker is, the farther a prompt goes to spare
-it; of idle workers without a prefix, the one with the lowest utilisation takes the prompt. The utilisation is the worker's
-own: with the pool's mean, prompts would queue at a pool's fast workers while the slow ones have time.
+it; of idle workers without a prefix, the one with the lowest utilisation takes the prompt. Utilisation is the worker's
+own: with the mean of all, prompts would queue at fast workers while the slow ones have time.
 
 A conversation is known by the deepest match of its prompt with what was sent to a worker. Where nothing matches (its
 first turn; this router is new; another one had the turns before), a session that the client names stands in for the
