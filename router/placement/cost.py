@@ -1,21 +1,20 @@
 """The policy ``cost``: the route with the smallest predicted harm to the latency of all requests that it concerns.
 
 Harm is measured in seconds beyond the objectives: the request's TTFT, from its arrival on, and each of its later gaps,
-and the same of the requests that its route delays. Of steps that a prompt makes longer, a margin counts, too. Without
-objectives every second of TTFT counts; a gap counts by its ratio to a step, so that a few long gaps count more than as
-much time in short ones, which a stream hides.
+and the same of the requests that its route delays. Without objectives every second of TTFT counts; a gap counts by its
+ratio to a step, so that a few long gaps count more than as much time in short ones, which a stream hides.
 
 Routes without harm are compared by strain. A time t strains an objective T by t / (T - t): hardly while it is far below
-T, without bound where nothing of T is left (a queue with utilisation t / T has so many requests on average). A route's
-strain is that of the request's TTFT and of its mean gap, and what it adds to that of the others. So a prompt that has
-time for a prefill queue leaves decode workers in peace, and they help before prompts come near their objective. At the
-objective it would be too late: predictions are means, and later requests come on top.
+T, without bound where nothing of T is left. (A queue with utilisation t / T has so many requests on average.) A route's
+strain is that of the request's TTFT and of its mean gap, and what the route adds to that of the others there. So a
+prompt that has time for a prefill worker's queue leaves decode workers in peace, and they help before prompts come near
+their objective. At the objective it would be too late: predictions are means, and later requests come on top.
 
 A prompt's own computing keeps later prompts waiting, those that a cached prefix saves doesn't. By Pollaczek and
 Khinchine, the wait of a queue with utilisation u is the mean residual work times u / (1 - u): a second of computing
 counts u / (1 - u) / 2 seconds more than one in the queue. So the busier a worker is, the farther a prompt goes to spare
-it; of idle workers without a prefix, the one with the lowest utilisation takes the prompt. Utilisation is the worker's
-own: with the mean of all, prompts would queue at fast workers while the slow ones have time.
+it; of idle workers without a prefix, the one with the lowest utilisation takes the prompt. The utilisation is the
+worker's own: with the pool's mean, prompts would queue at the fast workers of a pool while the slow ones have time.
 
 A conversation is known by the deepest match of its prompt with what was sent to a worker. Where nothing matches (its
 first turn; this router is new; another one had the turns before), a session that the client names stands in for the
@@ -55,7 +54,6 @@ from splitserve.router.placement.worker_times import (
     RESIDUAL,
     beside,
     burden,
-    interrupted,
     interruptions,
     later_prompts,
     room_seconds,
@@ -369,17 +367,18 @@ def _predict_local(prompt: _Prompt, decode: _Decode, request: _Request) -> _Pred
         step, is_awaited = max(before or decode.after, LEAST_STEP_SECONDS), worker.num_requests > running
         num_interrupted = running + (is_awaited and worker.role is not Role.PREFILL)
         harm += num_chunks * num_interrupted * max(0.0, gap - step) * gap / step
-    elif running:
-        harm += num_chunks * running * interrupted(request.gap, before, gap)
+    elif slow := request.slow(gap):
+        harm += num_chunks * running * (slow - request.slow(before))
     if request.gap:  # later prompts there interrupt this request
         later = decode.after + model.per_token * (worker.shared_chunk_tokens or full)
-        harm += worker.prefill_busy * request.output_tokens * interrupted(request.gap, decode.after, later)
+        harm += worker.prefill_busy * request.output_tokens * (request.slow(later) - request.slow(decode.after))
     harm += decode.harm
     strain = _strain(request.waited + delay, request.ttft) if request.strains else math.inf
     if strain < math.inf:
         added = (model.prefill_seconds(matched, num_missed, num_missed) - model.base) / request.usual_outputs
         strain += _gap_strain(worker, request, before, decode.after, added)
-    if is_prefill := worker.role is Role.PREFILL:
+    is_prefill = worker.role is Role.PREFILL
+    if is_prefill:
         late, strained = _later_prompts(prompt, decode, request)
         harm, strain = harm + late, strain + strained
     ttft = prompt.ttft + decode.room

@@ -13,10 +13,6 @@ MAX_UTILISATION = 0.9
 RESIDUAL = 0.5
 """Share of a prompt's computing that is left, on average, when another one arrives meanwhile."""
 
-INTERRUPTED_SHARE = 0.8
-"""Share of the objective for gaps that a step may take in which a prompt is computed beside outputs. The objective is
-for nearly all gaps, the prediction is a mean, and outputs that begin before the prompt's end make its steps longer."""
-
 
 def burden(utilisation: float) -> float:
     """Return what a second of computing adds to the waits of later prompts, in seconds."""
@@ -61,13 +57,6 @@ def interruptions(worker: WorkerView, share: float) -> float:
     model = worker.step_model
     chunk = model.base + model.per_token * (worker.shared_chunk_tokens or worker.chunk_tokens or DEFAULT_CHUNK_TOKENS)
     return share / (1.0 - share) * min(chunk, worker.prompt_seconds or chunk)
-
-
-def interrupted(objective: float, step: float, mixed_step: float) -> float:
-    """Return the harm to an output where a prompt's chunk makes a step of ``step`` seconds one of ``mixed_step``: the
-    seconds beyond what such a step may take."""
-    allowed = INTERRUPTED_SHARE * objective
-    return max(mixed_step, allowed) - max(step, allowed)
 
 
 class LaterPrompts(NamedTuple):

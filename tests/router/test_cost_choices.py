@@ -22,7 +22,7 @@ from splitserve.router.placement.policies import (
     prefix_read,
     session_rank,
 )
-from splitserve.router.placement.worker_times import INTERRUPTED_SHARE, MAX_UTILISATION, RESIDUAL
+from splitserve.router.placement.worker_times import MAX_UTILISATION, RESIDUAL
 from splitserve.router.requests.objectives import Objectives
 
 MODELS = [StepModel(4e-3, 1.5e-5, 3.1e-8, 2.4e-5, 1.3e-9, 1000), StepModel(8e-3, 3e-5, 6.2e-8, 4.8e-5, 2.6e-9, 1000)]
@@ -45,9 +45,6 @@ class PlainCost:
 
     def slow(self, seconds):
         return max(0.0, seconds - self.gap)
-
-    def interrupted(self, seconds):
-        return max(0.0, seconds - INTERRUPTED_SHARE * self.gap)
 
     def odds(self, seconds, objective):
         return seconds / (objective - seconds) if seconds < objective and min(self.ttft, self.gap) else math.inf
@@ -197,9 +194,9 @@ class PlainCost:
         delay += self.room(worker) * (1.0 + self.burden_at(1.0))
         harm = self.late(self.shape.waited_seconds + delay)
         if self.gap:
-            harm += steps * running * (self.interrupted(gap) - self.interrupted(before))
+            harm += steps * running * (self.slow(gap) - self.slow(before))
             later = after + model.per_token * shared
-            harm += worker.prefill_busy * self.outputs * (self.interrupted(later) - self.interrupted(after))
+            harm += worker.prefill_busy * self.outputs * (self.slow(later) - self.slow(after))
         else:
             step = before or after
             streams = running if is_prefill else min(running + 1, worker.num_requests)
