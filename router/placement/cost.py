@@ -6,7 +6,8 @@ ratio to a step, so that a few long gaps count more than as much time in short o
 
 Routes without harm are compared by strain. A time t strains an objective T by t / (T - t): hardly while it is far below
 T, without bound where nothing of T is left. (A queue with utilisation t / T has so many requests on average.) A route's
-strain is that of the request's TTFT and of its mean gap, and what the route adds to that of the others there. So a
+strain is that of the request's TTFT and the mean of its gaps' strains, and what the route adds to those of the others.
+A gap beside a chunk of a prompt counts by its own length: the mean gap would hide it, the 99th percentile doesn't. So a
 prompt that has time for a prefill worker's queue leaves decode workers in peace, and they help before prompts come near
 their objective. At the objective it would be too late: predictions are means, and later requests come on top.
 
@@ -48,17 +49,20 @@ from splitserve.router.placement.policies import (
     session_rank,
     why_not,
 )
+from splitserve.router.placement.strain import gap_strain, interrupted, strain_of
 from splitserve.router.placement.worker_times import (
     LEAST_STEP_SECONDS,
     MAX_UTILISATION,
     RESIDUAL,
     beside,
     burden,
+    chunk_seconds,
     interruptions,
     later_prompts,
     room_seconds,
     step_seconds,
     stretch,
+    usual_prompt_tokens,
 )
 
 NUM_CANDIDATES = 4
@@ -104,11 +108,6 @@ class _Request:
 
     def is_away(self, worker: WorkerView) -> bool:
         return bool(self.own_workers) and worker.party not in self.own_workers
-
-
-def _strain(seconds: float, objective: float) -> float:
-    """Return the strain of a time that has an objective; infinite without one, or where nothing of it is left."""
-    return seconds / (objective - seconds) if seconds < objective else math.inf
 
 
 class _Prompt(NamedTuple):
@@ -320,18 +319,10 @@ def _decodes(workers: Iterable[WorkerView], request: _Request) -> list[_DecodeFi
     return decodes
 
 
-def _gap_strain(worker: WorkerView, request: _Request, before: float, after: float, added: float = 0.0) -> float:
-    """Return the strain of the request's mean gap on a worker, and that which it adds to the gaps of the others, whose
-    steps take ``before`` seconds without it and ``after`` with it. ``added``: to the mean gap of each of the others, by
-    the request's prompt."""
-    gap, spared = request.gap, 1.0 - request.prompt_share(worker)  # prompts take the rest of the time
-    own = after / spared
-    if own >= gap:
-        return math.inf
-    strain, running = own / (gap - own), worker.num_decoding
-    if running:
-        strain += running * (_strain((before + after) / 2 / spared + added, gap) - _strain(before / spared, gap))
-    return strain
+def _gap_strain(worker: WorkerView, request: _Request, before: float, after: float) -> float:
+    share = request.prompt_share(worker)
+    chunk = chunk_seconds(worker, usual_prompt_tokens(worker) or request.num_tokens) if share else 0.0
+    return gap_strain(worker.num_decoding, (before, after), share, chunk, request.gap)
 
 
 def _pairs(prefills: Iterable[_Prompt], decodes: Sequence[_Decode], request: _Request) -> Iterator[_RouteFields]:
@@ -346,14 +337,15 @@ def _pairs(prefills: Iterable[_Prompt], decodes: Sequence[_Decode], request: _Re
                 handover += last_tokens * decode.worker.token_bytes / rate
             delay = prefill.delay + decode.room * FULL
             harm = request.late(waited + delay) + request.slow(handover) + decode.harm
-            strain = _strain(waited + delay, ttft) + decode.strain if request.strains else math.inf
+            strain = strain_of(waited + delay, ttft) + decode.strain if request.strains else math.inf
             num_placed, names = prefill.num_placed + decode.num_placed, (prefill.name, decode.name)
             seconds = prefill.ttft + decode.room
             yield harm, strain, delay, False, False, is_away, num_placed, names, seconds, WHY, prefill, decode
 
 
 def _predict_local(prompt: _Prompt, decode: _Decode, request: _Request) -> _Prediction:
-    """Predict both phases on one worker, whose running requests see a gap for each chunk of the prompt."""
+    """Predict both phases on one worker, whose running requests see a gap for each chunk of the prompt. All count as
+    the last one, the longest."""
     worker, matched = prompt.worker, prompt.matched
     model, num_missed = worker.step_model, request.num_tokens - matched
     full = worker.chunk_tokens or DEFAULT_CHUNK_TOKENS
@@ -373,10 +365,11 @@ def _predict_local(prompt: _Prompt, decode: _Decode, request: _Request) -> _Pred
         later = decode.after + model.per_token * (worker.shared_chunk_tokens or full)
         harm += worker.prefill_busy * request.output_tokens * (request.slow(later) - request.slow(decode.after))
     harm += decode.harm
-    strain = _strain(request.waited + delay, request.ttft) if request.strains else math.inf
+    strain = strain_of(request.waited + delay, request.ttft) if request.strains else math.inf
     if strain < math.inf:
-        added = (model.prefill_seconds(matched, num_missed, num_missed) - model.base) / request.usual_outputs
-        strain += _gap_strain(worker, request, before, decode.after, added)
+        strain += _gap_strain(worker, request, before, decode.after)
+        long_share = min(1.0, num_chunks / request.usual_outputs)
+        strain += running * interrupted(before, chunk_seconds(worker, request.num_tokens), long_share, request.gap)
     is_prefill = worker.role is Role.PREFILL
     if is_prefill:
         late, strained = _later_prompts(prompt, decode, request)
@@ -396,4 +389,4 @@ def _later_prompts(prompt: _Prompt, decode: _Decode, request: _Request) -> tuple
     harm = later.number * (request.late(later.after) - request.late(later.before))
     if later.after >= request.ttft:
         return harm, math.inf
-    return harm, later.number * (_strain(later.after, request.ttft) - _strain(later.before, request.ttft))
+    return harm, later.number * (strain_of(later.after, request.ttft) - strain_of(later.before, request.ttft))

@@ -4,8 +4,10 @@ A step that decodes has fewer prompt tokens than one that doesn't, and the outpu
 beside outputs, and each of them is longer.
 """
 
+import math
 from typing import NamedTuple
 
+from splitserve.protocol.placement.step_model import pairs
 from splitserve.router.placement.policies import DEFAULT_CHUNK_TOKENS, WorkerView
 
 LEAST_STEP_SECONDS = 1e-3
@@ -45,6 +47,22 @@ def stretch(worker: WorkerView, alone: float, step: float) -> float:
     if not (alone and step and model.per_token):
         return 1.0
     return beside(worker, max(1, int((alone - model.base) / model.per_token)), alone, step) / alone
+
+
+def chunk_seconds(worker: WorkerView, num_tokens: int) -> float:
+    """Return what the last chunk of a prompt of ``num_tokens`` adds to a step that also decodes: its longest."""
+    model = worker.step_model
+    chunk = min(worker.shared_chunk_tokens or worker.chunk_tokens or DEFAULT_CHUNK_TOKENS, num_tokens)
+    return model.per_token * chunk + model.per_pair * pairs(num_tokens - chunk, chunk)
+
+
+def usual_prompt_tokens(worker: WorkerView) -> int:
+    """Return the length of a worker's usual prompt, inferred from its time alone on it; 0 if none came yet."""
+    model, seconds = worker.step_model, worker.prompt_seconds - worker.step_model.base
+    if seconds <= 0.0 or not model.per_token:
+        return 0
+    linear, quadratic = model.per_token, model.per_pair / 2
+    return int(2 * seconds / (linear + math.sqrt(linear * linear + 4 * quadratic * seconds)))
 
 
 def interruptions(worker: WorkerView, share: float) -> float:

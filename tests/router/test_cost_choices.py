@@ -22,7 +22,8 @@ from splitserve.router.placement.policies import (
     prefix_read,
     session_rank,
 )
-from splitserve.router.placement.worker_times import MAX_UTILISATION, RESIDUAL
+from splitserve.router.placement.strain import MAX_LONG_STRAIN
+from splitserve.router.placement.worker_times import MAX_UTILISATION, RESIDUAL, usual_prompt_tokens
 from splitserve.router.requests.objectives import Objectives
 
 MODELS = [StepModel(4e-3, 1.5e-5, 3.1e-8, 2.4e-5, 1.3e-9, 1000), StepModel(8e-3, 3e-5, 6.2e-8, 4.8e-5, 2.6e-9, 1000)]
@@ -130,14 +131,29 @@ class PlainCost:
         chunk = model.base + model.per_token * (worker.shared_chunk_tokens or worker.chunk_tokens)
         return share / (1.0 - share) * min(chunk, worker.prompt_seconds or chunk)
 
-    def gap_strain(self, worker, added=0.0):
-        """Return the strain of gaps between tokens, of which prompts take a share of the time."""
-        spared = 1.0 - self.share(worker)
+    def chunk(self, worker, num_tokens):
+        """Return what the last chunk of a prompt adds to a step."""
+        model, chunk = worker.step_model, min(worker.shared_chunk_tokens or worker.chunk_tokens, num_tokens)
+        return model.per_token * chunk + model.per_pair * pairs(num_tokens - chunk, chunk)
+
+    def long_odds(self, step, chunk):
+        return max(min(MAX_LONG_STRAIN, self.odds(step + chunk, self.gap)), self.odds(step, self.gap))
+
+    def mean_odds(self, worker, step):
+        """Return the mean strain of gaps, of which those beside chunks of prompts are longer."""
+        share, short = self.share(worker), self.odds(step, self.gap)
+        chunk = self.chunk(worker, usual_prompt_tokens(worker) or self.num_tokens)
+        if not (share and chunk) or short == math.inf:
+            return short
+        long = min(1.0, share / (1.0 - share) * step / chunk)
+        return (1.0 - long) * short + long * self.long_odds(step, chunk)
+
+    def gap_strain(self, worker):
         before, after = self.before(worker), self.after(worker)
-        own = self.odds(after / spared, self.gap)
+        own = self.mean_odds(worker, after)
         if not worker.num_decoding or own == math.inf:
             return own
-        each = self.odds((before + after) / 2 / spared + added, self.gap) - self.odds(before / spared, self.gap)
+        each = self.mean_odds(worker, (before + after) / 2) - self.mean_odds(worker, before)
         return own + worker.num_decoding * each
 
     def room(self, worker):
@@ -202,8 +218,10 @@ class PlainCost:
             streams = running if is_prefill else min(running + 1, worker.num_requests)
             harm += steps * streams * max(0.0, gap - step) * gap / step
         harm += self.gaps(worker)
-        prompt = model.per_token * left + model.per_pair * pairs(matched, left)
-        strain = self.delay_strain(delay) + self.gap_strain(worker, prompt / self.usual_outputs)
+        strain = self.delay_strain(delay) + self.gap_strain(worker)
+        if running and strain < math.inf:
+            longer = self.long_odds(before, self.chunk(worker, self.num_tokens)) - self.odds(before, self.gap)
+            strain += running * min(1.0, steps / self.usual_outputs) * longer
         if is_prefill:
             late, strained = self.later_prompts(worker, ttft)
             harm, strain = harm + late, strain + strained
