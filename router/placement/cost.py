@@ -344,8 +344,8 @@ def _pairs(prefills: Iterable[_Prompt], decodes: Sequence[_Decode], request: _Re
 
 
 def _predict_local(prompt: _Prompt, decode: _Decode, request: _Request) -> _Prediction:
-    """Predict both phases on one worker, whose running requests see a gap for each chunk of the prompt. All count as
-    the last one, the longest."""
+    """Predict both phases on one worker, whose running requests see a gap for each chunk of the prompt. All
+    count as the first one in harm, and as the last one, the longest, in strain."""
     worker, matched = prompt.worker, prompt.matched
     model, num_missed = worker.step_model, request.num_tokens - matched
     full = worker.chunk_tokens or DEFAULT_CHUNK_TOKENS
