@@ -49,10 +49,15 @@ def stretch(worker: WorkerView, alone: float, step: float) -> float:
     return beside(worker, max(1, int((alone - model.base) / model.per_token)), alone, step) / alone
 
 
+def _shared_chunk(worker: WorkerView) -> int:
+    """Return the prompt tokens of a step that also decodes."""
+    return worker.shared_chunk_tokens or worker.chunk_tokens or DEFAULT_CHUNK_TOKENS
+
+
 def chunk_seconds(worker: WorkerView, num_tokens: int) -> float:
     """Return what the last chunk of a prompt of ``num_tokens`` adds to a step that also decodes: its longest."""
     model = worker.step_model
-    chunk = min(worker.shared_chunk_tokens or worker.chunk_tokens or DEFAULT_CHUNK_TOKENS, num_tokens)
+    chunk = min(_shared_chunk(worker), num_tokens)
     return model.per_token * chunk + model.per_pair * pairs(num_tokens - chunk, chunk)
 
 
@@ -73,7 +78,7 @@ def interruptions(worker: WorkerView, share: float) -> float:
     counts by its ratio to a step.
     """
     model = worker.step_model
-    chunk = model.base + model.per_token * (worker.shared_chunk_tokens or worker.chunk_tokens or DEFAULT_CHUNK_TOKENS)
+    chunk = model.base + model.per_token * _shared_chunk(worker)
     return share / (1.0 - share) * min(chunk, worker.prompt_seconds or chunk)
 
 
@@ -101,7 +106,7 @@ def later_prompts(
     longer, long = stretch(worker, alone, after), 1.0
     if running:  # of k outputs that began at any time the last one ends after k / (k + 1) of the usual time
         long += (stretch(worker, alone, before) - 1.0) * running / (running + 1)
-    mixed_step = after + model.per_token * (worker.shared_chunk_tokens or worker.chunk_tokens or DEFAULT_CHUNK_TOKENS)
+    mixed_step = after + model.per_token * _shared_chunk(worker)
     seconds = num_outputs * min(after / (1.0 - share), mixed_step)
     queue = max(0.0, share * longer - max(1.0, share * long)) * seconds / 2  # on average over that time
     counted = alone * (1.0 + burden(worker.prefill_busy))
