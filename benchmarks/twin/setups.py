@@ -71,6 +71,7 @@ def setups_of_cluster(report: ClusterReport, calibration: Calibration) -> list[W
             max_num_seqs=info.max_num_seqs,
             max_num_batched_tokens=info.max_num_batched_tokens,
             max_num_prefill_tokens_beside_decode=info.max_num_prefill_tokens,
+            max_num_prefill_tokens_within_objective=info.max_num_sized_tokens,
             enable_prefix_caching=info.prefix_caching,
         ).on("cuda" if "cuda" in info.setup.device.lower() or "nvidia" in info.setup.device.lower() else CPU)
         setups.append(

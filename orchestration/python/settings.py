@@ -99,6 +99,8 @@ class Settings(TypedDict, total=False):
     # prompt tokens of a step that also decodes; smaller: shorter ITL, later first tokens; 0: 320 on a GPU, as many as
     # fit the step on CPU
     max_prefill_tokens_beside_decode: int
+    # the same at most where an ITL objective sizes prompts; 0: that if given, else as fit the step
+    max_prefill_tokens_within_objective: int
     # sequences that run at once in a worker
     max_num_seqs: int
     # directory on the worker's machine for profiles that POST /admin/profile asks for; empty: none

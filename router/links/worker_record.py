@@ -188,6 +188,7 @@ class WorkerRecord:
             step_model=self.step_model,
             chunk_tokens=info.max_num_batched_tokens,
             shared_chunk_tokens=info.max_num_prefill_tokens,
+            sized_chunk_tokens=info.max_num_sized_tokens,
             queue_seconds=others.queue_seconds,
             prefill_busy=min(1.0, others.busy_share),
             prompt_share=min(1.0, others.busy_share),

@@ -60,6 +60,7 @@ from splitserve.router.placement.worker_times import (
     interruptions,
     later_prompts,
     room_seconds,
+    shared_chunk,
     step_seconds,
     stretch,
     usual_prompt_tokens,
@@ -279,8 +280,8 @@ def _computing(worker: WorkerView, request: _Request, num_tokens: int, alone: fl
     step = step_seconds(worker, request.usual_outputs)
     if not step:
         return worker.queue_seconds, alone
-    queue = RESIDUAL * step + worker.queue_seconds * stretch(worker, worker.prompt_seconds, step)
-    return queue, beside(worker, num_tokens, alone, step)
+    queue = RESIDUAL * step + worker.queue_seconds * stretch(worker, worker.prompt_seconds, step, request.gap)
+    return queue, beside(worker, num_tokens, alone, step, request.gap)
 
 
 def _delay(worker: WorkerView, request: _Request, ttft: float, own: float) -> float:
@@ -321,7 +322,9 @@ def _decodes(workers: Iterable[WorkerView], request: _Request) -> list[_DecodeFi
 
 def _gap_strain(worker: WorkerView, request: _Request, before: float, after: float) -> float:
     share = request.prompt_share(worker)
-    chunk = chunk_seconds(worker, usual_prompt_tokens(worker) or request.num_tokens) if share else 0.0
+    chunk = 0.0
+    if share:
+        chunk = chunk_seconds(worker, usual_prompt_tokens(worker) or request.num_tokens, after, request.gap)
     return gap_strain(worker.num_decoding, (before, after), share, chunk, request.gap)
 
 
@@ -348,10 +351,12 @@ def _predict_local(prompt: _Prompt, decode: _Decode, request: _Request) -> _Pred
     count as the first one in harm, and as the last one, the longest, in strain."""
     worker, matched = prompt.worker, prompt.matched
     model, num_missed = worker.step_model, request.num_tokens - matched
-    full = worker.chunk_tokens or DEFAULT_CHUNK_TOKENS
-    chunk = min(worker.shared_chunk_tokens or full if worker.num_decoding else full, num_missed)
-    num_chunks = -(-num_missed // chunk)
     before, running = decode.before, worker.num_decoding
+    chunk = worker.chunk_tokens or DEFAULT_CHUNK_TOKENS
+    if running:
+        chunk = shared_chunk(worker, request.gap, before, matched)
+    chunk = min(chunk, num_missed)
+    num_chunks = -(-num_missed // chunk)
     gap = (before or model.base) + model.per_token * chunk + model.per_pair * pairs(matched, chunk)
     delay = prompt.delay + decode.room * FULL
     harm = request.late(request.waited + delay)
@@ -362,14 +367,15 @@ def _predict_local(prompt: _Prompt, decode: _Decode, request: _Request) -> _Pred
     elif slow := request.slow(gap):
         harm += num_chunks * running * (slow - request.slow(before))
     if request.gap:  # later prompts there interrupt this request
-        later = decode.after + model.per_token * (worker.shared_chunk_tokens or full)
+        later = decode.after + model.per_token * shared_chunk(worker, request.gap, decode.after, 0)
         harm += worker.prefill_busy * request.output_tokens * (request.slow(later) - request.slow(decode.after))
     harm += decode.harm
     strain = strain_of(request.waited + delay, request.ttft) if request.strains else math.inf
     if strain < math.inf:
         strain += _gap_strain(worker, request, before, decode.after)
         long_share = min(1.0, num_chunks / request.usual_outputs)
-        strain += running * interrupted(before, chunk_seconds(worker, request.num_tokens), long_share, request.gap)
+        long = chunk_seconds(worker, request.num_tokens, before, request.gap)
+        strain += running * interrupted(before, long, long_share, request.gap)
     is_prefill = worker.role is Role.PREFILL
     if is_prefill:
         late, strained = _later_prompts(prompt, decode, request)
@@ -385,7 +391,9 @@ def _later_prompts(prompt: _Prompt, decode: _Decode, request: _Request) -> tuple
     alone = worker.prompt_seconds or prompt.ttft  # where none came yet, of a prompt like this one
     if not (share and alone):
         return 0.0, 0.0
-    later = later_prompts(worker, alone, share, request.output_tokens, (decode.before, decode.after))
+    later = later_prompts(
+        worker, alone, share, request.output_tokens, (decode.before, decode.after), objective=request.gap
+    )
     harm = later.number * (request.late(later.after) - request.late(later.before))
     if later.after >= request.ttft:
         return harm, math.inf

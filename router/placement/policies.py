@@ -44,12 +44,13 @@ class WorkerView:
     no computing there, as far as the router knows, less where it has to be onboarded from a tier.
 
     For predictions: ``step_model`` has the worker's step times, ``chunk_tokens`` the tokens of a step at most,
-    ``shared_chunk_tokens`` the prompt tokens of one that also decodes, ``queue_seconds`` the time until it has computed
-    the prompts placed there, ``prefill_busy`` the share of its recent time that prompts took, ``prompt_share`` the same
-    of the time since its first prompt, ``prompt_seconds`` the mean time of these prompts, each weighted by its time,
+    ``shared_chunk_tokens`` the prompt tokens of one that also decodes, ``sized_chunk_tokens`` the most of them
+    where outputs have an objective for gaps, ``queue_seconds`` the time until it has computed the prompts placed
+    there, ``prefill_busy`` the share of its recent time that prompts took, ``prompt_share`` the same of the time
+    since its first prompt, ``prompt_seconds`` the mean time of these prompts, each weighted by its time,
     ``num_decoding`` the requests there whose first token is out, ``decoding_tokens`` their prompt tokens,
-    ``token_bytes`` the KV of a token, and ``link_rates`` the bytes per second at which it reads from peers, by their
-    engine ids. ``reads_prefixes``: it can read prefixes from others.
+    ``token_bytes`` the KV of a token, and ``link_rates`` the bytes per second at which it reads from peers, by
+    their engine ids. ``reads_prefixes``: it can read prefixes from others.
     """
 
     party: Party
@@ -66,6 +67,7 @@ class WorkerView:
     step_model: StepModel = NO_STEP_MODEL
     chunk_tokens: int = 0
     shared_chunk_tokens: int = 0
+    sized_chunk_tokens: int = 0
     queue_seconds: float = 0.0
     prefill_busy: float = 0.0
     prompt_share: float = 0.0

@@ -7,6 +7,7 @@ beside outputs, and each of them is longer.
 import math
 from typing import NamedTuple
 
+from splitserve.protocol.placement.chunk_bounds import ChunkBounds
 from splitserve.protocol.placement.step_model import pairs
 from splitserve.router.placement.policies import DEFAULT_CHUNK_TOKENS, WorkerView
 
@@ -30,15 +31,25 @@ def step_seconds(worker: WorkerView, usual_outputs: float) -> float:
     return worker.step_model.decode_seconds(running, worker.decoding_tokens + int(running * usual_outputs / 2))
 
 
-def beside(worker: WorkerView, num_tokens: int, alone: float, step: float) -> float:
+def shared_chunk(worker: WorkerView, objective: float, step: float, start: int) -> int:
+    """Return the prompt tokens from ``start`` on that are computed beside outputs whose steps take ``step`` seconds.
+    ``objective``: that of their gaps; 0.0: none."""
+    fixed = worker.shared_chunk_tokens or worker.chunk_tokens or DEFAULT_CHUNK_TOKENS
+    if not objective:
+        return fixed
+    return ChunkBounds(fixed, worker.sized_chunk_tokens or fixed).tokens(worker.step_model, step, start, objective)
+
+
+def beside(worker: WorkerView, num_tokens: int, alone: float, step: float, objective: float) -> float:
     """Return the seconds of ``num_tokens`` prompt tokens beside outputs whose steps take ``step`` seconds. ``alone``:
     those of the same tokens where nothing decodes."""
-    full = worker.chunk_tokens or DEFAULT_CHUNK_TOKENS
-    num_steps = -(-num_tokens // (worker.shared_chunk_tokens or full))
-    return alone + num_steps * step + num_tokens // -full * worker.step_model.base
+    num_steps = -(-num_tokens // shared_chunk(worker, objective, step, num_tokens // 2))  # on average
+    return (
+        alone + num_steps * step + num_tokens // -(worker.chunk_tokens or DEFAULT_CHUNK_TOKENS) * worker.step_model.base
+    )
 
 
-def stretch(worker: WorkerView, alone: float, step: float) -> float:
+def stretch(worker: WorkerView, alone: float, step: float, objective: float) -> float:
     """Return how many times as long a prompt takes beside outputs that takes ``alone`` seconds where nothing decodes.
 
     Its length is inferred from its time, as if its attention took none.
@@ -46,18 +57,14 @@ def stretch(worker: WorkerView, alone: float, step: float) -> float:
     model = worker.step_model
     if not (alone and step and model.per_token):
         return 1.0
-    return beside(worker, max(1, int((alone - model.base) / model.per_token)), alone, step) / alone
+    return beside(worker, max(1, int((alone - model.base) / model.per_token)), alone, step, objective) / alone
 
 
-def _shared_chunk(worker: WorkerView) -> int:
-    """Return the prompt tokens of a step that also decodes."""
-    return worker.shared_chunk_tokens or worker.chunk_tokens or DEFAULT_CHUNK_TOKENS
-
-
-def chunk_seconds(worker: WorkerView, num_tokens: int) -> float:
-    """Return what the last chunk of a prompt of ``num_tokens`` adds to a step that also decodes: its longest."""
+def chunk_seconds(worker: WorkerView, num_tokens: int, step: float, objective: float) -> float:
+    """Return what the last chunk of a prompt of ``num_tokens`` adds to a step of ``step`` seconds: the longest if their
+    number is fixed."""
     model = worker.step_model
-    chunk = min(_shared_chunk(worker), num_tokens)
+    chunk = min(shared_chunk(worker, objective, step, num_tokens), num_tokens)
     return model.per_token * chunk + model.per_pair * pairs(num_tokens - chunk, chunk)
 
 
@@ -78,7 +85,7 @@ def interruptions(worker: WorkerView, share: float) -> float:
     counts by its ratio to a step.
     """
     model = worker.step_model
-    chunk = model.base + model.per_token * _shared_chunk(worker)
+    chunk = model.base + model.per_token * shared_chunk(worker, 0.0, 0.0, 0)
     return share / (1.0 - share) * min(chunk, worker.prompt_seconds or chunk)
 
 
@@ -92,21 +99,21 @@ class LaterPrompts(NamedTuple):
 
 
 def later_prompts(
-    worker: WorkerView, alone: float, share: float, num_outputs: float, steps: tuple[float, float]
+    worker: WorkerView, alone: float, share: float, num_outputs: float, steps: tuple[float, float], *, objective: float
 ) -> LaterPrompts:
     """Predict the prompts that a worker computes beside an output of ``num_outputs`` tokens.
 
     ``alone``: seconds of a usual prompt where nothing decodes; ``share``: that of the time which prompts would take
-    then; ``steps``: seconds of a decode step without the output, 0.0 for none, and with it.
+    then; ``steps``: seconds of a decode step without the output, 0.0 for none, and with it; ``objective``: for gaps.
 
     The prompts take longer, so they fill more of the worker's time. Where they would fill more than all of it, a queue
     grows until the output has ended.
     """
     model, running, (before, after) = worker.step_model, worker.num_decoding, steps
-    longer, long = stretch(worker, alone, after), 1.0
+    longer, long = stretch(worker, alone, after, objective), 1.0
     if running:  # of k outputs that began at any time the last one ends after k / (k + 1) of the usual time
-        long += (stretch(worker, alone, before) - 1.0) * running / (running + 1)
-    mixed_step = after + model.per_token * _shared_chunk(worker)
+        long += (stretch(worker, alone, before, objective) - 1.0) * running / (running + 1)
+    mixed_step = after + model.per_token * shared_chunk(worker, objective, after, 0)
     seconds = num_outputs * min(after / (1.0 - share), mixed_step)
     queue = max(0.0, share * longer - max(1.0, share * long)) * seconds / 2  # on average over that time
     counted = alone * (1.0 + burden(worker.prefill_busy))

@@ -110,13 +110,14 @@ class Attempts:
         key, prompt, sampling = request.state.key, request.token_ids, request.attempt_sampling()
         delivered = request.state.delivered_ids
         salt, priority = request.context.cache_salt, request.priority
+        itl = request.context.request_class.itl_ms / 1e3
         # Workers add the time of a freeze themselves, that of the present one included.
         left_seconds = max(
             MIN_DEADLINE_SECONDS, self._deadline_seconds + request.held_seconds - (now - request.arrived_at)
         )
         if not isinstance(placement, Disaggregated):
             prefix = self._placer.prefix_helper(request.hashes, placement.worker, now)
-            local = LocalRequest(key, prompt, sampling, left_seconds, delivered, prefix, salt, priority, siblings)
+            local = LocalRequest(key, prompt, sampling, left_seconds, delivered, prefix, salt, priority, siblings, itl)
             return [(placement.worker, local)]
         prefill, decode = self._placer.peer(placement.prefill), self._placer.peer(placement.decode)
         to_decode = sampling
@@ -125,6 +126,6 @@ class Attempts:
         rest = left_seconds, delivered, salt, priority
         source = None if placement.prefix is None else self._placer.peer(placement.prefix)
         return [
-            (placement.decode, DecodeRequest(key, prompt, to_decode, prefill, *rest, late_grant, siblings)),
+            (placement.decode, DecodeRequest(key, prompt, to_decode, prefill, *rest, late_grant, siblings, itl)),
             (placement.prefill, PrefillRequest(key, prompt, sampling, decode, *rest, siblings, late_grant, source)),
         ]

@@ -2,6 +2,7 @@
 
 from collections import deque
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -11,6 +12,7 @@ from splitserve.engine.scheduling import Planned, StepScheduler
 from splitserve.engine.sequence import Sequence
 from splitserve.engine.stage import Stage
 from splitserve.kvconnector.blocks.pool import BlockState
+from splitserve.protocol.placement.step_model import StepModel
 from splitserve.protocol.step import UNKNOWN_TOKEN
 
 
@@ -76,6 +78,21 @@ class TestMixedSteps:
         for name in "bcd":
             scheduler.add(make_sequence(name, 5))
         assert lengths(engine.launch()) == [("a", 1), ("b", 5), ("c", 3)]
+
+    @pytest.mark.parametrize(
+        ("objectives", "tokens"),
+        [([0.0], 8), ([10.0], 400), ([10.0, 0.0], 100), ([20.0, 10.0], 100), ([100.0], 500), ([3.0], 64)],
+    )
+    def test_an_objective_for_gaps_sizes_the_prompts(self, objectives: list[float], tokens: int) -> None:
+        """The strictest one counts; a sequence without one bounds nothing, but takes its part of the step."""
+        blocks, scheduler = make_decode(256, max_num_prefill_tokens=8, max_num_sized_tokens=500)
+        scheduler.step_model = StepModel(base=2.0, per_decode=3.0, per_token=0.01, num_steps=1)
+        engine = Overlapped(blocks, scheduler, budget=1000)
+        for number, itl_seconds in enumerate(objectives):
+            scheduler.add(make_sequence(str(number), 4, itl_seconds=itl_seconds))
+        engine.launch()
+        scheduler.add(make_sequence("prompt", 600))
+        assert lengths(engine.launch())[-1] == ("prompt", tokens)
 
     def test_a_sequence_is_in_the_step_after_the_one_that_draws_its_first_token(self) -> None:
         blocks, scheduler = make_decode()

@@ -73,7 +73,7 @@ def test_a_queue_grows_only_where_prompts_beside_outputs_exceed_the_time():
     def added(share, running=0):
         prefill = worker("p", Role.PREFILL, running=running)
         before = MODEL.decode_seconds(running, running * 1088) if running else 0.0
-        later = later_prompts(prefill, 0.0255, share, 128, (before, step))
+        later = later_prompts(prefill, 0.0255, share, 128, (before, step), objective=0.0)
         return later.after - later.before
 
     assert added(0.3) == pytest.approx(added(0.6)), "longer steps alone"

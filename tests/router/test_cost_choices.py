@@ -83,11 +83,24 @@ class PlainCost:
         guessed = SESSION_TRUST * own if worker.party in self.own and worker.role is not Role.DECODE else 0.0
         return ttft + self.burden(worker) * own - guessed, ttft, matched
 
+    def shared(self, worker, step, start):
+        """Return the prompt tokens from ``start`` on that fit a step beside outputs."""
+        fixed, model = worker.shared_chunk_tokens or worker.chunk_tokens, worker.step_model
+        most = worker.sized_chunk_tokens or fixed
+        if not self.gap:
+            return fixed
+        left, tokens = 0.9 * self.gap - step, 0
+        for power in reversed(range(14)):  # the most that fit, by halves
+            more = tokens + (1 << power)
+            if model.per_token * more + model.per_pair * pairs(start, more) <= left:
+                tokens = more
+        return min(max(64, tokens), most)
+
     def beside(self, worker, num_tokens, alone, step):
         """Return the seconds of a prompt beside outputs with steps of ``step`` seconds."""
         if not step:
             return alone
-        chunk = worker.shared_chunk_tokens or worker.chunk_tokens
+        chunk = self.shared(worker, step, num_tokens // 2)
         steps, steps_alone = math.ceil(num_tokens / chunk), math.ceil(num_tokens / worker.chunk_tokens)
         return alone + steps * step - steps_alone * worker.step_model.base
 
@@ -128,21 +141,21 @@ class PlainCost:
     def interruptions(self, worker):
         """Return the harm per output by prompts that are computed meanwhile, without objectives."""
         model, share = worker.step_model, self.share(worker)
-        chunk = model.base + model.per_token * (worker.shared_chunk_tokens or worker.chunk_tokens)
+        chunk = model.base + model.per_token * self.shared(worker, 0.0, 0)
         return share / (1.0 - share) * min(chunk, worker.prompt_seconds or chunk)
 
-    def chunk(self, worker, num_tokens):
+    def chunk(self, worker, num_tokens, step):
         """Return what the last chunk of a prompt adds to a step."""
-        model, chunk = worker.step_model, min(worker.shared_chunk_tokens or worker.chunk_tokens, num_tokens)
+        model, chunk = worker.step_model, min(self.shared(worker, step, num_tokens), num_tokens)
         return model.per_token * chunk + model.per_pair * pairs(num_tokens - chunk, chunk)
 
     def long_odds(self, step, chunk):
-        return max(min(MAX_LONG_STRAIN, self.odds(step + chunk, self.gap)), self.odds(step, self.gap))
+        return max(min(MAX_LONG_STRAIN, self.odds(step + chunk, 0.9 * self.gap)), self.odds(step, self.gap))
 
     def mean_odds(self, worker, step):
         """Return the mean strain of gaps, of which those beside chunks of prompts are longer."""
         share, short = self.share(worker), self.odds(step, self.gap)
-        chunk = self.chunk(worker, usual_prompt_tokens(worker) or self.num_tokens)
+        chunk = self.chunk(worker, usual_prompt_tokens(worker) or self.num_tokens, self.after(worker))
         if not (share and chunk) or short == math.inf:
             return short
         long = min(1.0, share / (1.0 - share) * step / chunk)
@@ -203,15 +216,15 @@ class PlainCost:
         delay, ttft, matched = self.prompt(worker, None)
         model, running, left = worker.step_model, worker.num_decoding, self.num_tokens - matched
         is_prefill = worker.role is Role.PREFILL
-        shared = worker.shared_chunk_tokens or worker.chunk_tokens
-        chunk = min(shared if running else worker.chunk_tokens, left)
-        steps, before, after = -(-left // chunk), self.before(worker), self.after(worker)
+        before, after = self.before(worker), self.after(worker)
+        chunk = min(self.shared(worker, before, matched) if running else worker.chunk_tokens, left)
+        steps = -(-left // chunk)
         gap = (before or model.base) + model.per_token * chunk + model.per_pair * pairs(matched, chunk)
         delay += self.room(worker) * (1.0 + self.burden_at(1.0))
         harm = self.late(self.shape.waited_seconds + delay)
         if self.gap:
             harm += steps * running * (self.slow(gap) - self.slow(before))
-            later = after + model.per_token * shared
+            later = after + model.per_token * self.shared(worker, after, 0)
             harm += worker.prefill_busy * self.outputs * (self.slow(later) - self.slow(after))
         else:
             step = before or after
@@ -220,7 +233,7 @@ class PlainCost:
         harm += self.gaps(worker)
         strain = self.delay_strain(delay) + self.gap_strain(worker)
         if running and strain < math.inf:
-            longer = self.long_odds(before, self.chunk(worker, self.num_tokens)) - self.odds(before, self.gap)
+            longer = self.long_odds(before, self.chunk(worker, self.num_tokens, before)) - self.odds(before, self.gap)
             strain += running * min(1.0, steps / self.usual_outputs) * longer
         if is_prefill:
             late, strained = self.later_prompts(worker, ttft)
@@ -237,9 +250,7 @@ class PlainCost:
             return 0.0, 0.0
         longer = self.stretch(worker, alone, self.after(worker))
         long = 1.0 + (self.stretch(worker, alone, self.before(worker)) - 1.0) * running / (running + 1)
-        mixed_step = self.after(worker) + worker.step_model.per_token * (
-            worker.shared_chunk_tokens or worker.chunk_tokens
-        )
+        mixed_step = self.after(worker) + worker.step_model.per_token * self.shared(worker, self.after(worker), 0)
         seconds = self.outputs * min(self.after(worker) / (1.0 - share), mixed_step)
         number = max(1.0, seconds * share / alone)
         overload = max(0.0, share * longer - max(1.0, share * long))
@@ -273,6 +284,7 @@ def pool(chosen: random.Random, num_tokens: int) -> tuple[WorkerView, ...]:
                 step_model=chosen.choice(MODELS),
                 chunk_tokens=chosen.choice([512, 8192]),
                 shared_chunk_tokens=chosen.choice([0, 256]),
+                sized_chunk_tokens=chosen.choice([0, 256, 4096]),
                 queue_seconds=chosen.choice([0.0, 0.0, 0.01, 0.3, 2.0]),
                 prefill_busy=chosen.choice([0.0, 0.0, 0.2, 0.6, 1.0]),
                 prompt_share=chosen.choice([0.0, 0.1, 0.6]),

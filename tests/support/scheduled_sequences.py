@@ -12,6 +12,7 @@ from splitserve.kvconnector.blocks.pool import BlockPool
 from splitserve.kvconnector.tiers.tiers import Tiers
 from splitserve.prefill.scheduler import PrefillScheduler
 from splitserve.protocol.counters import WorkerCounters
+from splitserve.protocol.placement.chunk_bounds import ChunkBounds
 from splitserve.protocol.request import Party, RequestKey, SamplingParams
 
 BLOCK_SIZE = 4
@@ -23,7 +24,9 @@ def make_blocks(num_blocks: int = 64) -> BlockManager:
     return BlockManager(pool, BLOCK_SIZE, b"root", Tiers(pool))
 
 
-def make_sequence(name: str, tokens: int | list[int], *, max_tokens: int = 100, decodes_here: bool = True) -> Sequence:
+def make_sequence(
+    name: str, tokens: int | list[int], *, max_tokens: int = 100, decodes_here: bool = True, itl_seconds: float = 0.0
+) -> Sequence:
     """Distinct tokens by name, so that no two share a prefix by chance."""
     token_ids = (
         [zlib.crc32(f"{name} {i}".encode()) % 10_000 for i in range(tokens)]
@@ -32,7 +35,14 @@ def make_sequence(name: str, tokens: int | list[int], *, max_tokens: int = 100, 
     )
     sampling = SamplingParams(max_tokens=max_tokens)
     return Sequence(
-        RequestKey(name), ROUTER, token_ids, len(token_ids), sampling, deadline=100.0, decodes_here=decodes_here
+        RequestKey(name),
+        ROUTER,
+        token_ids,
+        len(token_ids),
+        sampling,
+        deadline=100.0,
+        itl_seconds=itl_seconds,
+        decodes_here=decodes_here,
     )
 
 
@@ -50,15 +60,15 @@ def lengths(planned: list[Planned]) -> list[tuple[str, int]]:
 def make_prefill(
     blocks: BlockManager | None = None, *, max_num_seqs: int, tail_chunk_tokens: int = 0
 ) -> PrefillScheduler:
-    budget = StepBudget(1000, max_num_seqs, 1000, tail_chunk_tokens)
+    budget = StepBudget(1000, max_num_seqs, ChunkBounds(1000, 1000), tail_chunk_tokens)
     return PrefillScheduler(make_blocks() if blocks is None else blocks, budget)
 
 
 def make_decode(
-    num_blocks: int = 64, max_num_seqs: int = 4, max_num_prefill_tokens: int = 1000
+    num_blocks: int = 64, max_num_seqs: int = 4, max_num_prefill_tokens: int = 1000, max_num_sized_tokens: int = 1000
 ) -> tuple[BlockManager, StepScheduler]:
     blocks = make_blocks(num_blocks)
-    budget = StepBudget(1000, max_num_seqs, max_num_prefill_tokens)
+    budget = StepBudget(1000, max_num_seqs, ChunkBounds(max_num_prefill_tokens, max_num_sized_tokens))
     return blocks, StepScheduler(PrefillScheduler(blocks, budget), DecodeScheduler(blocks, WorkerCounters()), budget)
 
 

@@ -86,6 +86,7 @@ class WorkerLoop:
         self._explain = explain
         self._step_times = StepTimes()
         self._step_fit = StepFit(estimate)
+        core.scheduler.step_model = estimate
         self._profile: tuple[Party, str] | None = None  # the party that asked for the recording in progress, and its id
         self._error: Exception | None = None
         self._drain = Drain(config.protocol.drain_seconds)
@@ -246,6 +247,7 @@ class WorkerLoop:
                 self._on_step_failure(result.outcome, now)
             else:
                 self._step_fit.note(result.plan, result.seconds, now)
+                self._core.scheduler.step_model = self._step_fit.model
                 self._core.commit_step(result.outcome, now)
 
     def _on_step_failure(self, failure: StepFailure, now: float) -> None:

@@ -52,6 +52,7 @@ class Requests:
             siblings={key: n for n, key in enumerate(request.siblings, 1) if key not in state.tombstones},
             num_choices=1 + len(request.siblings),
             decodes_here=decodes_here,
+            itl_seconds=request.itl_seconds if decodes_here else 0.0,
             cache_salt=request.cache_salt,
         )
         refusal = self._refusal(sequence)

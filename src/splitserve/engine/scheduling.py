@@ -3,6 +3,7 @@
 The two policies, of prompts and of decoding sequences, are independent of each other. No torch, no clock.
 """
 
+import itertools
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -12,6 +13,8 @@ from splitserve.engine.block_manager import Shortage
 from splitserve.engine.sequence import Sequence
 from splitserve.engine.stage import Stage
 from splitserve.protocol.counters import WorkerCounters
+from splitserve.protocol.placement.chunk_bounds import ChunkBounds
+from splitserve.protocol.placement.step_model import StepModel
 from splitserve.protocol.step import ScheduledChunk
 
 MAX_LOADS_AHEAD = 8
@@ -29,7 +32,7 @@ class StepBudget:
 
     max_num_batched_tokens: int  # tokens of a step
     max_num_seqs: int  # sequences of a step
-    max_num_prefill_tokens: int  # prompt tokens of a step that also decodes
+    beside_decode: ChunkBounds  # prompt tokens of a step that also decodes
     tail_chunk_tokens: int = 0  # last chunk of a long prompt, so that little is left to move after it; 0: no bound
 
 
@@ -81,12 +84,14 @@ class DecodePolicy(Protocol):
 
 
 class StepScheduler:
-    """Joins the two policies under one budget."""
+    """Joins the two policies under one budget. ``step_model`` predicts the worker's steps; who sees them keeps it up to
+    date."""
 
     def __init__(self, prompts: PromptPolicy, decodes: DecodePolicy, budget: StepBudget) -> None:
         self.prompts = prompts
         self.decodes = decodes
         self.budget = budget
+        self.step_model = StepModel()
 
     def add(self, sequence: Sequence, *, first: bool = False) -> None:
         """Queue a sequence whose known tokens have yet to be computed here."""
@@ -145,9 +150,20 @@ class StepScheduler:
             self.prompts.add(preempted, first=True)
         left -= len(planned)
         if planned:
-            left = min(left, self.budget.max_num_prefill_tokens)
+            left = min(left, self._prompt_tokens_beside(planned))
         planned += self.prompts.plan(left, self.num_running)
         return planned
+
+    def _prompt_tokens_beside(self, decodes: list[Planned]) -> int:
+        """Return the most prompt tokens beside sequences that decode, of which the strictest objective counts."""
+        bounds = self.budget.beside_decode
+        objectives = [sequence.itl_seconds for sequence, _ in decodes if sequence.itl_seconds]
+        prompt = next(itertools.chain(self.prompts.active, self.prompts.waiting), None)
+        if not objectives or prompt is None:
+            return bounds.fixed
+        context = sum([chunk.start + 1 for _, chunk in decodes])
+        step = self.step_model.decode_seconds(len(decodes), context)
+        return bounds.tokens(self.step_model, step, prompt.num_launched, min(objectives))
 
     def check_invariants(self) -> None:
         """Raise AssertionError unless each sequence is in the one queue that its stage names."""

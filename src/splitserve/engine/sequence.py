@@ -57,6 +57,7 @@ class Sequence:
     num_prompt_tokens: int  # the first of ``token_ids``, which the client sent
     sampling: SamplingParams  # how tokens are drawn, and when the output ends
     deadline: float  # seconds on the worker's own clock
+    itl_seconds: float = 0.0  # objective for the gaps between its tokens here; 0.0: none
     number: int = 0  # of its arrival in the worker
     max_length: int = 2**31  # bound of prompt and output, by the worker's memory and model
     end_length: int = field(init=False)  # the same bound with ``sampling.max_tokens`` in it
@@ -225,6 +226,7 @@ class Sequence:
                 num_prompt_tokens=self.num_prompt_tokens,
                 sampling=self._of_choice(choice),
                 deadline=self.deadline,
+                itl_seconds=self.itl_seconds,
                 number=self.number,
                 max_length=self.max_length,
                 handover=self.handover,

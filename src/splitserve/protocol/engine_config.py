@@ -208,6 +208,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         ),
         Setting(flags=("--max-prefill-tokens-beside-decode",), metavar="TOKENS", group=ENGINE),
     ] = 0
+    max_num_prefill_tokens_within_objective: Annotated[
+        TokenLimit,
+        Meta(
+            description="The same at most where an ITL objective sizes prompts; 0: that if given, else as fit the step."
+        ),
+        Setting(flags=("--max-prefill-tokens-within-objective",), metavar="TOKENS", group=ENGINE),
+    ] = 0
     max_num_seqs: Annotated[
         int,
         Meta(ge=1, le=65536, description="Sequences that run at once in a worker."),
@@ -351,11 +358,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         defaults = DEVICE_DEFAULTS[device]
         max_tokens = self.max_num_batched_tokens or max(defaults.max_num_batched_tokens, self.max_num_seqs)
         beside = self.max_num_prefill_tokens_beside_decode or defaults.max_num_prefill_tokens_beside_decode
+        within = self.max_num_prefill_tokens_within_objective or self.max_num_prefill_tokens_beside_decode
         return msgspec.structs.replace(
             self,
             block_size=self.block_size or defaults.block_size,
             max_num_batched_tokens=max_tokens,
             max_num_prefill_tokens_beside_decode=min(beside or max_tokens, max_tokens),
+            max_num_prefill_tokens_within_objective=min(within or max_tokens, max_tokens),
             tail_chunk_tokens=self.tail_chunk_tokens or defaults.tail_chunk_tokens,
         )
 

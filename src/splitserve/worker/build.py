@@ -28,6 +28,7 @@ from splitserve.prefill.source import SourcePart
 from splitserve.protocol.block_hash import root_hash
 from splitserve.protocol.config import EngineConfig, WorkerConfig
 from splitserve.protocol.memory_records import LayoutRecord
+from splitserve.protocol.placement.chunk_bounds import ChunkBounds
 from splitserve.protocol.request import Party, Role
 
 _GENERATIONS_APART = 1 << 60
@@ -84,7 +85,9 @@ def step_budget(config: WorkerConfig) -> StepBudget:
     return StepBudget(
         max_num_batched_tokens=engine.max_num_batched_tokens,
         max_num_seqs=engine.max_num_seqs,
-        max_num_prefill_tokens=engine.max_num_prefill_tokens_beside_decode,
+        beside_decode=ChunkBounds(
+            engine.max_num_prefill_tokens_beside_decode, engine.max_num_prefill_tokens_within_objective
+        ),
         tail_chunk_tokens=engine.tail_chunk_tokens if config.role is Role.PREFILL else 0,
     )
 

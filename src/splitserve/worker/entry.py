@@ -242,6 +242,7 @@ def _worker_info(
         prefix_caching=config.engine.enable_prefix_caching,
         max_num_batched_tokens=config.engine.max_num_batched_tokens,
         max_num_prefill_tokens=config.engine.max_num_prefill_tokens_beside_decode,
+        max_num_sized_tokens=config.engine.max_num_prefill_tokens_within_objective,
     )
 
 

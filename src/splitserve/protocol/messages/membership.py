@@ -52,7 +52,8 @@ class WorkerInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A worker as registered with membership. ``endpoint`` is the ZMQ address that routers and peers connect to,
     ``kv_events_endpoint`` the one for subscribers to its KV events; "" if it publishes none. With
     ``prefix_caching`` it reuses the KV of earlier prompts. A step has ``max_num_batched_tokens`` at most, and
-    ``max_num_prefill_tokens`` of prompts if it also decodes (0: not known)."""
+    ``max_num_prefill_tokens`` of prompts if it also decodes, ``max_num_sized_tokens`` if that has an objective (0: not
+    known)."""
 
     party: Party
     role: Role
@@ -68,6 +69,7 @@ class WorkerInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     prefix_caching: bool = True
     max_num_batched_tokens: Count = 0
     max_num_prefill_tokens: Count = 0
+    max_num_sized_tokens: Count = 0
 
 
 class Register(Message, frozen=True):

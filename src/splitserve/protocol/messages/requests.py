@@ -5,6 +5,7 @@ has, when another attempt continues a request: they are authoritative, and their
 the prompt's. ``cache_salt`` isolates prefix caches: the KV of a request is shared with requests of the same salt only.
 ``priority``: lower is sooner; carried for policies, none of which reads it yet. ``late_grant``: decode reserves no room
 before prefill asks for it, since other prompts come first; else it reserves room at once, as if prefill had asked.
+``itl_seconds``: the objective for gaps between output tokens, which bounds the prompts computed beside them; 0: none.
 """
 
 from enum import StrEnum
@@ -64,6 +65,7 @@ class DecodeRequest(Message, frozen=True):
     priority: int = 0
     late_grant: bool = False
     siblings: Siblings = []
+    itl_seconds: Seconds = 0.0
 
 
 class LocalRequest(Message, frozen=True):
@@ -79,6 +81,7 @@ class LocalRequest(Message, frozen=True):
     cache_salt: CacheSalt = ""
     priority: int = 0
     siblings: Siblings = []
+    itl_seconds: Seconds = 0.0
 
 
 class Abort(Message, frozen=True):

@@ -1,6 +1,7 @@
 """Step-time models: the seconds of a worker's step by the work in it. Pure; workers fit them, the router predicts with
 them."""
 
+import math
 from collections.abc import Sequence
 from typing import Annotated, NamedTuple
 
@@ -64,6 +65,13 @@ class StepModel(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
     def decode_seconds(self, num_decodes: int, context_tokens: int) -> float:
         """Return the seconds of a step of ``num_decodes`` sequences with ``context_tokens`` tokens in all."""
         return self.base + (self.per_decode * num_decodes + self.per_context * context_tokens)
+
+    def prompt_tokens_within(self, seconds: float, start: int) -> int:
+        """Return the most prompt tokens after ``start`` that add at most ``seconds`` to a step."""
+        linear, half = self.per_token + self.per_pair * (start + 0.5), self.per_pair / 2
+        if seconds <= 0.0 or not linear:
+            return 0
+        return int(2 * seconds / (linear + math.sqrt(linear * linear + 4 * half * seconds)))
 
     def clamped(self, reference: "StepModel", factor: float) -> "StepModel":
         """Return this model with each coefficient between ``1 / factor`` and ``factor`` times that of ``reference``."""

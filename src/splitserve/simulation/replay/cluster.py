@@ -288,6 +288,7 @@ class ReplayCluster:
             setup=WorkerSetup(host_kv_bytes=spec.host_tokens // BLOCK_TOKENS * layout.block_bytes),
             max_num_batched_tokens=spec.chunk_tokens,
             max_num_prefill_tokens=spec.shared_chunk_tokens,
+            max_num_sized_tokens=spec.shared_chunk_tokens,
         )
         refusal = self.membership.register(party, info, 0.0).refusal
         assert refusal is None, refusal

@@ -240,6 +240,7 @@ class TwinCluster:
             prefix_caching=setup.engine.enable_prefix_caching,
             max_num_batched_tokens=setup.engine.max_num_batched_tokens,
             max_num_prefill_tokens=setup.engine.max_num_prefill_tokens_beside_decode,
+            max_num_sized_tokens=setup.engine.max_num_prefill_tokens_within_objective,
         )
         registration = self.membership.register(worker.party, info, self.clock.now)
         assert registration.refusal is None, registration.refusal

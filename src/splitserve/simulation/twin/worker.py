@@ -119,6 +119,7 @@ class TwinWorker:
         )
         bounds = ModelBounds(setup.max_model_len, setup.vocab_size)
         self.core = build_core(config, self.party, memory, connector, bounds)  # type: ignore[arg-type]
+        self.core.scheduler.step_model = setup.model
         self._plan: StepPlan | None = None  # of the step that the device runs
         self._step_ends_at = 0.0  # of the step in flight
         self._epoch = 0  # of the last time to return that was set; those of earlier ones are void

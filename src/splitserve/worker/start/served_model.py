@@ -247,6 +247,7 @@ def _step_limits(engine: EngineConfig, plan: MemoryPlan) -> StepLimits:
     return StepLimits(
         max_num_batched_tokens=engine.max_num_batched_tokens,
         max_num_prefill_tokens_beside_decode=engine.max_num_prefill_tokens_beside_decode,
+        max_num_prefill_tokens_within_objective=engine.max_num_prefill_tokens_within_objective,
         max_num_seqs=engine.max_num_seqs,
         max_model_len=plan.max_model_len,
         num_blocks=plan.num_blocks[0],

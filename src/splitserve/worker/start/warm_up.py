@@ -35,6 +35,7 @@ class StepLimits:
 
     max_num_batched_tokens: int
     max_num_prefill_tokens_beside_decode: int
+    max_num_prefill_tokens_within_objective: int
     max_num_seqs: int
     max_model_len: int
     num_blocks: int
@@ -153,6 +154,10 @@ def _mixed(limits: StepLimits) -> Iterator[StepPlan]:
                 yield StepPlan([*decodes, _chunk(limits, length, sample=sample)])
         if room > limits.block_size and limits.block_size + room <= limits.longest_chunk:
             yield StepPlan([*decodes, _chunk(limits, room, start=limits.block_size)])
+    length, within = 2 * beside, limits.max_num_prefill_tokens_within_objective
+    while length <= min(within, limits.longest_chunk, limits.max_num_batched_tokens - 1):
+        yield StepPlan([_decode(limits, 0, _GREEDY), _chunk(limits, length)])
+        length *= 2
 
 
 def _counts(most: int) -> list[int]:
