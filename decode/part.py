@@ -252,6 +252,11 @@ class SinkPart(Part):
         return self.sink.is_landing
 
     @property
+    def arriving(self) -> list[Sequence]:
+        """See :class:`splitserve.engine.parts.Part`."""
+        return self.sink.arriving
+
+    @property
     def waiting(self) -> list[Sequence]:
         return self.sink.waiting
 

@@ -189,6 +189,11 @@ class SinkSide:
         return bool(self._waiting)
 
     @property
+    def arriving(self) -> list[Sequence]:
+        """Return the requests that decode as soon as their KV is here, for which there is room."""
+        return [each.sequence for each in self._incoming.values() if each.handover is not None and not each.is_prefix]
+
+    @property
     def waiting(self) -> list[Sequence]:
         """Return the requests whose KV isn't here yet."""
         return [incoming.sequence for incoming in self._incoming.values()]

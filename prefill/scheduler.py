@@ -9,6 +9,10 @@ from splitserve.engine.sequence import Sequence
 from splitserve.engine.stage import Stage
 from splitserve.kvconnector.layout.shape import num_blocks_for
 
+LEAST_ALIGNED_SHARE = 0.875
+"""Share of a chunk to which it is shortened at most to end on a block's edge."""
+EDGE_TOKENS = 16
+"""Tokens of which a chunk within a block is a multiple, as matrix instructions take them."""
 TAIL_SPLIT_FACTOR = 4  # prompts shorter than this many tail chunks move fast enough in one piece
 
 
@@ -127,16 +131,20 @@ class PrefillScheduler:
         return num_tokens
 
     def chunk_tokens(self, sequence: Sequence, budget: int) -> int:
-        """Length of the sequence's next chunk. A chunk that isn't the last ends on a block's edge if it can."""
+        """Length of the sequence's next chunk. A chunk that isn't the last ends on a block's edge if it can. Where few
+        blocks fit, it ends within one instead of being much shorter."""
         remaining, block_size = sequence.num_unplanned, self._blocks.block_size
         wanted = remaining
         if self._splits_tail(remaining):
             wanted = remaining - self._budget.tail_chunk_tokens
         if wanted == remaining and remaining <= budget:
             return remaining
-        start = sequence.num_launched
-        aligned = (start + min(wanted, budget)) // block_size * block_size - start
-        return aligned if aligned > 0 else min(wanted, budget)
+        start, most = sequence.num_launched, min(wanted, budget)
+        for edge in (block_size, min(block_size, EDGE_TOKENS)):
+            aligned = (start + most) // edge * edge - start
+            if aligned >= LEAST_ALIGNED_SHARE * most:
+                return aligned
+        return max(aligned, 0) or most
 
     def _splits_tail(self, num_tokens: int) -> bool:
         tail = self._budget.tail_chunk_tokens

@@ -61,7 +61,7 @@ from splitserve.router.placement.worker_times import (
     later_prompts,
     room_seconds,
     shared_chunk,
-    step_seconds,
+    step_beside,
     stretch,
     usual_prompt_tokens,
 )
@@ -266,7 +266,7 @@ def _prompts(workers: Iterable[WorkerView], request: _Request) -> list[_PromptFi
             matched = num_tokens - 1
         chunk = worker.chunk_tokens or DEFAULT_CHUNK_TOKENS
         queue, own = worker.queue_seconds, worker.step_model.prefill_seconds(matched, num_tokens - matched, chunk)
-        if worker.num_decoding:
+        if worker.num_decoding or (worker.num_requests and worker.role is not Role.PREFILL):
             queue, own = _computing(worker, request, num_tokens - matched, own)
         ttft = queue + own
         delay = _delay(worker, request, ttft, own)
@@ -277,7 +277,7 @@ def _prompts(workers: Iterable[WorkerView], request: _Request) -> list[_PromptFi
 def _computing(worker: WorkerView, request: _Request, num_tokens: int, alone: float) -> tuple[float, float]:
     """Return the seconds of a worker's queue, and those of a prompt of ``num_tokens`` which takes ``alone`` seconds
     where nothing decodes, both beside the outputs there."""
-    step = step_seconds(worker, request.usual_outputs)
+    step = step_beside(worker, request.usual_outputs, request.gap)
     if not step:
         return worker.queue_seconds, alone
     queue = RESIDUAL * step + worker.queue_seconds * stretch(worker, worker.prompt_seconds, step, request.gap)
@@ -353,8 +353,8 @@ def _predict_local(prompt: _Prompt, decode: _Decode, request: _Request) -> _Pred
     model, num_missed = worker.step_model, request.num_tokens - matched
     before, running = decode.before, worker.num_decoding
     chunk = worker.chunk_tokens or DEFAULT_CHUNK_TOKENS
-    if running:
-        chunk = shared_chunk(worker, request.gap, before, matched)
+    if step := step_beside(worker, request.usual_outputs, request.gap):
+        chunk = shared_chunk(worker, request.gap, step, matched)
     chunk = min(chunk, num_missed)
     num_chunks = -(-num_missed // chunk)
     gap = (before or model.base) + model.per_token * chunk + model.per_pair * pairs(matched, chunk)

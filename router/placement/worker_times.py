@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from splitserve.protocol.placement.chunk_bounds import ChunkBounds
 from splitserve.protocol.placement.step_model import pairs
+from splitserve.protocol.request import Role
 from splitserve.router.placement.policies import DEFAULT_CHUNK_TOKENS, WorkerView
 
 LEAST_STEP_SECONDS = 1e-3
@@ -23,11 +24,13 @@ def burden(utilisation: float) -> float:
     return RESIDUAL * held / (1.0 - held)
 
 
-def step_seconds(worker: WorkerView, usual_outputs: float) -> float:
-    """Return the seconds of a step of the outputs on a worker, half of each being out; 0.0 if nothing decodes."""
+def step_beside(worker: WorkerView, usual_outputs: float, objective: float) -> float:
+    """Return the seconds of a decode step of the outputs beside which a prompt is computed, half of each being out; 0.0
+    for none. With an objective for gaps those count that begin to decode soon."""
     running = worker.num_decoding
     if not running:
-        return 0.0
+        begin_soon = objective and worker.num_requests and worker.role is not Role.PREFILL
+        return worker.step_model.base if begin_soon else 0.0
     return worker.step_model.decode_seconds(running, worker.decoding_tokens + int(running * usual_outputs / 2))
 
 

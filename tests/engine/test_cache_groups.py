@@ -14,6 +14,7 @@ from splitserve.kvconnector.blocks.pool import BlockPool, BlockState
 from splitserve.prefill.scheduler import PrefillScheduler
 from splitserve.protocol.cache_layout import CacheGroup, Field, GroupKind
 from splitserve.protocol.counters import WorkerCounters
+from splitserve.protocol.placement.chunk_bounds import ChunkBounds
 
 FIELDS = (Field("kv", "float32", 1, 8),)
 
@@ -127,7 +128,7 @@ def test_random_steps_keep_the_counts_and_the_content(window: int) -> None:
     ends; each step finds the prefixes of its own tokens in all blocks that it reads, in each group."""
     chosen = random.Random(window)
     manager = make_manager(window, 40, 24)
-    budget = StepBudget(12, 4, 12)
+    budget = StepBudget(12, 4, ChunkBounds(12, 12))
     scheduler = StepScheduler(PrefillScheduler(manager, budget), DecodeScheduler(manager, WorkerCounters()), budget)
     content: list[dict[int, dict[int, tuple[int, ...]]]] = [{}, {}]
     alive = []

@@ -20,6 +20,7 @@ from splitserve.kvconnector.tiers.tiers import Tiers
 from splitserve.prefill.scheduler import PrefillScheduler
 from splitserve.protocol.block_hash import extend_hashes
 from splitserve.protocol.memory_records import LayoutRecord
+from splitserve.protocol.placement.chunk_bounds import ChunkBounds
 from splitserve.protocol.request import Party, RequestKey, SamplingParams
 
 LAYOUT = LayoutRecord("m", "w", "float32", 16, 2, 2, 8)
@@ -260,7 +261,7 @@ def scheduler_with_a_tier(num_blocks: int) -> tuple[PrefillScheduler, Tiers, Seq
     tiers.start_stores()
     finish_all(tiers)
     pool.clear_prefix_index()
-    return PrefillScheduler(blocks, StepBudget(1000, 4, 1000)), tiers, found
+    return PrefillScheduler(blocks, StepBudget(1000, 4, ChunkBounds(1000, 1000))), tiers, found
 
 
 def test_kv_comes_up_while_its_sequence_waits_behind_others() -> None:

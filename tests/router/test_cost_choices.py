@@ -76,9 +76,10 @@ class PlainCost:
         steps = -(-left // worker.chunk_tokens)
         work = StepWork(prefill_tokens=left, prefill_pairs=pairs(matched, left))
         own = (steps - 1) * worker.step_model.base + worker.step_model.seconds(work)
-        own = self.beside(worker, left, own, self.before(worker))
-        queue = worker.queue_seconds * self.stretch(worker, worker.prompt_seconds, self.before(worker))
-        queue += RESIDUAL * self.before(worker)
+        step = self.step_beside(worker)
+        own = self.beside(worker, left, own, step)
+        queue = worker.queue_seconds * self.stretch(worker, worker.prompt_seconds, step)
+        queue += RESIDUAL * step
         ttft = queue + own + (0.0 if read is None else read.read_seconds)
         guessed = SESSION_TRUST * own if worker.party in self.own and worker.role is not Role.DECODE else 0.0
         return ttft + self.burden(worker) * own - guessed, ttft, matched
@@ -125,6 +126,11 @@ class PlainCost:
     def before(self, worker):
         work = StepWork(worker.num_decoding, self.context(worker))
         return worker.step_model.seconds(work) if worker.num_decoding else 0.0
+
+    def step_beside(self, worker):
+        """Return the seconds of the steps of outputs that are there when the prompt is computed."""
+        begin_soon = self.gap and worker.num_requests and worker.role is not Role.PREFILL
+        return self.before(worker) or (worker.step_model.base if begin_soon else 0.0)
 
     def after(self, worker):
         context = self.context(worker) + self.num_tokens + int(self.outputs / 2)
@@ -217,7 +223,8 @@ class PlainCost:
         model, running, left = worker.step_model, worker.num_decoding, self.num_tokens - matched
         is_prefill = worker.role is Role.PREFILL
         before, after = self.before(worker), self.after(worker)
-        chunk = min(self.shared(worker, before, matched) if running else worker.chunk_tokens, left)
+        beside = self.step_beside(worker)
+        chunk = min(self.shared(worker, beside, matched) if beside else worker.chunk_tokens, left)
         steps = -(-left // chunk)
         gap = (before or model.base) + model.per_token * chunk + model.per_pair * pairs(matched, chunk)
         delay += self.room(worker) * (1.0 + self.burden_at(1.0))

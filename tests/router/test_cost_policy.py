@@ -122,7 +122,7 @@ def test_a_prompt_waits_for_prefill_while_its_objective_leaves_time_and_then_dec
     decode = worker("d", Role.DECODE, num_requests=16, num_decoding=16)
     places = [
         place(worker("p", Role.PREFILL, queue_seconds=queue, **USED), decode, objectives=ROOMY)
-        for queue in (0.1, 0.3, 0.6, 0.8)
+        for queue in (0.1, 0.3, 0.7, 0.8)
     ]
     assert places[:2] == [Disaggregated(Party("p", 1), decode.party)] * 2, "up to 0.2 s later than at decode"
     assert places[2:] == [Local(decode.party)] * 2

@@ -114,7 +114,8 @@ class EngineCore:
             part.admit(now)
         for part in self.parts:
             part.before_plan(now)
-        step = self.scheduler.plan()
+        has_prompts = bool(self.scheduler.prompts.active or self.scheduler.prompts.waiting)
+        step = self.scheduler.plan([each for part in self.parts for each in part.arriving] if has_prompts else ())
         self.state.blocks.tiers.start_clocks(now)
         if not step:
             return None

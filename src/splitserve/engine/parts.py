@@ -86,6 +86,11 @@ class Part:
         return False
 
     @property
+    def arriving(self) -> list[Sequence]:
+        """Sequences that decode here as soon as their KV is here: they hold their room."""
+        return []
+
+    @property
     def waiting(self) -> list[Sequence]:
         """Sequences that wait outside the scheduler."""
         return []

@@ -138,9 +138,10 @@ class StepScheduler:
         """Return what the first one that waits lacks, if nothing but blocks keeps it from beginning."""
         return self.prompts.shortage(self.budget.max_num_batched_tokens - self.num_running, self.num_running)
 
-    def plan(self) -> list[Planned]:
+    def plan(self, arriving: Iterable[Sequence] = ()) -> list[Planned]:
         """Return the chunks of one step; an empty list if nothing can run.
 
+        Those ``arriving`` decode as soon as their KV is here: an objective of theirs bounds prompts as well.
         A sequence whose first token a launched step draws joins those that decode, so that it misses no step.
         """
         self.decodes.add(self.prompts.take_prefilled())
@@ -149,18 +150,18 @@ class StepScheduler:
         for preempted in self.decodes.take_preempted():
             self.prompts.add(preempted, first=True)
         left -= len(planned)
-        if planned:
-            left = min(left, self._prompt_tokens_beside(planned))
+        left = min(left, self._prompt_tokens_beside(planned, arriving))
         planned += self.prompts.plan(left, self.num_running)
         return planned
 
-    def _prompt_tokens_beside(self, decodes: list[Planned]) -> int:
-        """Return the most prompt tokens beside sequences that decode, of which the strictest objective counts."""
+    def _prompt_tokens_beside(self, decodes: list[Planned], arriving: Iterable[Sequence]) -> int:
+        """Return the most prompt tokens of a step with ``decodes``. The strictest objective counts."""
         bounds = self.budget.beside_decode
-        objectives = [sequence.itl_seconds for sequence, _ in decodes if sequence.itl_seconds]
+        sequences = itertools.chain((sequence for sequence, _ in decodes), arriving)
+        objectives = [sequence.itl_seconds for sequence in sequences if sequence.itl_seconds]
         prompt = next(itertools.chain(self.prompts.active, self.prompts.waiting), None)
         if not objectives or prompt is None:
-            return bounds.fixed
+            return bounds.fixed if decodes else self.budget.max_num_batched_tokens
         context = sum([chunk.start + 1 for _, chunk in decodes])
         step = self.step_model.decode_seconds(len(decodes), context)
         return bounds.tokens(self.step_model, step, prompt.num_launched, min(objectives))
