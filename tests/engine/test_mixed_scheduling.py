@@ -81,10 +81,19 @@ class TestMixedSteps:
 
     @pytest.mark.parametrize(
         ("objectives", "tokens"),
-        [([0.0], 8), ([10.0], 400), ([10.0, 0.0], 100), ([20.0, 10.0], 100), ([100.0], 500), ([3.0], 64)],
+        [
+            ([0.0], 8),
+            ([10.0], 400),
+            ([12.5, 0.0], 324),
+            ([20.0, 12.5], 324),
+            ([9.0] * 2, 320),
+            ([100.0], 500),
+            ([3.0], 200),
+        ],
     )
     def test_an_objective_for_gaps_sizes_the_prompts(self, objectives: list[float], tokens: int) -> None:
-        """The strictest one counts; a sequence without one bounds nothing, but takes its part of the step."""
+        """The strictest one counts; a sequence without one bounds nothing, but takes its part of the step. Prompts
+        end on a block's edge, and get a share of the step in any case."""
         blocks, scheduler = make_decode(256, max_num_prefill_tokens=8, max_num_sized_tokens=500)
         scheduler.step_model = StepModel(base=2.0, per_decode=3.0, per_token=0.01, num_steps=1)
         engine = Overlapped(blocks, scheduler, budget=1000)

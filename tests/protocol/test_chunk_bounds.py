@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from splitserve.protocol.placement.chunk_bounds import LEAST_TOKENS, OBJECTIVE_SHARE, ChunkBounds
+from splitserve.protocol.placement.chunk_bounds import LEAST_SHARE, OBJECTIVE_SHARE, ChunkBounds
 from splitserve.protocol.placement.step_model import StepModel, StepWork, pairs
 
 MODEL = StepModel(4e-3, 1.5e-5, 3.1e-8, 2.4e-5, 1.3e-9, 1000)
@@ -27,11 +27,12 @@ def test_a_step_fills_its_share_of_the_objective(
 ) -> None:
     alone = MODEL.decode_seconds(running, running * length)
     tokens = ChunkBounds(320, most).tokens(MODEL, alone, start, objective)
-    if tokens > LEAST_TOKENS:
-        assert step_seconds(running, running * length, start, tokens) <= OBJECTIVE_SHARE * objective + 1e-12
+    bound = max(OBJECTIVE_SHARE * objective, (1 + LEAST_SHARE) * alone)
+    assert 1 <= tokens <= most
+    if tokens > 1:
+        assert step_seconds(running, running * length, start, tokens) <= bound + 1e-12
     if tokens < most:
-        assert step_seconds(running, running * length, start, tokens + 1) > OBJECTIVE_SHARE * objective - 1e-12
-    assert min(LEAST_TOKENS, most) <= tokens <= most
+        assert step_seconds(running, running * length, start, tokens + 1) > bound - 1e-12
 
 
 def test_more_sequences_a_deeper_prompt_or_a_stricter_objective_leave_less() -> None:
@@ -42,8 +43,10 @@ def test_more_sequences_a_deeper_prompt_or_a_stricter_objective_leave_less() -> 
     assert BOUNDS.tokens(MODEL, 5e-3, 0, 12e-3) < usual < BOUNDS.tokens(MODEL, 5e-3, 0, 30e-3)
 
 
-def test_a_prompt_goes_on_where_the_objective_is_used_up() -> None:
-    assert BOUNDS.tokens(MODEL, 20e-3, 0, 12e-3) == LEAST_TOKENS
+def test_prompts_get_a_share_of_the_step_where_outputs_use_the_objective_up() -> None:
+    tokens = BOUNDS.tokens(MODEL, 20e-3, 0, 12e-3)
+    assert tokens == BOUNDS.tokens(MODEL, 20e-3, 0, 20e-3)
+    assert tokens * MODEL.per_token == pytest.approx(LEAST_SHARE * 20e-3, rel=0.02)
 
 
 def test_without_an_objective_or_a_model_the_number_is_fixed() -> None:

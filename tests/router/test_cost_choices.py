@@ -90,12 +90,12 @@ class PlainCost:
         most = worker.sized_chunk_tokens or fixed
         if not self.gap:
             return fixed
-        left, tokens = 0.9 * self.gap - step, 0
+        left, tokens = max(0.9 * self.gap - step, 0.4 * step), 0
         for power in reversed(range(14)):  # the most that fit, by halves
             more = tokens + (1 << power)
             if model.per_token * more + model.per_pair * pairs(start, more) <= left:
                 tokens = more
-        return min(max(64, tokens), most)
+        return min(max(1, tokens), most)
 
     def beside(self, worker, num_tokens, alone, step):
         """Return the seconds of a prompt beside outputs with steps of ``step`` seconds."""

@@ -12,8 +12,9 @@ from splitserve.protocol.placement.step_model import StepModel
 OBJECTIVE_SHARE = 0.9
 """Share of the objective that a step may take by its model. The rest is for steps that take longer, and for the way to
 the client."""
-LEAST_TOKENS = 64
-"""What prompts get where the objective leaves no time, so that they don't wait for outputs to end."""
+LEAST_SHARE = 0.4
+"""Share of a decode step that prompts get where the objective leaves less: else they would pile up while outputs alone
+use it up, and miss their own objective as well."""
 
 
 class ChunkBounds(NamedTuple):
@@ -30,5 +31,5 @@ class ChunkBounds(NamedTuple):
         """
         if not objective or not model.per_token:
             return self.fixed
-        sized = model.prompt_tokens_within(OBJECTIVE_SHARE * objective - decode_seconds, start)
-        return min(max(sized, LEAST_TOKENS), self.most)
+        seconds = max(OBJECTIVE_SHARE * objective - decode_seconds, LEAST_SHARE * decode_seconds)
+        return min(max(model.prompt_tokens_within(seconds, start), 1), self.most)
