@@ -90,7 +90,7 @@ class PlainCost:
         most = worker.sized_chunk_tokens or fixed
         if not self.gap:
             return fixed
-        left, tokens = max(0.9 * self.gap - step, 0.4 * step), 0
+        left, tokens = max(0.85 * self.gap - step, 0.4 * step), 0
         for power in reversed(range(14)):  # the most that fit, by halves
             more = tokens + (1 << power)
             if model.per_token * more + model.per_pair * pairs(start, more) <= left:
@@ -156,7 +156,7 @@ class PlainCost:
         return model.per_token * chunk + model.per_pair * pairs(num_tokens - chunk, chunk)
 
     def long_odds(self, step, chunk):
-        return max(min(MAX_LONG_STRAIN, self.odds(step + chunk, 0.9 * self.gap)), self.odds(step, self.gap))
+        return max(min(MAX_LONG_STRAIN, self.odds(step + chunk, 0.85 * self.gap)), self.odds(step, self.gap))
 
     def mean_odds(self, worker, step):
         """Return the mean strain of gaps, of which those beside chunks of prompts are longer."""

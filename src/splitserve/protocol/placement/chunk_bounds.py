@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from splitserve.protocol.placement.step_model import StepModel
 
-OBJECTIVE_SHARE = 0.9
+OBJECTIVE_SHARE = 0.85
 """Share of the objective that a step may take by its model. The rest is for steps that take longer, and for the way to
 the client."""
 LEAST_SHARE = 0.4
