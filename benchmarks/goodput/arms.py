@@ -82,15 +82,15 @@ def parse_arm(text: str) -> Arm:
 
 
 def default_arms(num_devices: int, chunk_budgets: Sequence[int]) -> list[Arm]:
-    """Return mixed workers with each chunk budget and each xPyD split of ``num_devices``, both with a policy that knows
-    loads only and one that knows prefixes, and each split with conditional disaggregation."""
+    """Return mixed workers with the engine's own chunks and each budget, and each xPyD split of ``num_devices``, both
+    with a policy that knows loads only and one that knows prefixes, and each split with conditional disaggregation."""
     if num_devices < 2:
         raise ConfigError(f"a comparison needs at least 2 devices, got {num_devices}: one can't be split")
     policies = (LOAD_POLICY, PREFIX_POLICY)
     mixed = [
         Arm(num_mixed=num_devices, policy=policy, chunk_tokens=tokens)
         for policy in policies
-        for tokens in (chunk_budgets or (0,))
+        for tokens in dict.fromkeys((0, *chunk_budgets))
     ]
     splits = [
         Arm(num_prefill, num_devices - num_prefill, policy=policy)

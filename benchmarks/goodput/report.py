@@ -6,7 +6,6 @@ from importlib.resources import files
 from string import Template
 from typing import Any
 
-from splitserve.benchmarks.goodput.arms import CONDITIONAL_POLICY
 from splitserve.benchmarks.goodput.charts import Charts
 from splitserve.benchmarks.goodput.probe import ProbeResult
 from splitserve.benchmarks.goodput.result import SIMULATED, Conditions
@@ -62,10 +61,10 @@ def notes(probes: Sequence[ProbeResult], verdict: Verdict) -> list[str]:
         if arm.goodput.kind == "at least"
     ]
     found += [
-        f"{arm.name}: its policy places by the given objectives, and uses what they leave; at other ITL objectives it "
-        "would hold other rates than the chart's"
+        f"{arm.name}: it computes prompts beside outputs, in the time that the given objectives leave; at other ITL "
+        "objectives it would hold other rates than the chart's"
         for arm in verdict.arms
-        if verdict.sweep and arm.name.endswith(f":{CONDITIONAL_POLICY}")
+        if verdict.sweep and arm.fills_gaps
     ]
     for probe in probes:
         if not probe.kept_the_rate:

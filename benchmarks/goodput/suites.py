@@ -17,7 +17,7 @@ class Suite:
     num_repeats: int
     max_probes: int
     chunk_budgets: tuple[int, ...]
-    arms: tuple[str, ...] = ()  # empty: mixed workers with each budget and each split
+    arms: tuple[str, ...] = ()  # empty: mixed workers with the engine's own chunks and each budget, and each split
     max_seconds: float = 0.0  # of one call; 0: no bound
     first_rate: float = 1.0
     twin: bool = True  # an arm's twin proposes the rate of its first probe
@@ -47,7 +47,7 @@ SUITES: Mapping[str, Suite] = {
         precision=0.15,
         num_repeats=1,
         max_probes=6,
-        chunk_budgets=(128, 512),
+        chunk_budgets=(128,),
         max_seconds=3480.0,
         first_rate=8.0,
     ),
@@ -60,7 +60,7 @@ SUITES: Mapping[str, Suite] = {
         precision=0.1,
         num_repeats=2,
         max_probes=10,
-        chunk_budgets=(512, 2048, 8192),
+        chunk_budgets=(512, 2048),
         max_seconds=480.0,
     ),
 }

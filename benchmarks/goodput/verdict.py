@@ -28,11 +28,12 @@ SWEEP_RESAMPLES = 100
 
 @dataclass(frozen=True, slots=True)
 class ArmResult:
-    """Goodput of one arm."""
+    """Goodput of one arm. ``fills_gaps``: it computes prompts beside outputs, in the time that objectives leave."""
 
     name: str
     goodput: Goodput
     interval: Interval
+    fills_gaps: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +90,9 @@ def judge(
 ) -> Verdict:
     """Judge the probes of each arm; ``arms`` has None for endpoints, whose arrangement isn't known."""
     resampled = resampled_goodputs(probes, objectives, seed)
+    filling = {name for name, arm in arms.items() if arm is not None and (arm.is_mixed or arm.is_conditional)}
     results = tuple(
-        ArmResult(name, measured_goodput(found, objectives), interval(resampled[name]))
+        ArmResult(name, measured_goodput(found, objectives), interval(resampled[name]), name in filling)
         for name, found in probes.items()
     )
     goodputs = {result.name: result.goodput for result in results}

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
-from core_driver import DECODE, KEY, NUM_BLOCKS, PREFILL, Worker, decode_request, of, sent
+from core_driver import DECODE, KEY, NUM_BLOCKS, PREFILL, SAMPLING, Worker, decode_request, of, sent
 from splitserve.engine.effects import Connect, Dial, Disconnect, Effect, HangUp, Incident, StartRead
 from splitserve.kvconnector.blocks.pool import BlockState
 from splitserve.kvconnector.transfer.connector import PeerConnected
@@ -22,7 +22,16 @@ from splitserve.protocol.messages.handover import (
     Release,
     Withdrawn,
 )
-from splitserve.protocol.messages.requests import Abort, FailureCode, Introduce, PeerRef, RequestFailed, StepTokens
+from splitserve.protocol.messages.requests import (
+    Abort,
+    FailureCode,
+    Introduce,
+    LocalRequest,
+    PeerRef,
+    RequestFailed,
+    StepTokens,
+)
+from splitserve.protocol.placement.step_model import StepModel
 from splitserve.protocol.request import Party, RequestKey, Role
 from splitserve.simulation.model import LAYOUT, PROTOCOL, ROUTER
 from splitserve.simulation.worker.connector import SimConnector
@@ -93,6 +102,20 @@ class TestDecode:
         decode.commit(plan)
         assert len(self.run_to_end(decode, 2)) == 3
         decode.assert_idle()
+
+    @pytest.mark.parametrize(("itl_seconds", "num_tokens"), [(0.0, 8), (10.0, 4)])
+    def test_a_prompt_leaves_the_time_of_an_objective_to_what_arrives(
+        self, decode: Worker, itl_seconds: float, num_tokens: int
+    ) -> None:
+        """A step of 8 tokens would take 10 seconds, and so long the sequence whose KV is being read would wait."""
+        decode.core.scheduler.step_model = StepModel(base=2.0, per_token=1.0)
+        self.connect(decode)
+        decode.hear(ROUTER, msgspec.structs.replace(decode_request(), itl_seconds=itl_seconds))
+        decode.hear(PREFILL, self.offer())
+        prompt = LocalRequest(RequestKey("local"), list(range(20, 32)), SAMPLING, 60.0)
+        decode.hear(ROUTER, prompt)
+        plan = decode.plan()
+        assert plan is not None and [len(chunk.token_ids) for chunk in plan.chunks] == [num_tokens]
 
     def test_a_read_error_breaks_the_connection_and_is_reported(self, decode: Worker) -> None:
         self.connect(decode)

@@ -17,7 +17,7 @@ from splitserve.benchmarks.router.worker_script import default_script
 from splitserve.common.errors import ConfigError
 from splitserve.protocol.config import RequestClass, RouterConfig
 from splitserve.protocol.messages.membership import WorkerInfo
-from splitserve.protocol.messages.requests import StepTokens, TokenDelta
+from splitserve.protocol.messages.requests import LocalRequest, StepTokens, TokenDelta
 from splitserve.protocol.request import FinishReason, Party, Role, SamplingParams
 from splitserve.router.links.membership import Membership
 from splitserve.router.placement.prefix_view import PrefixView
@@ -88,6 +88,17 @@ class FullWorker:
             self.finish(self.begun[number])
             number += 1
         return self.begun
+
+
+def test_workers_are_told_the_gap_objective_of_a_requests_class() -> None:
+    full = FullWorker(slots=2)
+    told = []
+    for name, itl_ms in (("none", 0.0), ("strict", 25.0)):
+        context = RequestContext(request_class=RequestClass(name=name, itl_ms=itl_ms))
+        request = ActiveRequest.new(name, [1] * 90, SamplingParams(max_tokens=10), full.now, context)
+        bodies = [getattr(effect, "body", None) for effect in full.handle(Submit(request))]
+        told += [body.itl_seconds for body in bodies if isinstance(body, LocalRequest)]
+    assert told == [0.0, 0.025]
 
 
 def test_requests_begin_by_priority_then_by_deadline() -> None:

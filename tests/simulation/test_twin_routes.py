@@ -1,6 +1,7 @@
 """Conditional disaggregation on the twin, on workloads where it once was worse than always disaggregating."""
 
 import numpy as np
+import pytest
 
 from splitserve.benchmarks.twin.simulate import clusters_of, parser
 from splitserve.protocol.config import EngineConfig
@@ -78,6 +79,16 @@ def test_outputs_on_prefill_keep_the_99th_percentile_of_gaps_within_the_objectiv
     spec = TwinSpec(cluster.workers, cluster.calibration, cluster.policy, 500.0, 12.0)
     ttft, gaps = percentiles(TwinCluster(spec, 0).run(make(Exact(2048, 512), 8.0, 300, seed=0), 0), 99)
     assert ttft < 500.0 and gaps < 12.0
+
+
+@pytest.mark.parametrize("arm", ["2M:prefix", "1P1D:cost"])
+def test_prompts_beside_outputs_leave_gaps_within_the_objective(arm: str) -> None:
+    """The deeper in its prompt, the shorter a chunk is. With 320 tokens each the last ones take twice as long as the
+    first, and p99 of the gaps is over the objective."""
+    (cluster,) = clusters_of(parser().parse_args(["--gpu", "H200", "--cluster", arm]))
+    spec = TwinSpec(cluster.workers, cluster.calibration, cluster.policy, 1000.0, 12.0)
+    ttft, gaps = percentiles(TwinCluster(spec, 0).run(make(Exact(8192, 64), 2.5, 200, seed=0), 0), 99)
+    assert ttft < 1000.0 and gaps < 12.0
 
 
 def test_without_objectives_outputs_stay_off_the_prefill_worker_of_a_young_cluster() -> None:
