@@ -6,8 +6,6 @@ Gaps beside chunks of prompts are longer than the others; each gap counts for it
 
 import math
 
-from splitserve.protocol.placement.chunk_bounds import OBJECTIVE_SHARE
-
 MAX_LONG_STRAIN = 50.0
 """What a gap beside a chunk strains at most. Without a bound a single prompt would outweigh all outputs of a worker."""
 
@@ -35,14 +33,11 @@ def gap_strain(
 
 
 def interrupted(step: float, chunk_seconds: float, long_share: float, objective: float) -> float:
-    """Return what chunks of a prompt add to the mean strain of gaps of ``step`` seconds, for ``long_share`` of them.
-
-    A step with a chunk may take a share of the objective only: this strain is without bound where that is used up.
-    """
+    """Return what chunks of a prompt add to the mean strain of gaps of ``step`` seconds, for ``long_share`` of them."""
     short = strain_of(step, objective)
     if not long_share or short == math.inf:
         return 0.0
-    long = strain_of(step + chunk_seconds, OBJECTIVE_SHARE * objective)
+    long = strain_of(step + chunk_seconds, objective)
     return long_share * max(0.0, min(long, MAX_LONG_STRAIN) - short)
 
 

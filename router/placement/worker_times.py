@@ -110,7 +110,8 @@ def later_prompts(
     then; ``steps``: seconds of a decode step without the output, 0.0 for none, and with it; ``objective``: for gaps.
 
     The prompts take longer, so they fill more of the worker's time. Where they would fill more than all of it, a queue
-    grows until the output has ended.
+    grows until the output has ended. With an objective they wait for each other as long as a queue would on average at
+    that utilisation; without one that would keep outputs waiting for a full decode worker.
     """
     model, running, (before, after) = worker.step_model, worker.num_decoding, steps
     longer, long = stretch(worker, alone, after, objective), 1.0
@@ -119,10 +120,16 @@ def later_prompts(
     mixed_step = after + model.per_token * shared_chunk(worker, objective, after, 0)
     seconds = num_outputs * min(after / (1.0 - share), mixed_step)
     queue = max(0.0, share * longer - max(1.0, share * long)) * seconds / 2  # on average over that time
-    counted = alone * (1.0 + burden(worker.prefill_busy))
-    # A prompt waits for the step in flight.
-    then = RESIDUAL * after + counted * longer + queue
-    return LaterPrompts(max(1.0, seconds * share / alone), RESIDUAL * before + counted * long, then)
+    busy, busier = (share * long, share * longer) if objective else (0.0, 0.0)
+    now = RESIDUAL * before + _with_waits(worker, alone * long, busy)
+    then = RESIDUAL * after + _with_waits(worker, alone * longer, busier) + queue
+    return LaterPrompts(max(1.0, seconds * share / alone), now, then)
+
+
+def _with_waits(worker: WorkerView, seconds: float, share: float) -> float:
+    """Return the mean seconds of a prompt that takes ``seconds``, with its wait for those before it. These take
+    ``share`` of the time, or as much as of late if that is more."""
+    return seconds * (1.0 + burden(max(worker.prefill_busy, share)))
 
 
 def room_seconds(worker: WorkerView, wanted_tokens: float, num_outputs: float, step: float) -> float:

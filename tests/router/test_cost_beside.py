@@ -67,17 +67,19 @@ def test_an_output_keeps_off_a_prefill_worker_that_could_not_keep_up_beside_it()
     assert place(quiet, decode, objectives=TIGHT) == Local(quiet.party)
 
 
-def test_a_queue_grows_only_where_prompts_beside_outputs_exceed_the_time():
+def test_an_output_on_prefill_delays_prompts_the_more_the_busier_it_is():
     step = MODEL.decode_seconds(1, 1088)
 
-    def added(share, running=0):
+    def added(share, running=0, objective=1.0):
         prefill = worker("p", Role.PREFILL, running=running)
         before = MODEL.decode_seconds(running, running * 1088) if running else 0.0
-        later = later_prompts(prefill, 0.0255, share, 128, (before, step), objective=0.0)
+        later = later_prompts(prefill, 0.0255, share, 128, (before, step), objective=objective)
         return later.after - later.before
 
-    assert added(0.3) == pytest.approx(added(0.6)), "longer steps alone"
-    assert added(0.9) > 5 * added(0.6)
+    assert 0.0 < added(0.3) < added(0.5) / 2, "longer steps, and longer waits for each other"
+    assert added(0.9) > 2 * added(0.6), "and a queue that grows"
+    assert added(0.3, objective=0.0) == pytest.approx(added(0.6, objective=0.0)), "longer steps alone"
+    assert added(0.9, objective=0.0) > 5 * added(0.6, objective=0.0)
     assert added(0.9, running=8) < added(0.9) / 2, "the worker mixes already"
 
 

@@ -156,7 +156,7 @@ class PlainCost:
         return model.per_token * chunk + model.per_pair * pairs(num_tokens - chunk, chunk)
 
     def long_odds(self, step, chunk):
-        return max(min(MAX_LONG_STRAIN, self.odds(step + chunk, 0.85 * self.gap)), self.odds(step, self.gap))
+        return max(min(MAX_LONG_STRAIN, self.odds(step + chunk, self.gap)), self.odds(step, self.gap))
 
     def mean_odds(self, worker, step):
         """Return the mean strain of gaps, of which those beside chunks of prompts are longer."""
@@ -261,8 +261,10 @@ class PlainCost:
         seconds = self.outputs * min(self.after(worker) / (1.0 - share), mixed_step)
         number = max(1.0, seconds * share / alone)
         overload = max(0.0, share * longer - max(1.0, share * long))
-        usual = alone * long * (1.0 + self.burden(worker)) + RESIDUAL * self.before(worker)
-        then = alone * longer * (1.0 + self.burden(worker)) + RESIDUAL * self.after(worker) + overload * seconds / 2
+        shares = [share * slower if self.gap else 0.0 for slower in (long, longer)]
+        waits = [self.burden_at(max(worker.prefill_busy, each)) for each in shares]
+        usual = alone * long * (1.0 + waits[0]) + RESIDUAL * self.before(worker)
+        then = alone * longer * (1.0 + waits[1]) + RESIDUAL * self.after(worker) + overload * seconds / 2
         late = number * (self.late(then) - self.late(usual))
         if then >= self.ttft or not self.gap:
             return late, math.inf

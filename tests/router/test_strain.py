@@ -4,7 +4,6 @@ import math
 
 import pytest
 
-from splitserve.protocol.placement.chunk_bounds import OBJECTIVE_SHARE
 from splitserve.router.placement.strain import MAX_LONG_STRAIN, gap_strain, interrupted, strain_of
 
 
@@ -14,10 +13,9 @@ def test_a_time_strains_its_objective_without_bound() -> None:
 
 
 def test_gaps_beside_chunks_count_by_their_own_length() -> None:
-    """A quarter of the time for chunks of 4 seconds: a chunk for every second step of 6 seconds. Chunks have a share of
-    the objective."""
+    """A quarter of the time for chunks of 4 seconds: a chunk for every second step of 6 seconds."""
     strain = gap_strain(0, (0.0, 6.0), 0.25, 4.0, 12.0)
-    assert strain == pytest.approx(0.5 * strain_of(6.0, 12.0) + 0.5 * strain_of(10.0, OBJECTIVE_SHARE * 12.0))
+    assert strain == pytest.approx(0.5 * strain_of(6.0, 12.0) + 0.5 * strain_of(10.0, 12.0))
     assert strain > strain_of(8.0, 12.0)  # of the mean gap
 
 
