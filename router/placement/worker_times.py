@@ -47,9 +47,8 @@ def beside(worker: WorkerView, num_tokens: int, alone: float, step: float, objec
     """Return the seconds of ``num_tokens`` prompt tokens beside outputs whose steps take ``step`` seconds. ``alone``:
     those of the same tokens where nothing decodes."""
     num_steps = -(-num_tokens // shared_chunk(worker, objective, step, num_tokens // 2))  # on average
-    return (
-        alone + num_steps * step + num_tokens // -(worker.chunk_tokens or DEFAULT_CHUNK_TOKENS) * worker.step_model.base
-    )
+    num_alone = -(-num_tokens // (worker.chunk_tokens or DEFAULT_CHUNK_TOKENS))
+    return alone + num_steps * step - num_alone * worker.step_model.base
 
 
 def stretch(worker: WorkerView, alone: float, step: float, objective: float) -> float:

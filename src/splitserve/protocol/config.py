@@ -214,7 +214,13 @@ class RequestClass(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     name: Annotated[str, Meta(pattern="^[a-z0-9][a-z0-9_-]{0,38}$", description="Name that clients give.")]
     ttft_ms: Annotated[float, Meta(ge=0, description="Time to first token; 0: none.")] = 0.0
-    itl_ms: Annotated[float, Meta(ge=0, description="Mean time per output token after the first; 0: none.")] = 0.0
+    itl_ms: Annotated[
+        float,
+        Meta(
+            ge=0,
+            description="Time per output token after the first; workers size prompts beside outputs by it; 0: none.",
+        ),
+    ] = 0.0
     priority: Annotated[
         int, Meta(ge=-(2**31), lt=2**31, description="Lower begins sooner; a request's own priority wins.")
     ] = 0
@@ -280,7 +286,10 @@ class RouterConfig(Confidential, frozen=True, kw_only=True):
     ] = 0.0
     tpot_objective_ms: Annotated[
         float,
-        Meta(ge=0, description="Mean time per output token after the first; 0: none."),
+        Meta(
+            ge=0,
+            description="Time per output token after the first; workers size prompts beside outputs by it; 0: none.",
+        ),
         Setting(location="objectives.tpot_ms"),
     ] = 0.0
     classes: Annotated[
