@@ -7,7 +7,7 @@ beside outputs, and each of them is longer.
 import math
 from typing import NamedTuple
 
-from splitserve.protocol.placement.chunk_bounds import ChunkBounds
+from splitserve.protocol.placement.chunk_bounds import sized_tokens
 from splitserve.protocol.placement.step_model import pairs
 from splitserve.protocol.request import Role
 from splitserve.router.placement.policies import DEFAULT_CHUNK_TOKENS, WorkerView
@@ -37,10 +37,10 @@ def step_beside(worker: WorkerView, usual_outputs: float, objective: float) -> f
 def shared_chunk(worker: WorkerView, objective: float, step: float, start: int) -> int:
     """Return the prompt tokens from ``start`` on that are computed beside outputs whose steps take ``step`` seconds.
     ``objective``: that of their gaps; 0.0: none."""
-    fixed = worker.shared_chunk_tokens or worker.chunk_tokens or DEFAULT_CHUNK_TOKENS
-    if not objective:
+    fixed, model = worker.shared_chunk_tokens or worker.chunk_tokens or DEFAULT_CHUNK_TOKENS, worker.step_model
+    if not objective or not model.per_token:
         return fixed
-    return ChunkBounds(fixed, worker.sized_chunk_tokens or fixed).tokens(worker.step_model, step, start, objective)
+    return sized_tokens(model, step, start, objective, worker.sized_chunk_tokens or fixed)
 
 
 def beside(worker: WorkerView, num_tokens: int, alone: float, step: float, objective: float) -> float:

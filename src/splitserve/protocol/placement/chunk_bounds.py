@@ -17,6 +17,14 @@ LEAST_SHARE = 0.4
 use it up, and miss their own objective as well."""
 
 
+def sized_tokens(model: StepModel, decode_seconds: float, start: int, objective: float, most: int) -> int:
+    """Return the prompt tokens, from position ``start`` of a prompt on, for which an objective of so many seconds leaves
+    time beside sequences whose step alone takes ``decode_seconds``: at least one, and at most ``most``."""
+    seconds, least = OBJECTIVE_SHARE * objective - decode_seconds, LEAST_SHARE * decode_seconds
+    tokens = model.prompt_tokens_within(seconds if seconds > least else least, start)
+    return max(1, min(tokens, most))
+
+
 class ChunkBounds(NamedTuple):
     """Bounds of a worker's steps that decode: ``fixed`` prompt tokens without an objective, ``most`` with one."""
 
@@ -24,12 +32,8 @@ class ChunkBounds(NamedTuple):
     most: int
 
     def tokens(self, model: StepModel, decode_seconds: float, start: int, objective: float) -> int:
-        """Return the most prompt tokens beside sequences whose step alone takes ``decode_seconds``.
-
-        ``start``: the position of the first of these tokens in its prompt; ``objective``: seconds between tokens, 0.0
-        for none. A model that knows nothing of prompts bounds nothing.
-        """
+        """Return the most prompt tokens, as :func:`sized_tokens`; ``objective`` is 0.0 if there is none. A model that
+        knows nothing of prompts sizes nothing."""
         if not objective or not model.per_token:
             return self.fixed
-        seconds = max(OBJECTIVE_SHARE * objective - decode_seconds, LEAST_SHARE * decode_seconds)
-        return min(max(model.prompt_tokens_within(seconds, start), 1), self.most)
+        return sized_tokens(model, decode_seconds, start, objective, self.most)
