@@ -18,7 +18,7 @@ use it up, and miss their own objective as well."""
 
 
 def sized_tokens(model: StepModel, decode_seconds: float, start: int, objective: float, most: int) -> int:
-    """Return the prompt tokens, from position ``start`` of a prompt on, for which an objective of so many seconds leaves
+    """Return the prompt tokens, from position ``start`` of a prompt on, for which an objective (seconds) leaves
     time beside sequences whose step alone takes ``decode_seconds``: at least one, and at most ``most``."""
     seconds, least = OBJECTIVE_SHARE * objective - decode_seconds, LEAST_SHARE * decode_seconds
     tokens = model.prompt_tokens_within(seconds if seconds > least else least, start)
