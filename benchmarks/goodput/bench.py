@@ -46,7 +46,6 @@ from splitserve.common.errors import ConfigError
 from splitserve.models.config import load_model_config
 from splitserve.orchestration.cli.command_parser import CommandParser
 from splitserve.orchestration.spec.expansion import read_secret
-from splitserve.protocol.config import EngineConfig
 from splitserve.workloads.named import FORMS as WORKLOADS
 from splitserve.workloads.named import Source, parse_workload
 
@@ -337,7 +336,7 @@ def parser() -> argparse.ArgumentParser:
     add("--top-p", type=positive_seconds, default=1.0)
     add("--seed", type=int, default=0)
     add("--client-processes", type=positive, default=1, metavar="N", help="processes of the load generator")
-    add("--max-num-seqs", type=positive, default=EngineConfig(model="").max_num_seqs, metavar="N")
+    add("--max-num-seqs", type=positive, default=0, metavar="N", help="by default 256 on a GPU, 64 on CPU")
     add("--endpoint", action="append", default=[], metavar="NAME=URL", help="compare endpoints that run; repeatable")
     add("--vocab-size", type=positive, default=256, metavar="N", help="of endpoints: prompt ids are drawn below N")
     add("--api-key-env", default="OPENAI_API_KEY", metavar="NAME", help="variable with the endpoints' key")

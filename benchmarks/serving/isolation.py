@@ -32,7 +32,6 @@ from splitserve.models.demo.checkpoint import write_demo_config
 from splitserve.orchestration.cli.command_parser import CommandParser
 from splitserve.orchestration.cluster.launcher import LocalCluster
 from splitserve.orchestration.spec.shorthand import simple_spec
-from splitserve.protocol.config import EngineConfig
 
 ARRANGEMENTS: dict[str, dict[str, Any]] = {
     "1P1D": {"num_prefill": 1, "num_decode": 1},
@@ -185,7 +184,7 @@ def parser() -> argparse.ArgumentParser:
     add("--temperature", type=finite, default=0.0, help="0 is greedy")
     add("--top-p", type=positive_seconds, default=1.0)
     add("--max-batched-tokens", type=not_negative, default=0, metavar="N")
-    add("--max-num-seqs", type=positive, default=EngineConfig(model="").max_num_seqs, metavar="N")
+    add("--max-num-seqs", type=positive, default=0, metavar="N", help="by default 256 on a GPU, 64 on CPU")
     add("--seconds", type=positive_seconds, default=20.0, help="time in which requests arrive")
     add("--stream-rate", type=finite, default=2.0, metavar="R", help="requests with long answers per second")
     add("--stream-input-len", type=positive, default=16, metavar="N")

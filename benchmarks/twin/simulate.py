@@ -275,7 +275,7 @@ def add_cluster_options(parser: argparse.ArgumentParser) -> None:
         "its steps, a roofline is taken")  # fmt: skip
     add("--calibration", default="", metavar="FILE", help="models that `splitserve calibrate` has saved")
     add("--tensor-parallel-size", type=positive, default=1, metavar="N")
-    add("--max-num-seqs", type=positive, default=EngineConfig(model="").max_num_seqs, metavar="N")
+    add("--max-num-seqs", type=positive, default=0, metavar="N", help="by default 256 on a GPU, 64 on CPU")
     add("--host-kv-memory", type=bytes_option, default="0", metavar="SIZE", help="host tier of each worker; 0: as in "
         "the calibration, else none")  # fmt: skip
     add("--max-model-len", type=int, default=0, metavar="TOKENS", help="0: the model's own, cut to KV memory")

@@ -37,10 +37,10 @@ from splitserve.protocol.engine_config import (
     OPTION_GROUPS,
     WORKERS,
     EngineConfig,
-    SettingsError,
 )
 from splitserve.protocol.placement.policies import DEFAULT_POLICY
 from splitserve.protocol.request import Role
+from splitserve.protocol.settings import SettingsError
 
 _log = logging.getLogger(__name__)
 

@@ -195,9 +195,9 @@ def _patient(spec: ClusterSpec) -> ClusterSpec:
 
 
 def _num_running(spec: ClusterSpec) -> int:
-    """Return how many requests can be generated at once."""
+    """Return how many requests can be generated at once; what depends on a worker's device as on a GPU."""
     pools = [pool for pool in spec.pools if pool.role is not Role.PREFILL]
-    return sum(pool.count * spec.engine_config(pool).max_num_seqs for pool in pools) or 1
+    return sum(pool.count * spec.engine_config(pool).on("cuda").max_num_seqs for pool in pools) or 1
 
 
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[str | list[int]]:

@@ -101,7 +101,7 @@ class Settings(TypedDict, total=False):
     max_prefill_tokens_beside_decode: int
     # the same at most where an ITL objective sizes prompts; 0: that if given, else as fit the step
     max_prefill_tokens_within_objective: int
-    # sequences that run at once in a worker
+    # sequences that run at once in a worker; 0: 256 on a GPU, 64 on CPU
     max_num_seqs: int
     # directory on the worker's machine for profiles that POST /admin/profile asks for; empty: none
     profile_dir: str | os.PathLike[str]

@@ -21,10 +21,9 @@ from splitserve.orchestration.spec.cluster_spec import (
     set_fields,
 )
 from splitserve.protocol.config import LMCacheConfig, protocol_problems
-from splitserve.protocol.engine_config import SettingsError
 from splitserve.protocol.placement.policies import PLACEMENT_POLICIES
 from splitserve.protocol.request import Role
-from splitserve.protocol.settings import problem_of, problems_of
+from splitserve.protocol.settings import SettingsError, problem_of, problems_of
 
 # Variables that a process gets from its launcher; a document that sets them would contradict it.
 MANAGED_VARIABLES = frozenset(

@@ -151,8 +151,11 @@ def test_help_shows_defaults_that_say_something(capsys: pytest.CaptureFixture[st
         (["--decode", "2"], "no prefill worker.*--prefill N"),
         (["--mixed", "1", "--block-size", "-1"], "--block-size: must be between 0 and 4096, got -1"),
         (["--mixed", "1", "--max-prefill-tokens-beside-decode", "-1"], "--max-prefill-tokens-beside-decode: must be"),
-        (["--mixed", "1", "--max-batched-tokens", "4"], r"--max-batched-tokens: \(4\) is smaller than max_num_seqs"),
-        (["--mixed", "1", "--max-num-seqs", "10000000"], "--max-num-seqs: must be between 1 and 65536, got 10000000"),
+        (
+            ["--mixed", "1", "--max-batched-tokens", "4", "--max-num-seqs", "5"],
+            r"--max-batched-tokens: \(4\) is smaller than max_num_seqs",
+        ),
+        (["--mixed", "1", "--max-num-seqs", "10000000"], "--max-num-seqs: must be between 0 and 65536, got 10000000"),
         (["--mixed", "1", "--threads", "100000"], "--threads: must be between 0 and 4096, got 100000"),
         (["--mixed", "1", "--read-threads", "100000"], "--read-threads: must be between 0 and 256, got 100000"),
         (["--mixed", "1", "--max-model-len", "1"], "--max-model-len: must be at least 2"),

@@ -174,7 +174,7 @@ def test_all_faults_of_a_spec_are_said_at_once(tmp_path: Path, capsys: pytest.Ca
         "model: {path: /nowhere, max_model_len: 1}\n"
         "pools:\n"
         "- {name: fast, role: prefil, cuont: 2, memory: {kv: lots}, environment: {A: 1, UCX_TLS: tcp}}\n"
-        "- {name: fast, count: two, engine: {max_num_seqs: 0, atention_backend: triton}}\n"
+        "- {name: fast, count: two, engine: {max_num_seqs: -1, atention_backend: triton}}\n"
         "router: {port: 99999, host: '', policy: best}\n"
         "objectives: {ttft_ms: .inf}\n"
         "secrets: {shared: {file: /no/file}, api_key: {env: NO_SUCH_VARIABLE}}\n"

@@ -174,7 +174,7 @@ def test_options_that_apply_to_nobody_are_refused(
         (BASE.replace("2}", "0}").replace("decode", "decode, count: 0"), "pools: no workers: raise the count"),
         (BASE + "secrets: {shared: hunter2hunter2hunter2}\n", "secrets.shared: give a reference, like {env: NAME}"),
         (BASE + "secrets: {api_key: {}}\n", "secrets.api_key: give one of env (a variable's name) and file"),
-        (BASE + "engine: {max_num_seqs: 0}\n", "spec:5: engine.max_num_seqs: must be between 1 and 65536, got 0"),
+        (BASE + "engine: {max_num_seqs: -1}\n", "spec:5: engine.max_num_seqs: must be between 0 and 65536, got -1"),
         (BASE + "engine: {attention_backend: fast}\n", "engine.attention_backend: is 'fast'; choose one of auto"),
         (BASE + "protocol: {lease: 3}\n", "protocol.lease: there is no such setting; did you mean lease_seconds?"),
         (BASE + "network: {host: 10.0.0.1, interface: eth0}\n", "network: host and interface are both set"),

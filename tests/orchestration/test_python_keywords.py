@@ -74,7 +74,7 @@ def test_a_spec_is_taken_as_it_is(tiny_qwen3: Path, tmp_path: Path) -> None:
     ("pools", "settings", "problem"),
     [
         (PD, {"kv_memory": "much"}, "kv_memory: 'much' is not an amount of memory"),
-        (PD, {"max_num_seqs": 0}, "max_num_seqs: must be between 1 and 65536, got 0"),
+        (PD, {"max_num_seqs": -1}, "max_num_seqs: must be between 0 and 65536, got -1"),
         (PD, {"max_num_seqs": "many"}, "max_num_seqs: "),
         (PD, {"device": "tpu"}, "device: there is no 'tpu'"),
         (PD, {"verify_kv": 1}, "verify_kv must be True or False, got 1"),

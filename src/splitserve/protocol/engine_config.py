@@ -7,8 +7,7 @@ from typing import Annotated, Literal, TypeAlias, get_args
 import msgspec
 from msgspec import Meta
 
-from splitserve.common.errors import ConfigError
-from splitserve.protocol.settings import Setting, problems_of
+from splitserve.protocol.settings import Setting, SettingsError, problems_of
 
 Dtype: TypeAlias = Literal["auto", "float32", "bfloat16", "float16"]
 Device: TypeAlias = Literal["auto", "cpu", "cuda"]
@@ -42,31 +41,26 @@ MAX_THREADS_PER_CPU = 2
 """Threads of a worker for each hardware thread: more than one works but is slow, which the doctor reports."""
 
 
-class SettingsError(ConfigError):
-    """Settings that can't work. ``problems`` are pairs of a field and what is wrong with it."""
-
-    def __init__(self, problems: list[tuple[str, str]]) -> None:
-        super().__init__("; ".join(f"{field} {text}" for field, text in problems))
-        self.problems = problems
-
-
 class DeviceDefaults(msgspec.Struct, frozen=True, kw_only=True):
-    """Values that a 0 in :class:`EngineConfig` stands for. Prefill tokens beside decode 0: no bound but the step's."""
+    """Values that a 0 in :class:`EngineConfig` stands for."""
 
-    block_size: int
+    max_num_seqs: int
     max_num_batched_tokens: int
-    max_num_prefill_tokens_beside_decode: int
+    max_num_prefill_tokens_beside_decode: int = 0  # no bound but the step's
+    block_size: int
     tail_chunk_tokens: int
 
 
 DEVICE_DEFAULTS = {
-    "cpu": DeviceDefaults(
-        block_size=16, max_num_batched_tokens=512, max_num_prefill_tokens_beside_decode=0, tail_chunk_tokens=64
-    ),
-    # 320 prompt tokens beside up to 64 that decode fill three tiles of 128 rows of a GEMM. The last
-    # chunk: benchmarks/results/README.md compares 512 and 1024 tokens.
+    "cpu": DeviceDefaults(max_num_seqs=64, max_num_batched_tokens=512, block_size=16, tail_chunk_tokens=64),
+    # Beside up to 64 sequences that decode, 320 prompt tokens fill three tiles of 128 rows of a GEMM. The last chunk:
+    # benchmarks/results/README.md compares 512 and 1024 tokens. Sequences: docs/decisions/028-sequences-at-once.md.
     "cuda": DeviceDefaults(
-        block_size=64, max_num_batched_tokens=8192, max_num_prefill_tokens_beside_decode=320, tail_chunk_tokens=1024
+        max_num_seqs=256,
+        max_num_batched_tokens=8192,
+        max_num_prefill_tokens_beside_decode=320,
+        block_size=64,
+        tail_chunk_tokens=1024,
     ),
 }
 
@@ -217,9 +211,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = 0
     max_num_seqs: Annotated[
         int,
-        Meta(ge=1, le=65536, description="Sequences that run at once in a worker."),
+        Meta(ge=0, le=65536, description="Sequences that run at once in a worker; 0: 256 on a GPU, 64 on CPU."),
         Setting(flags=("--max-num-seqs",), metavar="N", group=ENGINE),
-    ] = 64
+    ] = 0
     tail_chunk_tokens: Annotated[
         TokenLimit,
         Meta(
@@ -362,6 +356,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(
             self,
             block_size=self.block_size or defaults.block_size,
+            max_num_seqs=self.max_num_seqs or min(defaults.max_num_seqs, max_tokens),
             max_num_batched_tokens=max_tokens,
             max_num_prefill_tokens_beside_decode=min(beside or max_tokens, max_tokens),
             max_num_prefill_tokens_within_objective=min(within or max_tokens, max_tokens),

@@ -17,6 +17,16 @@ from typing import Any, Literal
 import msgspec
 from msgspec import Meta
 
+from splitserve.common.errors import ConfigError
+
+
+class SettingsError(ConfigError):
+    """Settings that can't work. ``problems`` are pairs of a field and what is wrong with it."""
+
+    def __init__(self, problems: list[tuple[str, str]]) -> None:
+        super().__init__("; ".join(f"{field} {text}" for field, text in problems))
+        self.problems = problems
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:

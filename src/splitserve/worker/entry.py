@@ -36,10 +36,11 @@ from splitserve.kvconnector.transfer.read_settings import ReadSettings
 from splitserve.models.parallel.ranks import Collectives
 from splitserve.models.runner.runner import ModelRunner
 from splitserve.protocol.config import EngineConfig, WorkerConfig
-from splitserve.protocol.engine_config import SettingsError, machine_problems
+from splitserve.protocol.engine_config import machine_problems
 from splitserve.protocol.memory_records import HostTierMemory
 from splitserve.protocol.messages.membership import WorkerInfo, WorkerSetup
 from splitserve.protocol.request import Party, Role
+from splitserve.protocol.settings import SettingsError
 from splitserve.worker.build import BlockMemory, ModelBounds, build_core
 from splitserve.worker.machine.awake_cores import kept_awake
 from splitserve.worker.machine.threads import give_way, pin_threads
