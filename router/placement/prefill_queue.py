@@ -7,8 +7,12 @@ BUSY_SECONDS = 30.0
 """Time constant of the busy share. With r prompts per second, whose times have a coefficient of variation c, the share
 has a relative error of sqrt((1 + c^2) / (2 r BUSY_SECONDS)): 23% for r = 1 and c = 1.5, where 10 s would leave 40%, and
 placement would follow chance. It trails a change of the load by as much."""
+SURGE_SECONDS = 3.0
+"""Time constant of the busy share that follows a surge of the load. Where a router trusts the slow one alone, it takes
+the prefill workers of an idle cluster to have time for half a minute after the load has come."""
 SETTLED_SECONDS = 10 * BUSY_SECONDS
 """Time after which the time before a worker's first prompt is forgotten."""
+_SURGES = BUSY_SECONDS / SURGE_SECONDS
 
 
 class PrefillQueue:
@@ -23,6 +27,7 @@ class PrefillQueue:
         self._first_since = 0.0
         self._busy = 0.0  # seconds given lately, each forgotten with BUSY_SECONDS
         self._busy_squares = 0.0  # sum of the squares of these seconds
+        self._surge = 0.0  # the same, each forgotten with SURGE_SECONDS
         self._busy_at = 0.0
         self._used_since = 0.0
         self.was_used = False  # a prompt was added at some time
@@ -43,6 +48,7 @@ class PrefillQueue:
         self._seconds[key] = seconds
         self._total += seconds
         kept = self._kept(now)
+        self._surge = kept**_SURGES * self._surge + seconds
         self._busy = kept * self._busy + seconds
         self._busy_squares = kept * self._busy_squares + seconds * seconds
         self._busy_at = now
@@ -83,7 +89,8 @@ class PrefillQueue:
         if (age := now - self._used_since) <= SETTLED_SECONDS and share:
             of_time = -math.expm1(-age / BUSY_SECONDS) if age > 0.0 else 0.0
             since_first = share / of_time if share < of_time else 1.0
-        return seconds, share, since_first, self._busy_squares / busy
+        surge = self._kept(now) ** _SURGES * self._surge / SURGE_SECONDS
+        return seconds, share, min(1.0, max(since_first, surge)), self._busy_squares / busy
 
     def _kept(self, now: float) -> float:
         """Return the weight that is left of what was given until the last prompt."""

@@ -6,8 +6,8 @@ Gaps beside chunks of prompts are longer than the others; each gap counts for it
 
 import math
 
-MAX_LONG_STRAIN = 50.0
-"""What a gap beside a chunk strains at most. Without a bound a single prompt would outweigh all outputs of a worker."""
+MAX_CHUNK_STRAIN = 2.0
+"""What a chunk adds at most to the strain of a gap. Workers size chunks so that the gap stays within its objective."""
 
 
 def strain_of(seconds: float, objective: float) -> float:
@@ -38,7 +38,7 @@ def interrupted(step: float, chunk_seconds: float, long_share: float, objective:
     if not long_share or short == math.inf:
         return 0.0
     long = strain_of(step + chunk_seconds, objective)
-    return long_share * max(0.0, min(long, MAX_LONG_STRAIN) - short)
+    return long_share * min(long - short, MAX_CHUNK_STRAIN)
 
 
 def _mean_strain(step: float, share: float, chunk_seconds: float, objective: float) -> float:

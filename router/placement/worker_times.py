@@ -16,6 +16,9 @@ LEAST_STEP_SECONDS = 1e-3
 MAX_UTILISATION = 0.9
 RESIDUAL = 0.5
 """Share of a prompt's computing that is left, on average, when another one arrives meanwhile."""
+TAIL = 3.0
+"""Waits of the slowest prompts over the mean wait, where prompts have an objective. Waits are about exponential: one in
+twenty is three times the mean."""
 
 
 def burden(utilisation: float) -> float:
@@ -92,8 +95,8 @@ def interruptions(worker: WorkerView, share: float) -> float:
 
 
 class LaterPrompts(NamedTuple):
-    """Prompts that a worker computes while an output is drawn there, and their mean seconds without that and with it,
-    waits included."""
+    """Prompts that a worker computes while an output is drawn there, and their seconds without that and with it, waits
+    included: on average, or of the slowest where there is an objective."""
 
     number: float
     before: float
@@ -109,7 +112,7 @@ def later_prompts(
     then; ``steps``: seconds of a decode step without the output, 0.0 for none, and with it; ``objective``: for gaps.
 
     The prompts take longer, so they fill more of the worker's time. Where they would fill more than all of it, a queue
-    grows until the output has ended. With an objective they wait for each other as long as a queue would on average at
+    grows until the output has ended. With an objective they wait for each other as long as the slowest do in a queue of
     that utilisation; without one that would keep outputs waiting for a full decode worker.
     """
     model, running, (before, after) = worker.step_model, worker.num_decoding, steps
@@ -120,15 +123,16 @@ def later_prompts(
     seconds = num_outputs * min(after / (1.0 - share), mixed_step)
     queue = max(0.0, share * longer - max(1.0, share * long)) * seconds / 2  # on average over that time
     busy, busier = (share * long, share * longer) if objective else (0.0, 0.0)
-    now = RESIDUAL * before + _with_waits(worker, alone * long, busy)
-    then = RESIDUAL * after + _with_waits(worker, alone * longer, busier) + queue
+    tail = TAIL if objective else 1.0
+    now = RESIDUAL * before + _with_waits(worker, alone * long, busy, tail)
+    then = RESIDUAL * after + _with_waits(worker, alone * longer, busier, tail) + queue
     return LaterPrompts(max(1.0, seconds * share / alone), now, then)
 
 
-def _with_waits(worker: WorkerView, seconds: float, share: float) -> float:
-    """Return the mean seconds of a prompt that takes ``seconds``, with its wait for those before it. These take
-    ``share`` of the time, or as much as of late if that is more."""
-    return seconds * (1.0 + burden(max(worker.prefill_busy, share)))
+def _with_waits(worker: WorkerView, seconds: float, share: float, tail: float) -> float:
+    """Return the seconds of a prompt that takes ``seconds``, with ``tail`` times its mean wait for those before it.
+    These take ``share`` of the time, or as much as of late if that is more."""
+    return seconds * (1.0 + tail * burden(max(worker.prefill_busy, share)))
 
 
 def room_seconds(worker: WorkerView, wanted_tokens: float, num_outputs: float, step: float) -> float:

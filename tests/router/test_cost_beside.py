@@ -77,7 +77,7 @@ def test_an_output_on_prefill_delays_prompts_the_more_the_busier_it_is():
         return later.after - later.before
 
     assert 0.0 < added(0.3) < added(0.5) / 2, "longer steps, and longer waits for each other"
-    assert added(0.9) > 2 * added(0.6), "and a queue that grows"
+    assert added(0.9) > added(0.6), "and a queue that grows"
     assert added(0.3, objective=0.0) == pytest.approx(added(0.6, objective=0.0)), "longer steps alone"
     assert added(0.9, objective=0.0) > 5 * added(0.6, objective=0.0)
     assert added(0.9, running=8) < added(0.9) / 2, "the worker mixes already"

@@ -22,7 +22,7 @@ from splitserve.router.placement.policies import (
     prefix_read,
     session_rank,
 )
-from splitserve.router.placement.strain import MAX_LONG_STRAIN
+from splitserve.router.placement.strain import MAX_CHUNK_STRAIN
 from splitserve.router.placement.worker_times import MAX_UTILISATION, RESIDUAL, usual_prompt_tokens
 from splitserve.router.requests.objectives import Objectives
 
@@ -156,7 +156,7 @@ class PlainCost:
         return model.per_token * chunk + model.per_pair * pairs(num_tokens - chunk, chunk)
 
     def long_odds(self, step, chunk):
-        return max(min(MAX_LONG_STRAIN, self.odds(step + chunk, self.gap)), self.odds(step, self.gap))
+        return min(self.odds(step + chunk, self.gap), self.odds(step, self.gap) + MAX_CHUNK_STRAIN)
 
     def mean_odds(self, worker, step):
         """Return the mean strain of gaps, of which those beside chunks of prompts are longer."""
@@ -263,8 +263,9 @@ class PlainCost:
         overload = max(0.0, share * longer - max(1.0, share * long))
         shares = [share * slower if self.gap else 0.0 for slower in (long, longer)]
         waits = [self.burden_at(max(worker.prefill_busy, each)) for each in shares]
-        usual = alone * long * (1.0 + waits[0]) + RESIDUAL * self.before(worker)
-        then = alone * longer * (1.0 + waits[1]) + RESIDUAL * self.after(worker) + overload * seconds / 2
+        tail = 3.0 if self.gap else 1.0
+        usual = alone * long * (1.0 + tail * waits[0]) + RESIDUAL * self.before(worker)
+        then = alone * longer * (1.0 + tail * waits[1]) + RESIDUAL * self.after(worker) + overload * seconds / 2
         late = number * (self.late(then) - self.late(usual))
         if then >= self.ttft or not self.gap:
             return late, math.inf

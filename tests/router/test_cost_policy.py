@@ -240,6 +240,17 @@ def test_what_is_known_of_the_prompts_to_come_is_right_from_the_first_one_on():
     assert max(queue.outlook(100.0 + 10 * BUSY_SECONDS)[1:3]) < 0.01
 
 
+def test_the_share_of_time_that_prompts_will_take_follows_a_load_that_comes_after_rest():
+    queue = PrefillQueue()
+    queue.add("early", 0.05, 0.0)
+    for number in range(60):
+        queue.add(number, 0.06, 100.0 + number / 10)
+    _, share, expected, _ = queue.outlook(106.0)
+    assert expected == pytest.approx(0.6, rel=0.15)
+    assert share < 0.15, "what prompts took lately, on average over half a minute"
+    assert queue.outlook(130.0)[2] < 0.1, "and forgets it"
+
+
 @pytest.mark.parametrize("num_workers", [2, 64])
 def test_choices_spread_and_depend_on_the_snapshot_alone(num_workers):
     workers = [worker(f"p{n}", Role.PREFILL) for n in range(num_workers)] + [worker("d", Role.DECODE)]

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from splitserve.router.placement.strain import MAX_LONG_STRAIN, gap_strain, interrupted, strain_of
+from splitserve.router.placement.strain import MAX_CHUNK_STRAIN, gap_strain, interrupted, strain_of
 
 
 def test_a_time_strains_its_objective_without_bound() -> None:
@@ -14,14 +14,15 @@ def test_a_time_strains_its_objective_without_bound() -> None:
 
 def test_gaps_beside_chunks_count_by_their_own_length() -> None:
     """A quarter of the time for chunks of 4 seconds: a chunk for every second step of 6 seconds."""
-    strain = gap_strain(0, (0.0, 6.0), 0.25, 4.0, 12.0)
-    assert strain == pytest.approx(0.5 * strain_of(6.0, 12.0) + 0.5 * strain_of(10.0, 12.0))
-    assert strain > strain_of(8.0, 12.0)  # of the mean gap
+    strain = gap_strain(0, (0.0, 6.0), 0.25, 4.0, 14.0)
+    assert strain == pytest.approx(0.5 * strain_of(6.0, 14.0) + 0.5 * strain_of(10.0, 14.0))
+    assert strain > strain_of(8.0, 14.0)  # of the mean gap
 
 
-def test_a_gap_over_its_objective_counts_no_more_than_the_bound() -> None:
-    assert interrupted(5.0, 7.0, 0.01, 10.0) == pytest.approx(0.01 * (MAX_LONG_STRAIN - 1.0))
-    assert interrupted(9.99, 7.0, 0.5, 10.0) == 0.0  # more than the bound without a chunk
+def test_a_chunk_adds_no_more_than_the_bound_even_over_the_objective() -> None:
+    assert interrupted(5.0, 4.0, 0.01, 10.0) == interrupted(5.0, 7.0, 0.01, 10.0) == 0.01 * MAX_CHUNK_STRAIN
+    assert interrupted(9.99, 7.0, 0.5, 10.0) == 0.5 * MAX_CHUNK_STRAIN
+    assert interrupted(11.0, 7.0, 0.5, 10.0) == 0.0  # infinite without a chunk
     assert gap_strain(3, (5.0, 10.0), 0.0, 0.0, 10.0) == math.inf
 
 

@@ -1,5 +1,7 @@
 """Conditional disaggregation on the twin, on workloads where it once was worse than always disaggregating."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -104,3 +106,18 @@ def test_outputs_share_both_workers_before_decode_is_full() -> None:
     result = run(GPUS, CONDITIONAL, make(Exact(2048, 512), 9.0, 160, seed=1), 500.0, 30.0)
     in_time = [not turn.error and turn.token_times[0] - turn.arrived_at <= 0.5 for turn in result.turns]
     assert np.mean(in_time) > 0.9
+
+
+def test_a_load_that_comes_to_an_idle_cluster_keeps_outputs_off_prefill() -> None:
+    """Prompts fill half of the prefill worker from the twelfth second on. One output there makes them take twice as
+    long, so that they pile up, some go to decode, and its outputs to prefill: a state that would last."""
+    (cluster,) = clusters_of(parser().parse_args(["--gpu", "H200", "--cluster", "1P1D:cost"]))
+    requests = make(Exact(2048, 512), 10.0, 126, seed=0).conversations
+    load = [replace(each, start_seconds=12.0 + each.start_seconds) for each in requests]
+    workload = Workload("late", (replace(requests[0], name="first", start_seconds=0.0), *load))
+    times = []
+    for policy in (ALWAYS, CONDITIONAL):
+        spec = TwinSpec(cluster.workers, cluster.calibration, policy, 500.0, 15.0)
+        times.append(percentiles(TwinCluster(spec, 0).run(workload, 0), 99))
+    (always, _), (conditional, gaps) = times
+    assert conditional < 1.1 * always and gaps < 15.0
