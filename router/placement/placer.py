@@ -29,7 +29,8 @@ from splitserve.router.requests.objectives import NO_OBJECTIVES, Objectives
 SHUTTING_DOWN = "the router is shutting down"
 _LIMITS_SECONDS = 0.1
 OUTPUT_WEIGHT = 0.05
-"""Weight of an output in the mean length of recent ones."""
+"""Least weight of an output in the mean length of recent ones. The first ones count equally, and as much as the guess
+that they replace."""
 
 
 class Limits(msgspec.Struct, frozen=True, gc=False):
@@ -56,6 +57,7 @@ class Placer:
     ) -> None:
         self.policy = policy
         self.output_tokens = USUAL_OUTPUT_TOKENS  # the mean of recent outputs
+        self._num_outputs = 1  # that it is the mean of, the guess included
         self._objectives = objectives
         self._known_limits: _KnownLimits | None = None
         self.is_closing = False  # no request is placed any more
@@ -142,7 +144,9 @@ class Placer:
     def note_output(self, request: ActiveRequest) -> None:
         """Take a finished output into account: its length, and its KV, which the next turn's prompt may begin with."""
         output_ids = request.state.delivered_ids
-        self.output_tokens += OUTPUT_WEIGHT * (len(output_ids) - self.output_tokens)
+        self._num_outputs += 1
+        weight = max(OUTPUT_WEIGHT, 1.0 / self._num_outputs)
+        self.output_tokens += weight * (len(output_ids) - self.output_tokens)
         placement = request.state.placement
         if placement is not None and request.cache_epoch == self.cache_epoch:
             self.note_sent([decode_party(placement)], request.hashes.extended(output_ids))

@@ -8,8 +8,9 @@ BUSY_SECONDS = 30.0
 has a relative error of sqrt((1 + c^2) / (2 r BUSY_SECONDS)): 23% for r = 1 and c = 1.5, where 10 s would leave 40%, and
 placement would follow chance. It trails a change of the load by as much."""
 SURGE_SECONDS = 3.0
-"""Time constant of the busy share that follows a surge of the load. Where a router trusts the slow one alone, it takes
-the prefill workers of an idle cluster to have time for half a minute after the load has come."""
+"""Time constant of the busy share that follows a surge of the load, and the pause after which that share begins anew.
+A router that trusts the slow share alone takes the workers of an idle cluster to have time for half a minute after the
+load has come."""
 SETTLED_SECONDS = 10 * BUSY_SECONDS
 """Time after which the time before a worker's first prompt is forgotten."""
 _SURGES = BUSY_SECONDS / SURGE_SECONDS
@@ -27,7 +28,8 @@ class PrefillQueue:
         self._first_since = 0.0
         self._busy = 0.0  # seconds given lately, each forgotten with BUSY_SECONDS
         self._busy_squares = 0.0  # sum of the squares of these seconds
-        self._surge = 0.0  # the same, each forgotten with SURGE_SECONDS
+        self._surge = 0.0  # seconds given since the last pause, each forgotten with SURGE_SECONDS
+        self._surge_since = 0.0
         self._busy_at = 0.0
         self._used_since = 0.0
         self.was_used = False  # a prompt was added at some time
@@ -48,6 +50,8 @@ class PrefillQueue:
         self._seconds[key] = seconds
         self._total += seconds
         kept = self._kept(now)
+        if now - self._busy_at > SURGE_SECONDS:
+            self._surge, self._surge_since = 0.0, now
         self._surge = kept**_SURGES * self._surge + seconds
         self._busy = kept * self._busy + seconds
         self._busy_squares = kept * self._busy_squares + seconds * seconds
@@ -79,20 +83,31 @@ class PrefillQueue:
 
     def outlook(self, now: float) -> tuple[float, float, float, float]:
         """Return all that placement predicts with, in one call since each request asks for that of all workers:
-        :meth:`seconds`, :meth:`busy_share`, the same share of the time since the worker's first prompt alone, which is
-        right on average from the beginning on, and the mean seconds of the recent prompts, each weighted by its
-        seconds: what is computed at an average moment of the busy time belongs to a prompt of so many."""
+        :meth:`seconds`, :meth:`busy_share`, the share of the worker's time that prompts will take, and the mean seconds
+        of the recent prompts, each weighted by its seconds: what is computed at an average moment of the busy time
+        belongs to a prompt of so many.
+
+        The third one is the larger of the shares of the time since the first prompt of all, and since the first one
+        after a pause: both are right on average from the beginning on, and a new load shows in the second at once.
+        """
         seconds, busy = self.seconds(now) if self._seconds else 0.0, self._busy
         if not busy:
             return seconds, 0.0, 0.0, 0.0
-        share = since_first = self.busy_share(now)
+        share = expected = self.busy_share(now)
         if (age := now - self._used_since) <= SETTLED_SECONDS and share:
-            of_time = -math.expm1(-age / BUSY_SECONDS) if age > 0.0 else 0.0
-            since_first = share / of_time if share < of_time else 1.0
+            expected = _since(share, age, BUSY_SECONDS)
         surge = self._kept(now) ** _SURGES * self._surge / SURGE_SECONDS
-        return seconds, share, min(1.0, max(since_first, surge)), self._busy_squares / busy
+        if surge > 0.0:
+            expected = max(expected, _since(surge, now - self._surge_since, SURGE_SECONDS))
+        return seconds, share, expected, self._busy_squares / busy
 
     def _kept(self, now: float) -> float:
         """Return the weight that is left of what was given until the last prompt."""
         age = now - self._busy_at
         return math.exp(-age / BUSY_SECONDS) if age > 0.0 else 1.0
+
+
+def _since(share: float, age: float, time_constant: float) -> float:
+    """Return a share of all time as one of the last ``age`` seconds, 1 at most."""
+    of_time = -math.expm1(-age / time_constant) if age > 0.0 else 0.0
+    return share / of_time if share < of_time else 1.0
