@@ -6,7 +6,7 @@ Gaps beside chunks of prompts are longer than the others; each gap counts for it
 
 import math
 
-MAX_CHUNK_STRAIN = 2.0
+MAX_CHUNK_STRAIN = 1.5
 """What a chunk adds at most to the strain of a gap. Workers size chunks so that the gap stays within its objective."""
 
 

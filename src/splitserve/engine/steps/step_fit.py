@@ -1,5 +1,7 @@
 """Fit of a step-time model to a worker's own steps, while it serves. Pure: times come in as arguments."""
 
+from typing import NamedTuple
+
 import numpy as np
 import numpy.typing as npt
 
@@ -8,18 +10,32 @@ from splitserve.protocol.step import StepPlan
 
 MIN_FITTED_STEPS = 200
 """Number of steps below which an estimate is better than a fit."""
-MEMORY_STEPS = 2000
-"""Steps after which a step's weight has fallen to 1/e. Steps with and without prompts are forgotten apart, so that an
-hour of decoding does not erase what is known of prompts."""
+MEMORY_STEPS = 500
+"""Steps of a kind after which a step's weight has fallen to 1/e. Kinds are forgotten apart: an hour of decoding does
+not erase what is known of prompts, nor does a minute of one sequence erase what is known of fifty."""
+KIND_WEIGHT = 0.1
+"""Weight of steps with four times as many sequences as the present one has, or a quarter. Steps take longer the more
+sequences they have, but less and less so: a line through all of them is wrong where the load is."""
 REFIT_STEPS = 50
 MAX_SURPRISE = 4.0
 """A step beyond this multiple of its prediction counts as one of this multiple: a stall says nothing about the work."""
 MINUTE_SECONDS = 60.0
 _ERROR_STEPS = 300
-_ESTIMATE_WEIGHT = 2.0  # of the estimate, in steps: it decides what the steps say little about
+_ESTIMATE_WEIGHT = 0.5  # of the estimate, in steps: it decides what the steps say little about
 _ROUNDS = 400
 
 _Floats = npt.NDArray[np.float64]
+
+
+class _Kind(NamedTuple):
+    """What is forgotten together: steps with prompts or without, of like numbers of sequences that decode."""
+
+    has_prompts: bool
+    size: int  # 0: none decodes, 1: up to 3 do, 2: up to 15, 3: up to 63, and so on
+
+    @classmethod
+    def of(cls, work: StepWork) -> "_Kind":
+        return cls(work.prefill_tokens > 0, (int(work.num_decodes).bit_length() + 1) // 2)
 
 
 class _Moments:
@@ -72,8 +88,7 @@ class StepFit:
         self._estimate = estimate
         self._num_steps = 0
         self.relative_error = 0.0
-        size = len(estimate.coefficients)
-        self._moments = {False: _Moments(size), True: _Moments(size)}  # by: has prompts
+        self._moments: dict[_Kind, _Moments] = {}
         self._minutes = _Minutes(estimate)
 
     @property
@@ -89,10 +104,11 @@ class StepFit:
         self._minutes.note(work, seconds, self.model, now)
         seconds, scale = self._judge(work, seconds)
         row = np.array([1.0, *work]) / scale  # so that errors are relative: short steps count as much as long ones
-        self._moments[work.prefill_tokens > 0].add(row, seconds / scale)
+        kind = _Kind.of(work)
+        self._moments.setdefault(kind, _Moments(len(row))).add(row, seconds / scale)
         self._num_steps += 1
         if self._num_steps >= MIN_FITTED_STEPS and self._num_steps % REFIT_STEPS == 0:
-            self.model = self._fitted()
+            self.model = self._fitted(kind.size)
 
     def _judge(self, work: StepWork, seconds: float) -> tuple[float, float]:
         """Note the error of the prediction. Return the seconds, within bounds of it if it is a fit's, and what errors
@@ -104,13 +120,18 @@ class StepFit:
             return seconds, seconds
         return (min(seconds, MAX_SURPRISE * predicted) if self.model.num_steps else seconds), predicted
 
-    def _fitted(self) -> StepModel:
+    def _fitted(self, present: int) -> StepModel:
+        """Return the model for steps with about as many sequences as those of size ``present``."""
         estimate = np.array(self._estimate.coefficients)
         scale = np.where(estimate > 0.0, estimate, 1e-9)  # coefficients differ by many orders of magnitude
-        products = sum(moments.products for moments in self._moments.values()) * np.outer(scale, scale)
-        targets = sum(moments.targets for moments in self._moments.values()) * scale
         size = len(scale)
-        num_steps = sum(moments.num_steps for moments in self._moments.values())
+        products, targets, num_steps = np.zeros((size, size)), np.zeros(size), 0.0
+        for kind, moments in self._moments.items():
+            near = KIND_WEIGHT ** abs(kind.size - present)
+            products += near * moments.products
+            targets += near * moments.targets
+            num_steps += near * moments.num_steps
+        products, targets = products * np.outer(scale, scale), targets * scale
         weight = _ESTIMATE_WEIGHT * np.trace(products) / size / num_steps
         solution = non_negative(products + weight * np.eye(size), targets + weight * (estimate / scale))
         return StepModel.of((solution * scale).tolist(), self._num_steps)
