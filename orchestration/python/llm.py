@@ -195,7 +195,7 @@ def _patient(spec: ClusterSpec) -> ClusterSpec:
 
 
 def _num_running(spec: ClusterSpec) -> int:
-    """Return how many requests can be generated at once; what depends on a worker's device as on a GPU."""
+    """Return how many requests can be generated at once: on GPUs, where the device decides that."""
     pools = [pool for pool in spec.pools if pool.role is not Role.PREFILL]
     return sum(pool.count * spec.engine_config(pool).on("cuda").max_num_seqs for pool in pools) or 1
 
