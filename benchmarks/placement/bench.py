@@ -8,6 +8,7 @@ Only ``turns`` and ``workers`` run processes, and take minutes.
     sessions      conversations with and without keys; a system prompt that all share
     routes        conditional disaggregation against eight fixed thresholds, on four workloads
     arrangements  1P1D with ``cost`` against plain 1P1D and two mixed workers, on the twin of two GPUs
+    objectives    goodput of the same at the 99th percentile, of a load that comes after a rest; 10 minutes
     room          share of decode's KV that is reserved and empty, by load
     turns         TTFT of conversations' later turns on a real prefill and a real decode worker
     workers       conversation trace, scaled down, at 0.8 to 1.1 times the speed of three real prefill workers
@@ -23,7 +24,7 @@ from pathlib import Path
 
 from splitserve.benchmarks.common.arguments import not_negative, positive
 from splitserve.benchmarks.common.report import add_result_options, keep_result, table
-from splitserve.benchmarks.placement import arrangements, cases, turns, workers
+from splitserve.benchmarks.placement import arrangements, cases, objectives, turns, workers
 from splitserve.common.errors import ConfigError
 from splitserve.orchestration.cli.command_parser import CommandParser
 
@@ -38,6 +39,7 @@ _OWN_COLUMNS = (
     "ttft_p50_below",
     "queue_p99_below",
     "goodput",
+    "bound",
     "goodput_ratio",
     "worst_of_plain",
     "empty_share",
@@ -59,6 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "sessions": lambda: cases.sessions(count or 3000),
         "routes": lambda: cases.routes(count or 1000, SCALES),
         "arrangements": lambda: arrangements.arrangements(count or arrangements.USUAL_REQUESTS),
+        "objectives": lambda: objectives.objectives(count or objectives.USUAL_REQUESTS),
         "room": lambda: cases.room(count),
         "turns": lambda: turns.turns(count // turns.NUM_TURNS or USUAL_CONVERSATIONS, options.device, options.dtype),
         "workers": lambda: workers.workers(directory, count or workers.USUAL_REQUESTS, options.rounds),
@@ -78,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _show(rows: Sequence[cases.Row]) -> None:
     labels = [
         key
-        for key in ("trace", "workload", "load", "slow_share", "scale", "itl_ms", "arm")
+        for key in ("trace", "steps", "workload", "load", "slow_share", "scale", "itl_ms", "arm")
         if any(key in row for row in rows)
     ]
     columns = [key for key in (*_OWN_COLUMNS, *_COLUMNS, "holds") if any(key in row for row in rows)]
@@ -91,7 +94,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="splitserve bench placement", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    names = ("hits", "load", "sessions", "routes", "arrangements", "room", "turns", "workers")
+    names = ("hits", "load", "sessions", "routes", "arrangements", "objectives", "room", "turns", "workers")
     add("--cases", nargs="+", choices=names, default=[], help="cases to run (default: all)")
     add("--traces", default="../shared/traces", metavar="DIR", help="folder of conversation_ and synthetic_trace.jsonl")
     add(

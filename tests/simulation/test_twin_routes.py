@@ -5,11 +5,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from splitserve.benchmarks.placement.objectives import MeasuredLaw, after_rest
 from splitserve.benchmarks.twin.simulate import clusters_of, parser
 from splitserve.protocol.config import EngineConfig
 from splitserve.protocol.memory_records import LayoutRecord
-from splitserve.protocol.placement.step_model import StepModel
-from splitserve.protocol.request import Role
+from splitserve.protocol.placement.step_model import StepModel, StepWork
+from splitserve.protocol.request import Party, Role
 from splitserve.simulation.twin.cluster import TwinCluster, TwinResult, TwinSpec
 from splitserve.simulation.twin.models import Calibration, LinkModel
 from splitserve.simulation.twin.worker import WorkerSetup
@@ -109,15 +110,30 @@ def test_outputs_share_both_workers_before_decode_is_full() -> None:
 
 
 def test_a_load_that_comes_to_an_idle_cluster_keeps_outputs_off_prefill() -> None:
-    """Prompts fill half of the prefill worker from the twelfth second on. One output there makes them take twice as
-    long, so that they pile up, some go to decode, and its outputs to prefill: a state that would last."""
+    """Prompts fill half of the prefill worker after a rest. One output there makes them take twice as long. Then they pile
+    up, some go to decode, and its outputs to prefill: a state that would last."""
     (cluster,) = clusters_of(parser().parse_args(["--gpu", "H200", "--cluster", "1P1D:cost"]))
-    requests = make(Exact(2048, 512), 10.0, 126, seed=0).conversations
-    load = [replace(each, start_seconds=12.0 + each.start_seconds) for each in requests]
-    workload = Workload("late", (replace(requests[0], name="first", start_seconds=0.0), *load))
+    workload = after_rest(make(Exact(2048, 512), 10.0, 126, seed=0))
     times = []
     for policy in (ALWAYS, CONDITIONAL):
         spec = TwinSpec(cluster.workers, cluster.calibration, policy, 500.0, 15.0)
         times.append(percentiles(TwinCluster(spec, 0).run(workload, 0), 99))
     (always, _), (conditional, gaps) = times
     assert conditional < 1.1 * always and gaps < 15.0
+
+
+def test_where_workers_fit_their_models_a_new_load_is_placed_as_well() -> None:
+    """They begin with an estimate that is up to twice too slow, and learn from steps that aren't linear."""
+    (cluster,) = clusters_of(parser().parse_args(["--gpu", "H100", "--cluster", "1P1D:cost"]))
+    law = MeasuredLaw()
+    workers = [replace(worker, law=law) for worker in cluster.workers]
+    load = after_rest(make(Exact(2048, 512), 12.0, 150, seed=0))
+    times = []
+    for policy in (ALWAYS, CONDITIONAL):
+        twin = TwinCluster(TwinSpec(workers, cluster.calibration, policy, 500.0, 15.0), 0)
+        times.append(percentiles(twin.run(load, 0), 99))
+        decode = twin.workers[Party("decode-0", 1)]
+        work = StepWork(50, 50 * 2300)
+        assert decode.times.model.seconds(work) == pytest.approx(law.seconds(work), rel=0.06)
+    (always, _), (conditional, gaps) = times
+    assert conditional < 1.15 * always and gaps < 15.0

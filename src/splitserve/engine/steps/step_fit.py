@@ -98,9 +98,12 @@ class StepFit:
 
     def note(self, plan: StepPlan, seconds: float, now: float) -> None:
         """Take the time of a step that ended ``now`` into account."""
+        self.note_work(work_of(plan), seconds, now)
+
+    def note_work(self, work: StepWork, seconds: float, now: float) -> None:
+        """Take the time of a step with this work into account."""
         if seconds <= 0.0:
             return
-        work = work_of(plan)
         self._minutes.note(work, seconds, self.model, now)
         seconds, scale = self._judge(work, seconds)
         row = np.array([1.0, *work]) / scale  # so that errors are relative: short steps count as much as long ones

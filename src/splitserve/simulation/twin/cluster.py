@@ -250,7 +250,7 @@ class TwinCluster:
     def _heartbeat(self) -> None:
         """Take a heartbeat of each worker, and await the next ones."""
         for party, worker in self.workers.items():
-            load, links, model = worker.load(), worker.core.links(), worker.setup.model
+            load, links, model = worker.load(), worker.core.links(), worker.times.model
             self.membership.heartbeat(party, load, self.clock.now, links, step_model=model)
         self.clock.after(HEARTBEAT_SECONDS, self._heartbeat)
 

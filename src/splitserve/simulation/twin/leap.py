@@ -1,6 +1,6 @@
 """Decode steps of an unchanged batch, taken in one go on a worker's core: the same state as step by step."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as ListLike
 from itertools import repeat
 
@@ -9,8 +9,9 @@ from splitserve.engine.sequence import Sequence
 from splitserve.kvconnector.layout.shape import num_blocks_for
 from splitserve.protocol.counters import STEP_SEQUENCE_BUCKETS, STEP_TOKEN_BUCKETS
 from splitserve.protocol.messages.requests import TokenDelta
-from splitserve.protocol.placement.step_model import StepModel, StepWork
+from splitserve.protocol.placement.step_model import StepWork
 from splitserve.protocol.request import Party
+from splitserve.simulation.twin.step_times import StepLaw
 from splitserve.simulation.worker.parts import sink_of
 
 MIN_STEPS = 2
@@ -26,9 +27,9 @@ class Leap:
     ``between``: the seconds of the worker's loop before each step.
     """
 
-    def __init__(self, core: EngineCore, model: StepModel, begin: float, between: float) -> None:
+    def __init__(self, core: EngineCore, times: StepLaw, begin: float, between: float) -> None:
         self._core = core
-        self._model = model
+        self._times = times
         self._begin = begin
         self._between = between
         self._batch = list(core.scheduler.decodes.running)
@@ -36,19 +37,23 @@ class Leap:
     def ends_before(self, time: float) -> list[float]:
         """Return the ends of the steps whose successors have begun before ``time``; none where a leap isn't possible,
         or isn't worth it."""
-        batch = self._batch
         most = self._max_steps()
         if most < MIN_STEPS:
             return []
-        num, context = len(batch), sum([len(sequence.token_ids) for sequence in batch])
         ends: list[float] = []
         at = self._begin
-        while len(ends) < most:
-            at += self._between + self._model.seconds(StepWork(num, context + num * len(ends)))
+        for work in self.works(most):
+            at += self._between + self._times.seconds(work)
             if at >= time:
                 break
             ends.append(at)
         return ends if len(ends) >= MIN_STEPS else []
+
+    def works(self, count: int) -> Iterator[StepWork]:
+        """Yield the work of the first ``count`` steps."""
+        num, context = len(self._batch), sum([len(sequence.token_ids) for sequence in self._batch])
+        for number in range(count):
+            yield StepWork(num, context + num * number)
 
     def take(self, ends: list[float], token_id: int, keep: Keep) -> None:
         """Take the steps that end at ``ends``; each sequence draws ``token_id`` in each of them."""

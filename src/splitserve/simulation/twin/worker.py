@@ -1,6 +1,6 @@
 """A worker of the twin: its production core, driven as by the engine's loop, with models of device and link."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
@@ -36,6 +36,7 @@ from splitserve.protocol.placement.step_model import StepModel, StepWork
 from splitserve.protocol.request import Party, RequestKey, Role
 from splitserve.protocol.step import Draw, StepOutput, StepPlan
 from splitserve.simulation.twin.leap import Leap, is_quiet
+from splitserve.simulation.twin.step_times import StepLaw, StepTimes
 from splitserve.worker.build import BlockMemory, ModelBounds, build_core
 
 if TYPE_CHECKING:
@@ -63,6 +64,7 @@ class WorkerSetup:
     vocab_size: int
     model: StepModel
     host_slots: int = 0  # of its host tier; 0: it has none
+    law: StepLaw | None = None  # of its steps, where they aren't as ``model`` says: it fits its own, from that on
 
 
 class _Memory:
@@ -119,7 +121,8 @@ class TwinWorker:
         )
         bounds = ModelBounds(setup.max_model_len, setup.vocab_size)
         self.core = build_core(config, self.party, memory, connector, bounds)  # type: ignore[arg-type]
-        self.core.scheduler.step_model = setup.model
+        self.times = StepTimes(setup.model, setup.law)
+        self.core.scheduler.step_model = self.times.model
         self._plan: StepPlan | None = None  # of the step that the device runs
         self._step_ends_at = 0.0  # of the step in flight
         self._epoch = 0  # of the last time to return that was set; those of earlier ones are void
@@ -210,17 +213,22 @@ class TwinWorker:
 
     def _count(self, work: StepWork) -> float:
         """Count a step, and return its seconds with those of the loop before it."""
-        seconds = self.setup.model.seconds(work)
+        seconds = self.times.seconds(work)
+        self._learn([work])
         self.num_steps += 1
         self.busy_seconds += seconds
         return seconds + self._twin.host.loop_seconds(work)
 
+    def _learn(self, works: Iterable[StepWork]) -> None:
+        self.times.note(works, self._clock.now)
+        self.core.scheduler.step_model = self.times.model
+
     def _last_step_end(self, work: StepWork) -> float:
         """Return the end of the step at which the first sequence of a decode step ends, if the batch stays as it is."""
         num_more = min(sequence.end_length - chunk.start - 2 for sequence, chunk in self.core.newest_step)
-        model, num = self.setup.model, work.num_decodes
+        times, num = self.times, work.num_decodes
         growing = work._replace(decode_context=work.decode_context + num * (num_more + 1) / 2)  # on average
-        return self._step_ends_at + num_more * (model.seconds(growing) + self._twin.host.loop_seconds(work))
+        return self._step_ends_at + num_more * (times.seconds(growing) + self._twin.host.loop_seconds(work))
 
     def _end_leap(self, epoch: int) -> None:
         if epoch == self._epoch:
@@ -250,10 +258,11 @@ class TwinWorker:
         if not self._twin.leaps:
             return begin
         between = self._twin.host.loop_seconds(StepWork(len(self.core.scheduler.decodes.running)))
-        leap = Leap(self.core, self.setup.model, begin, between)
+        leap = Leap(self.core, self.times, begin, between)
         ends = leap.ends_before(until)
         if not ends:
             return begin
+        self._learn(leap.works(len(ends)))
         leap.take(ends, OUTPUT_TOKEN, self._keep)
         self.num_steps += len(ends)
         self.busy_seconds += ends[-1] - begin - len(ends) * between
