@@ -7,10 +7,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from splitserve.benchmarks.common.arguments import not_negative
 from splitserve.models.demo.checkpoint import SHAPES, write_demo_config, write_demo_model
 from splitserve.orchestration.cli.option_types import bytes_option
 from splitserve.protocol.config import EngineConfig
+from splitserve.protocol.engine_config import DEVICE_DEFAULTS
 
 _SWITCHES = ("late_launch", "map_peer_memory", "keep_cores_awake")
 
@@ -40,6 +43,21 @@ def add_switches(parser: argparse.ArgumentParser) -> None:
         default = getattr(EngineConfig(model=""), name)
         option = f"--{name.replace('_', '-')}"
         parser.add_argument(option, action=argparse.BooleanOptionalAction, default=default, help="as of serve")
+
+
+def add_max_num_seqs(parser: argparse.ArgumentParser) -> None:
+    """Add the option; :func:`max_num_seqs` reads it."""
+    parser.add_argument(
+        "--max-num-seqs", type=not_negative, default=0, metavar="N", help="0: as of serve, 256 on a GPU, 64 on CPU"
+    )
+
+
+def max_num_seqs(options: argparse.Namespace) -> int:
+    """Return the sequences that run at once in a worker: the option's, or those of ``--device``."""
+    device = options.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    return options.max_num_seqs or DEVICE_DEFAULTS[device].max_num_seqs
 
 
 def switches(options: argparse.Namespace) -> dict[str, Any]:

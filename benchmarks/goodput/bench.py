@@ -30,7 +30,13 @@ from splitserve.benchmarks.common.report import (
     without_folders,
     write_result,
 )
-from splitserve.benchmarks.engine.engine_options import add_engine_options, engine_config, model_of
+from splitserve.benchmarks.engine.engine_options import (
+    add_engine_options,
+    add_max_num_seqs,
+    engine_config,
+    max_num_seqs,
+    model_of,
+)
 from splitserve.benchmarks.goodput.arms import FORMS, Arm, check_equal_devices, default_arms, parse_arm
 from splitserve.benchmarks.goodput.charts import Charts
 from splitserve.benchmarks.goodput.clusters import Clusters
@@ -234,7 +240,7 @@ def _conditions(options: argparse.Namespace, arms: Mapping[str, Arm | None], sou
             "threads": options.threads,
             "kv_memory": options.kv_memory,
             "side_by_side": options.side_by_side,
-            "max_num_seqs": options.max_num_seqs,
+            "max_num_seqs": max_num_seqs(options),
         },
     )
 
@@ -260,7 +266,7 @@ def _setup(options: argparse.Namespace, source: Source, model: str, conditions: 
         num_requests=options.num_requests,
         min_seconds=options.min_seconds,
         vocab_size=load_model_config(model).vocab_size,
-        engine=engine_config(options, model, max_num_seqs=options.max_num_seqs),
+        engine=engine_config(options, model, max_num_seqs=max_num_seqs(options)),
         temperature=options.temperature,
         top_p=options.top_p,
         num_client_processes=options.client_processes,
@@ -336,7 +342,7 @@ def parser() -> argparse.ArgumentParser:
     add("--top-p", type=positive_seconds, default=1.0)
     add("--seed", type=int, default=0)
     add("--client-processes", type=positive, default=1, metavar="N", help="processes of the load generator")
-    add("--max-num-seqs", type=positive, default=0, metavar="N", help="by default 256 on a GPU, 64 on CPU")
+    add_max_num_seqs(parser)
     add("--endpoint", action="append", default=[], metavar="NAME=URL", help="compare endpoints that run; repeatable")
     add("--vocab-size", type=positive, default=256, metavar="N", help="of endpoints: prompt ids are drawn below N")
     add("--api-key-env", default="OPENAI_API_KEY", metavar="NAME", help="variable with the endpoints' key")

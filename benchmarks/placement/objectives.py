@@ -40,22 +40,22 @@ USUAL_REQUESTS = 200
 
 
 class MeasuredLaw:
-    """Steps of an 8B model in bf16, about as runs on an H100 showed them (1127T193804, 1127T201810): 5.6 ms for one
-    sequence of 2,300 tokens, 7.8 for 14, 11.3 for 57; 48 ms for a prompt of 2,048 tokens; 12 ms for 200 tokens beside
-    28 sequences.
+    """Steps of an 8B model in bf16, about as runs on an H100 showed them (1127T193804, 1127T201810, 1127T202129): 5.6
+    ms for one sequence of 2,300 tokens, 7.8 for 14, 11.3 for 57; 48 ms for a prompt of 2,048 tokens; beside one or two
+    sequences 10 ms for 224 tokens that begin a prompt, and 12.5 for 192 after 6,100.
 
-    Products take longer than reading the weights or computing alone would, but not as long as one after the other.
+    Products take longer than reading the weights or computing alone would, a little less than one after the other.
     """
 
     def seconds(self, work: StepWork) -> float:
         """Return the seconds of a step."""
-        computing = 2.2e-5 * (work.num_decodes + work.prefill_tokens)
-        products = (5.2e-3**1.6 + computing**1.6) ** (1 / 1.6)
-        reads = 0.0
-        if work.num_decodes:
-            of_usual = work.decode_context / work.num_decodes / 2300
-            reads = 5.9e-4 * (work.num_decodes**0.58 - 1.0) * of_usual
-        return 4e-4 + products + reads + 9e-10 * work.prefill_pairs
+        computing = 2.1e-5 * (work.num_decodes + work.prefill_tokens)
+        products = (5.2e-3**1.15 + computing**1.15) ** (1 / 1.15)
+        if not work.num_decodes:
+            return 4e-4 + products + 9e-10 * work.prefill_pairs
+        of_usual = work.decode_context / work.num_decodes / 2300
+        reads = 5.5e-4 * (work.num_decodes**0.58 - 1.0) * of_usual
+        return 4e-4 + products + reads + 2.4e-9 * work.prefill_pairs
 
 
 def objectives(count: int) -> Iterator[Row]:

@@ -22,7 +22,12 @@ from typing import Any
 from splitserve.benchmarks.common.arguments import finite, not_negative, positive, positive_seconds
 from splitserve.benchmarks.common.report import add_result_options, keep_result, table
 from splitserve.benchmarks.common.stats import RequestRecord, summarise
-from splitserve.benchmarks.engine.engine_options import add_engine_options, engine_config
+from splitserve.benchmarks.engine.engine_options import (
+    add_engine_options,
+    add_max_num_seqs,
+    engine_config,
+    max_num_seqs,
+)
 from splitserve.benchmarks.serving.load import Endpoint, run_load
 from splitserve.benchmarks.serving.stage_times import mean_stages_ms, read_stage_sums
 from splitserve.benchmarks.serving.workload import arrival_seconds, token_prompts
@@ -85,7 +90,7 @@ def spec_of(options: argparse.Namespace, model: str, arrangement: str) -> Any:
         options,
         model,
         max_num_batched_tokens=options.max_batched_tokens,
-        max_num_seqs=options.max_num_seqs,
+        max_num_seqs=max_num_seqs(options),
         enable_prefix_caching=False,
     )
     return simple_spec(engine, port=0, **ARRANGEMENTS[arrangement])
@@ -184,7 +189,7 @@ def parser() -> argparse.ArgumentParser:
     add("--temperature", type=finite, default=0.0, help="0 is greedy")
     add("--top-p", type=positive_seconds, default=1.0)
     add("--max-batched-tokens", type=not_negative, default=0, metavar="N")
-    add("--max-num-seqs", type=positive, default=0, metavar="N", help="by default 256 on a GPU, 64 on CPU")
+    add_max_num_seqs(parser)
     add("--seconds", type=positive_seconds, default=20.0, help="time in which requests arrive")
     add("--stream-rate", type=finite, default=2.0, metavar="R", help="requests with long answers per second")
     add("--stream-input-len", type=positive, default=16, metavar="N")

@@ -22,7 +22,7 @@ import msgspec
 from splitserve.benchmarks.common.arguments import finite, positive, positive_seconds
 from splitserve.benchmarks.common.report import add_result_options, keep_result, table
 from splitserve.benchmarks.common.stats import Objective, summarise
-from splitserve.benchmarks.engine.engine_options import add_engine_options, engine_config, model_of
+from splitserve.benchmarks.engine.engine_options import add_engine_options, add_max_num_seqs, engine_config, model_of
 from splitserve.benchmarks.goodput.arms import FORMS, parse_arm
 from splitserve.benchmarks.twin.calibration import CPU, of_cluster, of_roofline, read_calibration, report_of
 from splitserve.benchmarks.twin.export import WORKLOAD_FILE, export, spec_of
@@ -275,7 +275,7 @@ def add_cluster_options(parser: argparse.ArgumentParser) -> None:
         "its steps, a roofline is taken")  # fmt: skip
     add("--calibration", default="", metavar="FILE", help="models that `splitserve calibrate` has saved")
     add("--tensor-parallel-size", type=positive, default=1, metavar="N")
-    add("--max-num-seqs", type=positive, default=0, metavar="N", help="by default 256 on a GPU, 64 on CPU")
+    add_max_num_seqs(parser)
     add("--host-kv-memory", type=bytes_option, default="0", metavar="SIZE", help="host tier of each worker; 0: as in "
         "the calibration, else none")  # fmt: skip
     add("--max-model-len", type=int, default=0, metavar="TOKENS", help="0: the model's own, cut to KV memory")

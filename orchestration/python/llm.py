@@ -195,9 +195,9 @@ def _patient(spec: ClusterSpec) -> ClusterSpec:
 
 
 def _num_running(spec: ClusterSpec) -> int:
-    """Return how many requests can be generated at once: on GPUs, where the device decides that."""
-    pools = [pool for pool in spec.pools if pool.role is not Role.PREFILL]
-    return sum(pool.count * spec.engine_config(pool).on("cuda").max_num_seqs for pool in pools) or 1
+    """Return how many requests can run at once. A device that isn't known yet counts as a GPU."""
+    engines = [(pool.count, spec.engine_config(pool)) for pool in spec.pools if pool.role is not Role.PREFILL]
+    return sum(count * each.on("cpu" if each.device == "cpu" else "cuda").max_num_seqs for count, each in engines) or 1
 
 
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[str | list[int]]:

@@ -394,7 +394,7 @@ def _later_prompts(prompt: _Prompt, decode: _Decode, request: _Request) -> tuple
     later = later_prompts(
         worker, alone, share, request.output_tokens, (decode.before, decode.after), objective=request.gap
     )
-    harm = later.number * (request.late(later.after) - request.late(later.before))
-    if later.after >= request.ttft:
+    harm = later.number * (later.after.late(request.ttft) - later.before.late(request.ttft))
+    if not request.strains or (slow := later.after.slow_seconds) >= request.ttft:
         return harm, math.inf
-    return harm, later.number * (strain_of(later.after, request.ttft) - strain_of(later.before, request.ttft))
+    return harm, later.number * (strain_of(slow, request.ttft) - strain_of(later.before.slow_seconds, request.ttft))

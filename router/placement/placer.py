@@ -29,8 +29,9 @@ from splitserve.router.requests.objectives import NO_OBJECTIVES, Objectives
 SHUTTING_DOWN = "the router is shutting down"
 _LIMITS_SECONDS = 0.1
 OUTPUT_WEIGHT = 0.05
-"""Least weight of an output in the mean length of recent ones. The first ones count equally, and as much as the guess
-that they replace."""
+"""Least weight of an output in the mean length of recent ones. The first ones count equally."""
+GUESS_OUTPUTS = 4
+"""Outputs that the guess counts as: a few short ones, as of health checks, don't decide the mean."""
 
 
 class Limits(msgspec.Struct, frozen=True, gc=False):
@@ -57,7 +58,7 @@ class Placer:
     ) -> None:
         self.policy = policy
         self.output_tokens = USUAL_OUTPUT_TOKENS  # the mean of recent outputs
-        self._num_outputs = 1  # that it is the mean of, the guess included
+        self._num_outputs = GUESS_OUTPUTS  # that it is the mean of
         self._objectives = objectives
         self._known_limits: _KnownLimits | None = None
         self.is_closing = False  # no request is placed any more
@@ -144,12 +145,15 @@ class Placer:
     def note_output(self, request: ActiveRequest) -> None:
         """Take a finished output into account: its length, and its KV, which the next turn's prompt may begin with."""
         output_ids = request.state.delivered_ids
-        self._num_outputs += 1
-        weight = max(OUTPUT_WEIGHT, 1.0 / self._num_outputs)
-        self.output_tokens += weight * (len(output_ids) - self.output_tokens)
+        self.note_output_length(len(output_ids))
         placement = request.state.placement
         if placement is not None and request.cache_epoch == self.cache_epoch:
             self.note_sent([decode_party(placement)], request.hashes.extended(output_ids))
+
+    def note_output_length(self, num_tokens: int) -> None:
+        """Take the length of a finished output into the mean of recent ones."""
+        self._num_outputs += 1
+        self.output_tokens += max(OUTPUT_WEIGHT, 1.0 / self._num_outputs) * (num_tokens - self.output_tokens)
 
     def limits(self, now: float) -> Limits | NoWorker:
         """Return the bounds of prompts, or NoWorker until they are known and requests can run."""

@@ -46,8 +46,8 @@ class WorkerView:
     For predictions: ``step_model`` has the worker's step times, ``chunk_tokens`` the tokens of a step at most,
     ``shared_chunk_tokens`` the prompt tokens of one that also decodes, ``sized_chunk_tokens`` the most of them
     where outputs have an objective for gaps, ``queue_seconds`` the time until it has computed the prompts placed
-    there, ``prefill_busy`` the share of its recent time that prompts took, ``prompt_share`` the one that they will
-    take, by a load that has just come as well, ``prompt_seconds`` the mean time of these, each weighted by its time,
+    there, ``prefill_busy`` the share of its recent time that prompts took, ``prompt_share`` the share that prompts
+    are expected to take, ``prompt_seconds`` the mean time of the recent ones, each weighted by its time,
     ``num_decoding`` the requests there whose first token is out, ``decoding_tokens`` their prompt tokens,
     ``token_bytes`` the KV of a token, and ``link_rates`` the bytes per second at which it reads from peers, by
     their engine ids. ``reads_prefixes``: it can read prefixes from others.

@@ -8,7 +8,7 @@ BUSY_SECONDS = 30.0
 has a relative error of sqrt((1 + c^2) / (2 r BUSY_SECONDS)): 23% for r = 1 and c = 1.5, where 10 s would leave 40%, and
 placement would follow chance. It trails a change of the load by as much."""
 SURGE_SECONDS = 3.0
-"""Time constant of the busy share that follows a surge of the load, and the pause after which that share begins anew.
+"""Time constant of the busy share that follows a surge of the load, which begins anew after as long without a prompt.
 A router that trusts the slow share alone takes the workers of an idle cluster to have time for half a minute after the
 load has come."""
 SETTLED_SECONDS = 10 * BUSY_SECONDS
@@ -28,9 +28,9 @@ class PrefillQueue:
         self._first_since = 0.0
         self._busy = 0.0  # seconds given lately, each forgotten with BUSY_SECONDS
         self._busy_squares = 0.0  # sum of the squares of these seconds
-        self._surge = 0.0  # seconds given since the last pause, each forgotten with SURGE_SECONDS
+        self._surge = 0.0  # seconds given after the first prompt since a pause, each forgotten with SURGE_SECONDS
         self._surge_since = 0.0
-        self._busy_at = 0.0
+        self._busy_at = -math.inf
         self._used_since = 0.0
         self.was_used = False  # a prompt was added at some time
 
@@ -51,8 +51,9 @@ class PrefillQueue:
         self._total += seconds
         kept = self._kept(now)
         if now - self._busy_at > SURGE_SECONDS:
-            self._surge, self._surge_since = 0.0, now
-        self._surge = kept**_SURGES * self._surge + seconds
+            self._surge, self._surge_since = 0.0, now  # without this prompt: the share would begin at 1
+        else:
+            self._surge = kept**_SURGES * self._surge + seconds
         self._busy = kept * self._busy + seconds
         self._busy_squares = kept * self._busy_squares + seconds * seconds
         self._busy_at = now
@@ -87,8 +88,8 @@ class PrefillQueue:
         of the recent prompts, each weighted by its seconds: what is computed at an average moment of the busy time
         belongs to a prompt of so many.
 
-        The third one is the larger of the shares of the time since the first prompt of all, and since the first one
-        after a pause: both are right on average from the beginning on, and a new load shows in the second at once.
+        The third one is the larger of two shares: of the half minute or so since the first prompt of all, and of the
+        last few seconds since the first prompt after a pause, in which a new load shows at once.
         """
         seconds, busy = self.seconds(now) if self._seconds else 0.0, self._busy
         if not busy:

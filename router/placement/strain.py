@@ -7,7 +7,8 @@ Gaps beside chunks of prompts are longer than the others; each gap counts for it
 import math
 
 MAX_CHUNK_STRAIN = 1.5
-"""What a chunk adds at most to the strain of a gap. Workers size chunks so that the gap stays within its objective."""
+"""What a chunk adds at most to the strain of a gap. Workers size chunks so that the gap stays within its objective, as
+long as steps alone take less than 0.7 of it; what is over the objective counts as harm."""
 
 
 def strain_of(seconds: float, objective: float) -> float:

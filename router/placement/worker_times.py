@@ -17,8 +17,7 @@ MAX_UTILISATION = 0.9
 RESIDUAL = 0.5
 """Share of a prompt's computing that is left, on average, when another one arrives meanwhile."""
 TAIL = 3.0
-"""Waits of the slowest prompts over the mean wait, where prompts have an objective. Waits are about exponential: one in
-twenty is three times the mean."""
+"""The waits of slow prompts, over the mean wait. By exponential waits, at most one prompt in twenty waits longer."""
 
 
 def burden(utilisation: float) -> float:
@@ -94,13 +93,32 @@ def interruptions(worker: WorkerView, share: float) -> float:
     return share / (1.0 - share) * min(chunk, worker.prompt_seconds or chunk)
 
 
+class Prompts(NamedTuple):
+    """Prompts on a worker: their mean seconds without waits, and how long they wait for each other on average."""
+
+    seconds: float
+    wait: float
+
+    @property
+    def slow_seconds(self) -> float:
+        """Seconds of the slow ones, their wait included."""
+        return self.seconds + TAIL * self.wait
+
+    def late(self, objective: float) -> float:
+        """Return the mean seconds beyond the objective for TTFT, 0.0 for none; waits are taken to be exponential. Where
+        the slow prompts keep the objective, nothing counts: that all others do is what strain is for."""
+        left = objective - self.seconds
+        if left <= 0.0:
+            return self.wait - left
+        return self.wait * math.exp(-left / self.wait) if self.slow_seconds > objective else 0.0
+
+
 class LaterPrompts(NamedTuple):
-    """Prompts that a worker computes while an output is drawn there, and their seconds without that and with it, waits
-    included: on average, or of the slowest where there is an objective."""
+    """Prompts that a worker computes while an output is drawn there, without that and with it."""
 
     number: float
-    before: float
-    after: float
+    before: Prompts
+    after: Prompts
 
 
 def later_prompts(
@@ -112,8 +130,8 @@ def later_prompts(
     then; ``steps``: seconds of a decode step without the output, 0.0 for none, and with it; ``objective``: for gaps.
 
     The prompts take longer, so they fill more of the worker's time. Where they would fill more than all of it, a queue
-    grows until the output has ended. With an objective they wait for each other as long as the slowest do in a queue of
-    that utilisation; without one that would keep outputs waiting for a full decode worker.
+    grows until the output has ended. With an objective they wait for each other as long as in a queue of that
+    utilisation; without one that would keep outputs waiting for a full decode worker.
     """
     model, running, (before, after) = worker.step_model, worker.num_decoding, steps
     longer, long = stretch(worker, alone, after, objective), 1.0
@@ -123,16 +141,15 @@ def later_prompts(
     seconds = num_outputs * min(after / (1.0 - share), mixed_step)
     queue = max(0.0, share * longer - max(1.0, share * long)) * seconds / 2  # on average over that time
     busy, busier = (share * long, share * longer) if objective else (0.0, 0.0)
-    tail = TAIL if objective else 1.0
-    now = RESIDUAL * before + _with_waits(worker, alone * long, busy, tail)
-    then = RESIDUAL * after + _with_waits(worker, alone * longer, busier, tail) + queue
+    now = Prompts(RESIDUAL * before + alone * long, alone * long * _waits(worker, busy))
+    then = Prompts(RESIDUAL * after + alone * longer + queue, alone * longer * _waits(worker, busier))
     return LaterPrompts(max(1.0, seconds * share / alone), now, then)
 
 
-def _with_waits(worker: WorkerView, seconds: float, share: float, tail: float) -> float:
-    """Return the seconds of a prompt that takes ``seconds``, with ``tail`` times its mean wait for those before it.
-    These take ``share`` of the time, or as much as of late if that is more."""
-    return seconds * (1.0 + tail * burden(max(worker.prefill_busy, share)))
+def _waits(worker: WorkerView, share: float) -> float:
+    """Return a prompt's mean wait for those before it, over its own time. These take ``share`` of the time, or as much
+    as of late if that is more."""
+    return burden(max(worker.prefill_busy, share))
 
 
 def room_seconds(worker: WorkerView, wanted_tokens: float, num_outputs: float, step: float) -> float:

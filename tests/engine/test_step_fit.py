@@ -107,6 +107,23 @@ def test_a_load_that_comes_after_one_sequence_is_predicted_where_it_is() -> None
             assert fit.model.seconds(work) == pytest.approx(true(num_decodes), rel=0.05)
 
 
+def test_prompts_between_decode_steps_leave_the_model_where_the_load_is() -> None:
+    """Each refit comes after a step without outputs, or with a few: the fifty sequences of the other steps count."""
+
+    def true(num_decodes: int) -> float:
+        return 4.9e-3 + 6.5e-4 * num_decodes**0.58
+
+    chosen, fit = random.Random(10), StepFit(ESTIMATE)
+    for number in range(1, 2001):
+        if number % 10 == 0:
+            fit.note(plan([], [(0, 512)]), 2e-2 * chosen.gauss(1.0, 0.02), 0.0)
+        else:
+            num_decodes = 1 if number < 1000 else 57
+            fit.note(plan([2300] * num_decodes, []), true(num_decodes) * chosen.gauss(1.0, 0.02), 0.0)
+        if number >= 1200 and number % 50 == 0:
+            assert fit.model.seconds(work_of(plan([2300] * 57, []))) == pytest.approx(true(57), rel=0.02)
+
+
 def test_no_coefficient_is_negative_and_what_was_not_seen_stays_an_estimate() -> None:
     chosen, fit = random.Random(6), StepFit(ESTIMATE)
     for _ in range(1000):

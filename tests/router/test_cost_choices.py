@@ -263,13 +263,20 @@ class PlainCost:
         overload = max(0.0, share * longer - max(1.0, share * long))
         shares = [share * slower if self.gap else 0.0 for slower in (long, longer)]
         waits = [self.burden_at(max(worker.prefill_busy, each)) for each in shares]
-        tail = 3.0 if self.gap else 1.0
-        usual = alone * long * (1.0 + tail * waits[0]) + RESIDUAL * self.before(worker)
-        then = alone * longer * (1.0 + tail * waits[1]) + RESIDUAL * self.after(worker) + overload * seconds / 2
-        late = number * (self.late(then) - self.late(usual))
-        if then >= self.ttft or not self.gap:
+        usual = alone * long + RESIDUAL * self.before(worker), alone * long * waits[0]
+        then = alone * longer + RESIDUAL * self.after(worker) + overload * seconds / 2, alone * longer * waits[1]
+        late = number * (self.mean_late(*then) - self.mean_late(*usual))
+        slow, slow_usual = then[0] + 3.0 * then[1], usual[0] + 3.0 * usual[1]
+        if slow >= self.ttft or not self.gap:
             return late, math.inf
-        return late, number * (self.odds(then, self.ttft) - self.odds(usual, self.ttft))
+        return late, number * (self.odds(slow, self.ttft) - self.odds(slow_usual, self.ttft))
+
+    def mean_late(self, seconds, wait):
+        """Return the mean of what exceeds the objective where waits are exponential, by small parts of them."""
+        if seconds + 3.0 * wait <= self.ttft or not wait:
+            return self.late(seconds)
+        parts = [(number + 0.5) / 20_000 for number in range(20_000)]
+        return sum(self.late(seconds - wait * math.log(1.0 - part)) for part in parts) / len(parts)
 
 
 def pool(chosen: random.Random, num_tokens: int) -> tuple[WorkerView, ...]:

@@ -1,11 +1,21 @@
 """The policy by predicted cost, and what it predicts with: queues, trusted step models."""
 
+import random
+
 import pytest
 
 from splitserve.protocol.placement.step_model import StepModel
 from splitserve.protocol.request import Party, Role
 from splitserve.router.placement.cost import cost
-from splitserve.router.placement.policies import Disaggregated, Local, NoWorker, RequestShape, Snapshot
+from splitserve.router.placement.placer import Placer
+from splitserve.router.placement.policies import (
+    USUAL_OUTPUT_TOKENS,
+    Disaggregated,
+    Local,
+    NoWorker,
+    RequestShape,
+    Snapshot,
+)
 from splitserve.router.placement.prefill_queue import BUSY_SECONDS, PrefillQueue
 from splitserve.router.placement.step_models import TRUSTED_STEPS, Known, trusted_model
 from splitserve.router.requests.objectives import Objectives
@@ -52,7 +62,7 @@ def test_a_cached_prefix_is_worth_the_time_that_it_saves_and_no_more():
 def test_fast_and_slow_workers_get_what_they_can_do():
     slow = worker("p0", Role.PREFILL, step_model=StepModel(1e-2, 4e-5, 6e-8, 6e-5, 0.0, 1000), **USED)
     fast = worker("p1", Role.PREFILL, queue_seconds=0.05, **USED)
-    decode = worker("d", Role.DECODE, num_requests=8, num_decoding=8)
+    decode = worker("d", Role.DECODE, num_requests=16, num_decoding=16)
     assert place(slow, fast, decode).prefill == fast.party
     assert place(slow, worker("p1", Role.PREFILL, queue_seconds=0.6, **USED), decode).prefill == slow.party
 
@@ -243,12 +253,36 @@ def test_what_is_known_of_the_prompts_to_come_is_right_from_the_first_one_on():
 def test_the_share_of_time_that_prompts_will_take_follows_a_load_that_comes_after_rest():
     queue = PrefillQueue()
     queue.add("early", 0.05, 0.0)
+    queue.add("after rest", 0.06, 99.9)
+    assert queue.outlook(99.95)[2] < 0.01, "one prompt is no load"
     for number in range(60):
         queue.add(number, 0.06, 100.0 + number / 10)
     _, share, expected, _ = queue.outlook(106.0)
     assert expected == pytest.approx(0.6, rel=0.15)
     assert share < 0.15, "what prompts took lately, on average over half a minute"
     assert queue.outlook(130.0)[2] < 0.1, "and forgets it"
+
+
+@pytest.mark.parametrize(("rate", "seconds"), [(0.1, 0.4), (0.3, 0.4), (1.0, 0.2), (8.0, 0.06)])
+def test_the_share_of_time_that_prompts_will_take_is_hardly_too_high_on_average(rate, seconds):
+    """As arriving requests see it, which come at random."""
+    chosen, queue, now, shares = random.Random(4), PrefillQueue(), 0.0, []
+    for number in range(4000):
+        now += chosen.expovariate(rate)
+        if now > 100.0:
+            shares.append(queue.outlook(now)[2])
+        queue.add(number, seconds, now)
+    assert sum(shares) / len(shares) == pytest.approx(rate * seconds, abs=0.05)
+
+
+def test_a_few_short_outputs_do_not_decide_the_expected_length():
+    placer = Placer(cost, None, None)
+    for length in (1, 1, 1):
+        placer.note_output_length(length)
+    assert placer.output_tokens > 0.5 * USUAL_OUTPUT_TOKENS
+    for _ in range(40):
+        placer.note_output_length(500)
+    assert placer.output_tokens == pytest.approx(500, rel=0.2)
 
 
 @pytest.mark.parametrize("num_workers", [2, 64])

@@ -14,9 +14,9 @@ def test_a_time_strains_its_objective_without_bound() -> None:
 
 def test_gaps_beside_chunks_count_by_their_own_length() -> None:
     """A quarter of the time for chunks of 4 seconds: a chunk for every second step of 6 seconds."""
-    strain = gap_strain(0, (0.0, 6.0), 0.25, 4.0, 14.0)
-    assert strain == pytest.approx(0.5 * strain_of(6.0, 14.0) + 0.5 * strain_of(10.0, 14.0))
-    assert strain > strain_of(8.0, 14.0)  # of the mean gap
+    strain = gap_strain(0, (0.0, 6.0), 0.25, 4.0, 15.0)
+    assert strain == pytest.approx(0.5 * strain_of(6.0, 15.0) + 0.5 * strain_of(10.0, 15.0))
+    assert strain > strain_of(8.0, 15.0)  # of the mean gap
 
 
 def test_a_chunk_adds_no_more_than_the_bound_even_over_the_objective() -> None:

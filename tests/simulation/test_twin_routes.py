@@ -110,8 +110,8 @@ def test_outputs_share_both_workers_before_decode_is_full() -> None:
 
 
 def test_a_load_that_comes_to_an_idle_cluster_keeps_outputs_off_prefill() -> None:
-    """Prompts fill half of the prefill worker after a rest. One output there makes them take twice as long. Then they pile
-    up, some go to decode, and its outputs to prefill: a state that would last."""
+    """Prompts fill half of the prefill worker after a rest. One output there makes them take twice as long. Then some
+    go to decode, and its outputs to prefill: a state that would last."""
     (cluster,) = clusters_of(parser().parse_args(["--gpu", "H200", "--cluster", "1P1D:cost"]))
     workload = after_rest(make(Exact(2048, 512), 10.0, 126, seed=0))
     times = []

@@ -14,8 +14,8 @@ MEMORY_STEPS = 500
 """Steps of a kind after which a step's weight has fallen to 1/e. Kinds are forgotten apart: an hour of decoding does
 not erase what is known of prompts, nor does a minute of one sequence erase what is known of fifty."""
 KIND_WEIGHT = 0.1
-"""Weight of steps with four times as many sequences as the present one has, or a quarter. Steps take longer the more
-sequences they have, but less and less so: a line through all of them is wrong where the load is."""
+"""Weight of steps with four times as many sequences as the last one that decoded, or a quarter. Steps take longer the
+more sequences they have, but less and less so: a line through all of them is wrong where the load is."""
 REFIT_STEPS = 50
 MAX_SURPRISE = 4.0
 """A step beyond this multiple of its prediction counts as one of this multiple: a stall says nothing about the work."""
@@ -89,6 +89,7 @@ class StepFit:
         self._num_steps = 0
         self.relative_error = 0.0
         self._moments: dict[_Kind, _Moments] = {}
+        self._present = 0  # size of the last step that decoded
         self._minutes = _Minutes(estimate)
 
     @property
@@ -108,10 +109,11 @@ class StepFit:
         seconds, scale = self._judge(work, seconds)
         row = np.array([1.0, *work]) / scale  # so that errors are relative: short steps count as much as long ones
         kind = _Kind.of(work)
+        self._present = kind.size or self._present
         self._moments.setdefault(kind, _Moments(len(row))).add(row, seconds / scale)
         self._num_steps += 1
         if self._num_steps >= MIN_FITTED_STEPS and self._num_steps % REFIT_STEPS == 0:
-            self.model = self._fitted(kind.size)
+            self.model = self._fitted()
 
     def _judge(self, work: StepWork, seconds: float) -> tuple[float, float]:
         """Note the error of the prediction. Return the seconds, within bounds of it if it is a fit's, and what errors
@@ -123,14 +125,16 @@ class StepFit:
             return seconds, seconds
         return (min(seconds, MAX_SURPRISE * predicted) if self.model.num_steps else seconds), predicted
 
-    def _fitted(self, present: int) -> StepModel:
-        """Return the model for steps with about as many sequences as those of size ``present``."""
+    def _fitted(self) -> StepModel:
+        """Return the model for steps with about as many sequences as the present ones, once some of them were seen."""
+        seen = sum(moments.num_steps for kind, moments in self._moments.items() if kind.size == self._present)
+        weight_of_kind = KIND_WEIGHT if seen >= REFIT_STEPS else 1.0
         estimate = np.array(self._estimate.coefficients)
         scale = np.where(estimate > 0.0, estimate, 1e-9)  # coefficients differ by many orders of magnitude
         size = len(scale)
         products, targets, num_steps = np.zeros((size, size)), np.zeros(size), 0.0
         for kind, moments in self._moments.items():
-            near = KIND_WEIGHT ** abs(kind.size - present)
+            near = weight_of_kind ** abs(kind.size - self._present)
             products += near * moments.products
             targets += near * moments.targets
             num_steps += near * moments.num_steps
