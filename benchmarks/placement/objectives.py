@@ -50,11 +50,11 @@ class MeasuredLaw:
     def seconds(self, work: StepWork) -> float:
         """Return the seconds of a step."""
         computing = 2.1e-5 * (work.num_decodes + work.prefill_tokens)
-        products = (5.2e-3**1.15 + computing**1.15) ** (1 / 1.15)
+        products: float = (5.2e-3**1.15 + computing**1.15) ** (1 / 1.15)
         if not work.num_decodes:
             return 4e-4 + products + 9e-10 * work.prefill_pairs
         of_usual = work.decode_context / work.num_decodes / 2300
-        reads = 5.5e-4 * (work.num_decodes**0.58 - 1.0) * of_usual
+        reads: float = 5.5e-4 * (work.num_decodes**0.58 - 1.0) * of_usual
         return 4e-4 + products + reads + 2.4e-9 * work.prefill_pairs
 
 
