@@ -54,10 +54,8 @@ def add_max_num_seqs(parser: argparse.ArgumentParser) -> None:
 
 def max_num_seqs(options: argparse.Namespace) -> int:
     """Return the sequences that run at once in a worker: the option's, or those of ``--device``."""
-    device = options.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    return options.max_num_seqs or DEVICE_DEFAULTS[device].max_num_seqs
+    is_gpu = options.device == "cuda" or (options.device == "auto" and torch.cuda.is_available())
+    return options.max_num_seqs or DEVICE_DEFAULTS["cuda" if is_gpu else "cpu"].max_num_seqs
 
 
 def switches(options: argparse.Namespace) -> dict[str, Any]:

@@ -394,7 +394,4 @@ def _later_prompts(prompt: _Prompt, decode: _Decode, request: _Request) -> tuple
     later = later_prompts(
         worker, alone, share, request.output_tokens, (decode.before, decode.after), objective=request.gap
     )
-    harm = later.number * (later.after.late(request.ttft) - later.before.late(request.ttft))
-    if not request.strains or (slow := later.after.slow_seconds) >= request.ttft:
-        return harm, math.inf
-    return harm, later.number * (strain_of(slow, request.ttft) - strain_of(later.before.slow_seconds, request.ttft))
+    return later.harm(request.ttft), later.strain(request.ttft) if request.strains else math.inf

@@ -11,6 +11,7 @@ from splitserve.protocol.placement.chunk_bounds import sized_tokens
 from splitserve.protocol.placement.step_model import pairs
 from splitserve.protocol.request import Role
 from splitserve.router.placement.policies import DEFAULT_CHUNK_TOKENS, WorkerView
+from splitserve.router.placement.strain import strain_of
 
 LEAST_STEP_SECONDS = 1e-3
 MAX_UTILISATION = 0.9
@@ -119,6 +120,18 @@ class LaterPrompts(NamedTuple):
     number: float
     before: Prompts
     after: Prompts
+
+    def harm(self, objective: float) -> float:
+        """Return the seconds that the output adds to what exceeds the objective for TTFT, of all prompts."""
+        return self.number * (self.after.late(objective) - self.before.late(objective))
+
+    def strain(self, objective: float) -> float:
+        """Return what it adds to the strain of all prompts, by the slow ones; infinite where these are late."""
+        if self.after.slow_seconds >= objective:
+            return math.inf
+        return self.number * (
+            strain_of(self.after.slow_seconds, objective) - strain_of(self.before.slow_seconds, objective)
+        )
 
 
 def later_prompts(

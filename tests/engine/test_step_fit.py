@@ -92,26 +92,24 @@ def test_decoding_alone_leaves_the_knowledge_of_prompts() -> None:
     assert fit.model.seconds(prompt) == pytest.approx(TRUE.seconds(prompt), rel=0.1)
 
 
+def as_measured(num_decodes: int) -> float:
+    """Return the seconds of a step that only decodes, about as on an H100: 5.6 ms for one sequence, 11.7 for 57."""
+    return 4.9e-3 + 6.5e-4 * num_decodes**0.58
+
+
 def test_a_load_that_comes_after_one_sequence_is_predicted_where_it_is() -> None:
-    """Steps take longer the more sequences decode, but less and less so, as on an H100: 5.6 ms for one, 11.7 for 57."""
-
-    def true(num_decodes: int) -> float:
-        return 4.9e-3 + 6.5e-4 * num_decodes**0.58
-
+    """Steps take longer the more sequences decode, but less and less so."""
     chosen, fit = random.Random(9), StepFit(ESTIMATE)
     for number in range(2200):
         num_decodes = 1 if number < 1500 else 1 + min(56, (number - 1500) // 10)
-        fit.note(plan([2300] * num_decodes, []), true(num_decodes) * chosen.gauss(1.0, 0.02), 0.0)
+        fit.note(plan([2300] * num_decodes, []), as_measured(num_decodes) * chosen.gauss(1.0, 0.02), 0.0)
         if number >= 1700 and number % 100 == 99:
             work = work_of(plan([2300] * num_decodes, []))
-            assert fit.model.seconds(work) == pytest.approx(true(num_decodes), rel=0.05)
+            assert fit.model.seconds(work) == pytest.approx(as_measured(num_decodes), rel=0.05)
 
 
 def test_prompts_between_decode_steps_leave_the_model_where_the_load_is() -> None:
     """Each refit comes after a step without outputs, or with a few: the fifty sequences of the other steps count."""
-
-    def true(num_decodes: int) -> float:
-        return 4.9e-3 + 6.5e-4 * num_decodes**0.58
 
     chosen, fit = random.Random(10), StepFit(ESTIMATE)
     for number in range(1, 2001):
@@ -119,9 +117,9 @@ def test_prompts_between_decode_steps_leave_the_model_where_the_load_is() -> Non
             fit.note(plan([], [(0, 512)]), 2e-2 * chosen.gauss(1.0, 0.02), 0.0)
         else:
             num_decodes = 1 if number < 1000 else 57
-            fit.note(plan([2300] * num_decodes, []), true(num_decodes) * chosen.gauss(1.0, 0.02), 0.0)
+            fit.note(plan([2300] * num_decodes, []), as_measured(num_decodes) * chosen.gauss(1.0, 0.02), 0.0)
         if number >= 1200 and number % 50 == 0:
-            assert fit.model.seconds(work_of(plan([2300] * 57, []))) == pytest.approx(true(57), rel=0.02)
+            assert fit.model.seconds(work_of(plan([2300] * 57, []))) == pytest.approx(as_measured(57), rel=0.02)
 
 
 def test_no_coefficient_is_negative_and_what_was_not_seen_stays_an_estimate() -> None:

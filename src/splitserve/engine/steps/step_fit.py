@@ -28,7 +28,7 @@ _Floats = npt.NDArray[np.float64]
 
 
 class _Kind(NamedTuple):
-    """What is forgotten together: steps with prompts or without, of like numbers of sequences that decode."""
+    """Steps that are forgotten together: with prompts or without, of like numbers of sequences that decode."""
 
     has_prompts: bool
     size: int  # 0: none decodes, 1: up to 3 do, 2: up to 15, 3: up to 63, and so on
@@ -110,7 +110,9 @@ class StepFit:
         row = np.array([1.0, *work]) / scale  # so that errors are relative: short steps count as much as long ones
         kind = _Kind.of(work)
         self._present = kind.size or self._present
-        self._moments.setdefault(kind, _Moments(len(row))).add(row, seconds / scale)
+        if kind not in self._moments:
+            self._moments[kind] = _Moments(len(row))
+        self._moments[kind].add(row, seconds / scale)
         self._num_steps += 1
         if self._num_steps >= MIN_FITTED_STEPS and self._num_steps % REFIT_STEPS == 0:
             self.model = self._fitted()

@@ -33,7 +33,7 @@ class StepTimes:
         return self._law.seconds(work)
 
     def note(self, works: Iterable[StepWork], now: float) -> None:
-        """Let the worker learn from steps that have ended by ``now``."""
+        """Let the worker learn from steps."""
         if self._fit is not None:
             for work in works:
                 self._fit.note_work(work, self._law.seconds(work), now)
