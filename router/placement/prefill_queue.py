@@ -29,7 +29,8 @@ class PrefillQueue:
         self._busy = 0.0  # seconds given lately, each forgotten with BUSY_SECONDS
         self._busy_squares = 0.0  # sum of the squares of these seconds
         self._surge = 0.0  # seconds given after the first prompt since a pause, each forgotten with SURGE_SECONDS
-        self._surge_since = 0.0
+        self._load_since = 0.0  # time of that first prompt
+        self._busy_then = 0.0  # of ``_busy``, that prompt included
         self._busy_at = -math.inf
         self._used_since = 0.0
         self.was_used = False  # a prompt was added at some time
@@ -50,11 +51,11 @@ class PrefillQueue:
         self._seconds[key] = seconds
         self._total += seconds
         kept = self._kept(now)
-        if now - self._busy_at > SURGE_SECONDS:
-            self._surge, self._surge_since = 0.0, now  # without this prompt: the share would begin at 1
+        self._busy = kept * self._busy + seconds
+        if now - self._busy_at > SURGE_SECONDS:  # a load begins; without this prompt: the share would begin at 1
+            self._surge, self._load_since, self._busy_then = 0.0, now, self._busy
         else:
             self._surge = kept**_SURGES * self._surge + seconds
-        self._busy = kept * self._busy + seconds
         self._busy_squares = kept * self._busy_squares + seconds * seconds
         self._busy_at = now
 
@@ -88,18 +89,26 @@ class PrefillQueue:
         of the recent prompts, each weighted by its seconds: what is computed at an average moment of the busy time
         belongs to a prompt of so many.
 
-        The third one is the larger of two shares: of the half minute or so since the first prompt of all, and of the
-        last few seconds since the first prompt after a pause, in which a new load shows at once.
+        The third one is the largest of three shares: of the half minute or so since the first prompt of all; of the
+        same time since the first prompt after a pause, which leaves the pause out; and of the last few seconds since
+        that prompt, in which a new load shows at once.
         """
         seconds, busy = self.seconds(now) if self._seconds else 0.0, self._busy
         if not busy:
             return seconds, 0.0, 0.0, 0.0
+        kept = self._kept(now)
         share = expected = self.busy_share(now)
         if (age := now - self._used_since) <= SETTLED_SECONDS and share:
             expected = _since(share, age, BUSY_SECONDS)
-        surge = self._kept(now) ** _SURGES * self._surge / SURGE_SECONDS
-        if surge > 0.0:
-            expected = max(expected, _since(surge, now - self._surge_since, SURGE_SECONDS))
+        if self._surge > 0.0:
+            age = now - self._load_since
+            load = kept * busy - self._busy_then * math.exp(-max(0.0, age) / BUSY_SECONDS)
+            surge = kept**_SURGES * self._surge
+            load_shares = (
+                _since(load / BUSY_SECONDS, age, BUSY_SECONDS),
+                _since(surge / SURGE_SECONDS, age, SURGE_SECONDS),
+            )
+            expected = max(expected, *load_shares)
         return seconds, share, expected, self._busy_squares / busy
 
     def _kept(self, now: float) -> float:

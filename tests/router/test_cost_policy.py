@@ -263,6 +263,17 @@ def test_the_share_of_time_that_prompts_will_take_follows_a_load_that_comes_afte
     assert queue.outlook(130.0)[2] < 0.1, "and forgets it"
 
 
+def test_a_lull_of_two_seconds_does_not_hide_the_load_around_it():
+    queue = PrefillQueue()
+    queue.add("early", 0.04, 0.0)
+    for number in range(96):
+        queue.add(number, 0.04, 100.0 + number / 12)
+    assert queue.outlook(108.0)[2] == pytest.approx(0.48, rel=0.05)
+    for number in range(6):
+        queue.add(("lull", number), 0.04, 108.0 + number / 3)
+    assert queue.outlook(110.0)[2] == pytest.approx(0.41, rel=0.05)
+
+
 @pytest.mark.parametrize(("rate", "seconds"), [(0.1, 0.4), (0.3, 0.4), (1.0, 0.2), (8.0, 0.06)])
 def test_the_share_of_time_that_prompts_will_take_is_hardly_too_high_on_average(rate, seconds):
     """As arriving requests see it, which come at random."""
