@@ -36,30 +36,33 @@ def padded_size(size: int) -> int:
 def by_quarters(blocks: Tensor) -> Tensor:
     """Return ``blocks`` uint8 [N, R, K / 2] in the order that the Triton kernels read, int16 [N, R, P / 4].
 
-    P is :func:`padded_size`; the padding is zeros. Word ``i`` of a block of B elements, 128 or what is left of the row,
-    has elements ``i``, ``B / 4 + i``, ``B / 2 + i`` and ``3 * B / 4 + i``. An element of the first three quarters lies
-    such that a shift and a mask leave it as a bfloat16 that is ``2 ** 126`` times too small.
+    P is :func:`padded_size`; the padding is zeros. A matrix is divided into blocks of B elements of each row, 128 or
+    what is left. They lie one after the other, each with all rows, whatever the shape says: so what a tile of rows
+    reads at once is one piece of memory. Word ``i`` of a row's block has elements ``i``, ``B / 4 + i``, ``B / 2 + i``
+    and ``3 * B / 4 + i``. An element of the first three quarters lies such that a shift and a mask leave it as a
+    bfloat16 that is ``2 ** 126`` times too small.
     """
-    size = 2 * blocks.shape[-1]
+    num_rows, size = blocks.shape[1], 2 * blocks.shape[-1]
     padded = padded_size(size)
     whole = padded // BLOCK * BLOCK
-    ordered = torch.empty((*blocks.shape[:-1], padded // 4), dtype=torch.int16, device=blocks.device)
+    ordered = torch.empty((len(blocks), num_rows * padded // 4), dtype=torch.int16, device=blocks.device)
     for source, target in zip(blocks, ordered, strict=True):  # one matrix at a time: memory for all may not be there
         numbers = torch.stack((source & 15, source >> 4), -1).flatten(-2)  # [R, K]
         numbers = torch.nn.functional.pad(numbers, (0, padded - size))
-        target[:, : whole // 4] = _words(numbers[:, :whole], BLOCK)
-        target[:, whole // 4 :] = _words(numbers[:, whole:], max(padded - whole, 4))
-    return ordered
+        first = num_rows * whole // 4
+        target[:first] = _words(numbers[:, :whole], BLOCK)
+        target[first:] = _words(numbers[:, whole:], max(padded - whole, 4))
+    return ordered.view(len(blocks), num_rows, padded // 4)
 
 
 def _words(numbers: Tensor, block: int) -> Tensor:
-    """Return the words int16 [R, K / 4] of ``numbers`` [R, K], in blocks of ``block``."""
+    """Return the words int16 [K / block * R * block / 4] of ``numbers`` [R, K], block by block."""
     quarters = numbers.reshape(len(numbers), -1, 4, block // 4)  # [R, K / block, 4, block / 4]
     words = torch.zeros_like(quarters[..., 0, :], dtype=torch.int32)
     for quarter, bits in enumerate(QUARTER_BITS):
         for place, bit in zip((3, 2, 1, 0), bits, strict=True):
             words |= (quarters[..., quarter, :].int() >> place & 1) << bit
-    return words.flatten(-2).to(torch.int16)  # the highest bit becomes the sign
+    return words.transpose(0, 1).flatten().to(torch.int16)  # the highest bit becomes the sign
 
 
 def shifted_scales(scales: Tensor) -> Tensor:

@@ -14,18 +14,19 @@ _TWO_TO_126 = tl.constexpr(2.0**126)
 
 @triton.jit
 def packed_product(
-    x_at, words_at, scales_at, row_stride, is_row, total, part, SIZE: tl.constexpr, PADDED: tl.constexpr,
+    x_at, words_ptr, scales_ptr, row, total, part, ROWS: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr,
     SPLIT_K: tl.constexpr, BLOCK_K: tl.constexpr, PAIRED: tl.constexpr, ALL_ROWS: tl.constexpr,
 ):  # fmt: skip
     """Return float32 ``total`` [N, M] plus the products of N rows of a weight with M vectors, of part ``part`` of
     ``SPLIT_K``.
 
-    ``x_at`` [M] and ``words_at`` [N] point to vectors and rows of ``SIZE`` elements, padded to ``PADDED``
-    (:func:`splitserve.kernels.experts.mxfp4.padded_size`); ``scales_at`` [N] to the scales of the rows' first blocks,
-    with ``row_stride`` up to the next ones. ``is_row`` [N]: the rows that there are, which is not read if ``ALL_ROWS``.
+    ``x_at`` [M] points to the vectors, ``words_ptr`` and ``scales_ptr`` to a matrix of ``ROWS`` rows of ``SIZE``
+    elements, padded to ``PADDED`` (:func:`splitserve.kernels.experts.mxfp4.padded_size`); ``row`` [N] are those to
+    multiply. They are below ``ROWS`` if ``ALL_ROWS``; others count as zeros.
     ``PAIRED``: elements become bfloat16, two at once; otherwise they become x's dtype by way of float32.
     """
     NUM_ROWS: tl.constexpr = total.shape[0]
+    is_row = row < ROWS
     WORDS: tl.constexpr = BLOCK_K // 4
     BLOCKS: tl.constexpr = BLOCK_K // 128
     REST: tl.constexpr = PADDED % 128
@@ -44,12 +45,13 @@ def packed_product(
         if REST > 0:
             width = tl.where(block + 128 <= PADDED, 32, REST // 4)
         has_word = words < (PADDED - start) // 4
-        packed_at = words_at[:, None] + (start // 4 + words)[None, :]
-        packed = _load(packed_at, is_row[:, None], has_word[None, :], ALL_ROWS, ALL_WORDS)
+        at = ((block // 4 * ROWS) + words % 32)[None, :] + row[:, None] * (width + words * 0)[None, :]
+        at = tl.max_contiguous(tl.multiple_of(at, [1, 8]), [1, 8])
+        packed = _load(words_ptr + at, is_row[:, None], has_word[None, :], ALL_ROWS, ALL_WORDS)
         number = start // 128 + blocks
-        scales_of_block = scales_at[:, None] + number[None, :] * row_stride
+        scales_at = scales_ptr + row[:, None] + number[None, :] * ROWS
         has_block = number < (PADDED + 127) // 128
-        all_scales = _load(scales_of_block, is_row[:, None], has_block[None, :], ALL_ROWS, ALL_BLOCKS)
+        all_scales = _load(scales_at, is_row[:, None], has_block[None, :], ALL_ROWS, ALL_BLOCKS)
         for quarter in tl.static_range(4):
             # Copies of 16 bytes would pass by the L1 cache, where other programs of the expert find the line
             at = tl.max_contiguous(tl.multiple_of(block + width * quarter + words % 32, 4), 4)

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from splitserve.kernels.experts.launch import ExpertLaunch
+from splitserve.kernels.experts.mxfp4 import padded_size
 from splitserve.kernels.experts.triton.activation import ACTIVATION_NUMBERS, activate
 from splitserve.kernels.experts.triton.mxfp4 import packed_product
 from splitserve.kernels.experts.triton.sorting import SortedPairs
@@ -38,7 +39,7 @@ def packed_gate_up(
     _gate_up_kernel[(triton.cdiv(inner_size, launch.block_n), num_tiles)](
         x, words, scales, x if bias is None else bias, out, experts.numel(), weights.first,
         weights.num_experts, activation.limit or 0.0, activation.sigmoid_factor, activation.up_offset, **tiles,
-        HIDDEN=hidden_size, PADDED=4 * words.shape[2], INNER=inner_size, TOP_K=experts.shape[1],
+        HIDDEN=hidden_size, PADDED=padded_size(hidden_size), INNER=inner_size, TOP_K=experts.shape[1],
         HAS_BIAS=bias is not None, INTERLEAVED=activation.interleaved, HAS_LIMIT=activation.limit is not None,
         FUNCTION=ACTIVATION_NUMBERS[activation.function], PAIRED=_is_paired(x), BLOCK_N=launch.block_n,
         BLOCK_K=launch.block_k, num_warps=launch.num_warps, num_stages=launch.num_stages, **overlapped(x.device),
@@ -62,9 +63,10 @@ def packed_down(
     num_tiles, tiles = _tiles(experts, ordered)
     _down_kernel[(triton.cdiv(hidden_size, launch.down_block_n), num_tiles, split_k)](
         inner, words, scales, inner if bias is None else bias, factors, out, num_pairs,
-        weights.first, weights.num_experts, **tiles, HIDDEN=hidden_size, INNER=inner_size, PADDED=4 * words.shape[2],
-        HAS_BIAS=bias is not None, PAIRED=_is_paired(inner), BLOCK_N=launch.down_block_n, BLOCK_K=launch.down_block_k,
-        SPLIT_K=split_k, num_warps=launch.down_num_warps or launch.num_warps,
+        weights.first, weights.num_experts, **tiles, HIDDEN=hidden_size, INNER=inner_size,
+        PADDED=padded_size(inner_size), HAS_BIAS=bias is not None, PAIRED=_is_paired(inner),
+        BLOCK_N=launch.down_block_n, BLOCK_K=launch.down_block_k, SPLIT_K=split_k,
+        num_warps=launch.down_num_warps or launch.num_warps,
         num_stages=launch.down_num_stages or launch.num_stages, **overlapped(inner.device),
     )  # fmt: skip
     return out
@@ -136,17 +138,16 @@ def _gate_up_kernel(
     tokens = (tl.where(has_pair, pairs, one) // TOP_K).to(tl.int64)
     ALL_ROWS: tl.constexpr = INNER % BLOCK_N == 0
     local = tl.program_id(0) * 2 * BLOCK_N + tl.arange(0, 2 * BLOCK_N)  # an output's gate, then its up
-    is_row = local < 2 * INNER
     row = local if INTERLEAVED else local // 2 + local % 2 * INNER
     total = tl.zeros((2 * BLOCK_N, BLOCK_M), dtype=tl.float32)
-    words_at = words_ptr + (expert * 2 * INNER + row) * (PADDED // 4)
-    scales_at = scales_ptr + expert * (2 * INNER * ((PADDED + 127) // 128)) + row
+    words_ptr += expert * (2 * INNER * (PADDED // 4))
+    scales_ptr += expert * (2 * INNER * ((PADDED + 127) // 128))
     total = packed_product(
-        x_ptr + tokens * HIDDEN, words_at, scales_at, 2 * INNER, is_row, total, 0, HIDDEN, PADDED, 1, BLOCK_K, PAIRED,
+        x_ptr + tokens * HIDDEN, words_ptr, scales_ptr, row, total, 0, 2 * INNER, HIDDEN, PADDED, 1, BLOCK_K, PAIRED,
         ALL_ROWS,
     )  # fmt: skip
     if HAS_BIAS:
-        total += tl.load(bias_ptr + expert * 2 * INNER + row, mask=is_row, other=0.0).to(tl.float32)[:, None]
+        total += tl.load(bias_ptr + expert * 2 * INNER + row, mask=local < 2 * INNER, other=0.0).to(tl.float32)[:, None]
     gate, up = tl.split(tl.permute(tl.reshape(total, (BLOCK_N, 2, BLOCK_M)), (0, 2, 1)))
     inner = activate(gate, up, limit, sigmoid_factor, up_offset, HAS_LIMIT, FUNCTION)
     outputs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -189,10 +190,10 @@ def _down_kernel(
     outputs, part = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.program_id(2)
     is_row = outputs < HIDDEN
     total = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
-    words_at = words_ptr + (expert * HIDDEN + outputs) * (PADDED // 4)
-    scales_at = scales_ptr + expert * (HIDDEN * ((PADDED + 127) // 128)) + outputs
+    words_ptr += expert * (HIDDEN * (PADDED // 4))
+    scales_ptr += expert * (HIDDEN * ((PADDED + 127) // 128))
     total = packed_product(
-        inner_ptr + safe_pairs * INNER, words_at, scales_at, HIDDEN, is_row, total, part, INNER, PADDED, SPLIT_K,
+        inner_ptr + safe_pairs * INNER, words_ptr, scales_ptr, outputs, total, part, HIDDEN, INNER, PADDED, SPLIT_K,
         BLOCK_K, PAIRED, ALL_ROWS,
     )  # fmt: skip
     if HAS_BIAS:
