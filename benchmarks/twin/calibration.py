@@ -18,6 +18,8 @@ from splitserve.protocol.request import Role
 from splitserve.simulation.twin.models import Calibration, CopyModel, LinkModel
 
 CPU = "cpu"
+MEASURED_STEPS = 200
+"""Steps from which on a worker's fit counts as a measurement."""
 GPU_LINK_BYTES_PER_SECOND = 250e9  # between two GPUs of one host, as hand-overs measure it
 CPU_LINK_BYTES_PER_SECOND = 1.5e9
 ITEM_BYTES = {CPU: 4}  # of weights and KV; on GPUs 2
@@ -27,17 +29,21 @@ def of_cluster(report: ClusterReport, url: str) -> Calibration:
     """Return the models that a cluster's workers have fitted to their own steps.
 
     Of several workers with a role, the one with the most steps counts; of links, the median. Raises
-    :class:`ConfigError` where no worker has fitted a model yet.
+    :class:`ConfigError` where no worker has fitted a model to enough steps yet.
     """
     steps, errors = {}, {}
     for role in Role:
-        fitted = [worker for worker in report.workers if worker.info.role is role and worker.step_model.num_steps]
+        fitted = [
+            worker
+            for worker in report.workers
+            if worker.info.role is role and worker.step_model.num_steps >= MEASURED_STEPS
+        ]
         if fitted:
             best = max(fitted, key=lambda worker: worker.step_model.num_steps)
             steps[role], errors[role] = best.step_model, best.load.step_error
     if not steps:
         raise ConfigError(
-            f"the workers of {url} have fitted no step times yet: a worker does after 200 steps; send it some load"
+            f"the workers of {url} have fitted no step times yet to {MEASURED_STEPS} steps or more: send it some load"
         )
     return Calibration(
         steps=steps,

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from splitserve.protocol.placement.step_model import StepModel
 
-TRUSTED_STEPS = 200
+TRUSTED_STEPS = 30
 """Steps below which a worker's fit says less than its pool's."""
 NO_MODEL = StepModel()
 MAX_REFERENCES = 32

@@ -41,6 +41,19 @@ def test_until_enough_steps_were_seen_the_estimate_counts() -> None:
     assert fit.model == ESTIMATE
 
 
+def test_a_few_prompts_tell_what_a_prompt_takes() -> None:
+    """A prefill worker has one step for each; and two of them stall."""
+    chosen, fit = random.Random(2), StepFit(ESTIMATE)
+    prompts = plan([], [(0, 2048)])
+    true = TRUE.seconds(work_of(prompts))
+    assert ESTIMATE.seconds(work_of(prompts)) < 0.5 * true
+    for number in range(60):
+        fit.note(prompts, true * (30.0 if number in (3, 40) else chosen.gauss(1.0, 0.02)), 0.0)
+        if number == MIN_FITTED_STEPS:
+            assert fit.model.seconds(work_of(prompts)) == pytest.approx(true, rel=0.1)
+    assert fit.model.seconds(work_of(prompts)) == pytest.approx(true, rel=0.1)
+
+
 def fitted(seed: int, noise: float, stalls: float = 0.0) -> StepFit:
     chosen, fit = random.Random(seed), StepFit(ESTIMATE)
     for _ in range(2000):

@@ -8,8 +8,8 @@ import numpy.typing as npt
 from splitserve.protocol.placement.step_model import StepModel, StepWork, pairs
 from splitserve.protocol.step import StepPlan
 
-MIN_FITTED_STEPS = 200
-"""Number of steps below which an estimate is better than a fit."""
+MIN_FITTED_STEPS = 30
+"""Number of steps below which an estimate is better than a fit. A prefill worker has few: one for each prompt."""
 MEMORY_STEPS = 500
 """Steps of a kind after which a step's weight has fallen to 1/e. Kinds are forgotten apart: an hour of decoding does
 not erase what is known of prompts, nor does a minute of one sequence erase what is known of fifty."""
@@ -17,6 +17,8 @@ KIND_WEIGHT = 0.1
 """Weight of steps with four times as many sequences as the last one that decoded, or a quarter. Steps take longer the
 more sequences they have, but less and less so: a line through all of them is wrong where the load is."""
 REFIT_STEPS = 50
+EARLY_REFIT_STEPS = 10
+"""Steps between fits until there were four times :data:`REFIT_STEPS`."""
 MAX_SURPRISE = 4.0
 """A step beyond this multiple of its prediction counts as one of this multiple: a stall says nothing about the work."""
 MINUTE_SECONDS = 60.0
@@ -114,18 +116,19 @@ class StepFit:
             self._moments[kind] = _Moments(len(row))
         self._moments[kind].add(row, seconds / scale)
         self._num_steps += 1
-        if self._num_steps >= MIN_FITTED_STEPS and self._num_steps % REFIT_STEPS == 0:
+        between = EARLY_REFIT_STEPS if self._num_steps < 4 * REFIT_STEPS else REFIT_STEPS
+        if self._num_steps >= MIN_FITTED_STEPS and self._num_steps % between == 0:
             self.model = self._fitted()
 
     def _judge(self, work: StepWork, seconds: float) -> tuple[float, float]:
-        """Note the error of the prediction. Return the seconds, within bounds of it if it is a fit's, and what errors
-        are relative to: the prediction, be it only the estimate's."""
+        """Note the error of the prediction. Return the seconds, within bounds of it, and what errors are relative to:
+        the prediction, be it only the estimate's. The first steps of a worker compile kernels, and stall."""
         predicted = self.model.seconds(work)
         error = min(abs(predicted - seconds) / seconds, MAX_SURPRISE)
         self.relative_error += (error - self.relative_error) / min(self._num_steps + 1, _ERROR_STEPS)
         if predicted <= 0.0:
             return seconds, seconds
-        return (min(seconds, MAX_SURPRISE * predicted) if self.model.num_steps else seconds), predicted
+        return min(seconds, MAX_SURPRISE * predicted), predicted
 
     def _fitted(self) -> StepModel:
         """Return the model for steps with about as many sequences as the present ones, once some of them were seen."""
