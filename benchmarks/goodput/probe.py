@@ -33,7 +33,7 @@ from splitserve.workloads.named import Source
 NUM_WARMUPS = 3
 QUICKER = 4.0
 LEAST_OF_A_PART = 120
-"""Requests of each part of a short load: a worker fits its steps' times after 200 steps."""
+"""Requests of each part of a short load, so that workers have fitted their step times to some hundred steps."""
 HEARTBEATS_SECONDS = 2.5
 """Time in which the workers report the models that they have fitted."""
 NUM_SLOWEST = 8

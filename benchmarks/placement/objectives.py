@@ -12,12 +12,12 @@ import numpy as np
 
 from splitserve.benchmarks.goodput.arms import parse_arm
 from splitserve.benchmarks.goodput.estimate import Goodput, goodput_of
-from splitserve.benchmarks.goodput.objectives import Objectives, Outcome
+from splitserve.benchmarks.goodput.objectives import Objectives
+from splitserve.benchmarks.goodput.probe import result_of
 from splitserve.benchmarks.twin.loads import records_of
 from splitserve.benchmarks.twin.simulate import Cluster, clusters_of, parser
 from splitserve.protocol.placement.step_model import StepModel
 from splitserve.simulation.twin.cluster import TwinCluster, TwinSpec
-from splitserve.simulation.twin.step_times import StepLaw
 from splitserve.workloads.conversation import Workload
 from splitserve.workloads.named import parse_workload
 
@@ -38,7 +38,7 @@ NUM_EARLY = 3
 EARLY_SECONDS = 4.0
 """For each of the early requests."""
 REST_SECONDS = 5.0
-NUM_RUNS = 2
+NUM_RUNS = 4
 USUAL_REQUESTS = 200
 
 
@@ -52,7 +52,7 @@ def objectives(count: int) -> Iterator[Row]:
                 yield from _rows({"steps": steps, "workload": workload, "itl_ms": itl_ms}, held)
 
 
-def _with_law(cluster: Cluster, law: StepLaw | None) -> Cluster:
+def _with_law(cluster: Cluster, law: StepModel | None) -> Cluster:
     workers = [dataclasses.replace(worker, law=law) for worker in cluster.workers]
     return dataclasses.replace(cluster, workers=workers)
 
@@ -64,9 +64,8 @@ def _goodput(cluster: Cluster, workload: str, itl_ms: float, count: int) -> Good
         pressures = []
         for seed in range(NUM_RUNS):
             load = after_rest(parse_workload(workload).at(rate, count, seed))
-            turns = records_of(TwinCluster(spec, seed).run(load, seed))[NUM_EARLY:]
-            outcome = Outcome.of([turn.record for turn in turns], [turn.num_output_tokens for turn in turns])
-            pressures.append(outcome.pressure(Objectives(TTFT_MS[workload], itl_ms)))
+            result = result_of(cluster.name, rate, seed, load, records_of(TwinCluster(spec, seed).run(load, seed)))
+            pressures.append(result.outcome.pressure(Objectives(TTFT_MS[workload], itl_ms)))
         points.append((rate, float(np.mean(pressures))))
         if points[-1][1] > 1.0:
             break

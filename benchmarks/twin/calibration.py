@@ -25,6 +25,11 @@ CPU_LINK_BYTES_PER_SECOND = 1.5e9
 ITEM_BYTES = {CPU: 4}  # of weights and KV; on GPUs 2
 
 
+def is_measured(model: StepModel) -> bool:
+    """Return whether a worker has fitted a model to enough steps for others to be predicted by it."""
+    return model.num_steps >= MEASURED_STEPS
+
+
 def of_cluster(report: ClusterReport, url: str) -> Calibration:
     """Return the models that a cluster's workers have fitted to their own steps.
 

@@ -6,7 +6,7 @@ import msgspec
 import psutil
 
 from splitserve.benchmarks.goodput.arms import Arm
-from splitserve.benchmarks.twin.calibration import CPU
+from splitserve.benchmarks.twin.calibration import CPU, is_measured
 from splitserve.common.errors import ConfigError
 from splitserve.models.config import ModelConfig
 from splitserve.models.kv_plan import MemoryPlan, plan_kv_memory
@@ -84,7 +84,7 @@ def setups_of_cluster(report: ClusterReport, calibration: Calibration) -> list[W
                 max_model_len=info.max_model_len,
                 vocab_size=info.vocab_size,
                 host_slots=info.setup.host_kv_bytes // info.layout.block_bytes,
-                model=worker.step_model if worker.step_model.num_steps else calibration.step_model(info.role),
+                model=worker.step_model if is_measured(worker.step_model) else calibration.step_model(info.role),
             )
         )
     return setups

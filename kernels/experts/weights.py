@@ -37,7 +37,8 @@ class ExpertWeights:
     """The experts ``first`` to ``first + N - 1`` of a layer, all of each or the rank's share of its inner dimension I.
 
     ``gate_up`` and ``down`` are in the model's dtype, or float8_e4m3fn with a scale for each row's groups of elements.
-    In MXFP4 (:mod:`splitserve.kernels.experts.mxfp4`) they are uint8 with half as many columns.
+    In MXFP4 (:mod:`splitserve.kernels.experts.mxfp4`) they are uint8 with half as many columns; the Triton kernels make
+    copies in another order, of which rows can't be taken.
     """
 
     gate_up: Tensor  # [N, 2 * I, hidden]

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 MAX_MIXED_CHUNKS = 4  # prefill chunks in a step with a graph
 TOKENS_ALONE = (64, 128, 256, 512, 1024, 2048)  # of prefill alone
+LONGER_BESIDE = (1.5, 2, 3, 4)  # of the prompt tokens beside decode, where an objective may size more of them
 MAX_TOKENS_ALWAYS = 512  # a replay of so many is used for any smaller step as well
 
 
@@ -26,9 +27,11 @@ class MixedSize(NamedTuple):
         return self.num_decodes == 0 and self.num_tokens > MAX_TOKENS_ALWAYS
 
 
-def mixed_sizes(max_num_seqs: int, max_tokens: int, max_tokens_alone: int) -> list[MixedSize]:
-    """Return the sizes worth a graph: prefill beside decode in quarters of ``max_tokens``, and prefill alone."""
+def mixed_sizes(max_num_seqs: int, max_tokens: int, max_tokens_alone: int, max_sized: int = 0) -> list[MixedSize]:
+    """Return the sizes worth a graph: prefill beside decode in quarters of ``max_tokens``, and in multiples of it up to
+    ``max_sized``; and prefill alone."""
     tokens = {-(-max_tokens * quarter // 4) for quarter in (1, 2, 3, 4)}
+    tokens |= {longer for factor in LONGER_BESIDE if (longer := int(factor * max_tokens)) <= max_sized}
     decodes = [size for size in (8, 16, 32, 64, 128) if size < max_num_seqs] + [max_num_seqs]
     alone = {min(size, max_tokens_alone) for size in TOKENS_ALONE}
     sizes = {MixedSize(num_decodes, num_tokens) for num_decodes in decodes for num_tokens in tokens}

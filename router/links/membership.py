@@ -34,7 +34,7 @@ from splitserve.router.placement.policies import (
     RequestShape,
     Snapshot,
 )
-from splitserve.router.placement.step_models import TRUSTED_STEPS, trusted_model
+from splitserve.router.placement.step_models import trusted_model
 
 MAX_WORKERS = 4096
 MAX_REPLACED_INCARNATIONS = 4096
@@ -113,7 +113,7 @@ class Membership:
         record.num_heartbeats += 1
         record.link_rates = {link.peer: link.bytes_per_second for link in links if link.bytes_per_second}
         record.own_model = step_model
-        if step_model.num_steps < TRUSTED_STEPS:
+        if not step_model.num_steps:
             record.estimate = step_model
         pool = (each.known_steps for each in self._others(record) if each.info.role is record.info.role)
         alike = (each.known_steps for each in self._others(record) if _are_alike(each, record))

@@ -8,7 +8,7 @@ BUSY_SECONDS = 30.0
 has a relative error of sqrt((1 + c^2) / (2 r BUSY_SECONDS)): 23% for r = 1 and c = 1.5, where 10 s would leave 40%, and
 placement would follow chance. It trails a change of the load by as much."""
 SURGE_SECONDS = 3.0
-"""Time constant of the busy share that follows a surge of the load, which begins anew after as long without a prompt.
+"""Time constant of the busy share that follows a surge of the load. After as long without a prompt a new load begins.
 A router that trusts the slow share alone takes the workers of an idle cluster to have time for half a minute after the
 load has come."""
 SETTLED_SECONDS = 10 * BUSY_SECONDS
@@ -30,7 +30,7 @@ class PrefillQueue:
         self._busy_squares = 0.0  # sum of the squares of these seconds
         self._surge = 0.0  # seconds given after the first prompt since a pause, each forgotten with SURGE_SECONDS
         self._load_since = 0.0  # time of that first prompt
-        self._busy_then = 0.0  # of ``_busy``, that prompt included
+        self._busy_then = 0.0  # ``_busy`` right after that prompt
         self._busy_at = -math.inf
         self._used_since = 0.0
         self.was_used = False  # a prompt was added at some time
@@ -102,7 +102,7 @@ class PrefillQueue:
             expected = _since(share, age, BUSY_SECONDS)
         if self._surge > 0.0:
             age = now - self._load_since
-            load = kept * busy - self._busy_then * math.exp(-max(0.0, age) / BUSY_SECONDS)
+            load = max(0.0, kept * busy - self._busy_then * math.exp(-max(0.0, age) / BUSY_SECONDS))
             surge = kept**_SURGES * self._surge
             load_shares = (
                 _since(load / BUSY_SECONDS, age, BUSY_SECONDS),

@@ -54,6 +54,18 @@ def test_a_few_prompts_tell_what_a_prompt_takes() -> None:
     assert fit.model.seconds(work_of(prompts)) == pytest.approx(true, rel=0.1)
 
 
+@pytest.mark.parametrize("factor", [0.01, 0.1, 10.0])
+def test_an_estimate_that_is_far_off_is_forgotten_with_the_first_fit(factor: float) -> None:
+    chosen = random.Random(3)
+    fit = StepFit(StepModel.of([factor * coefficient for coefficient in TRUE.coefficients], 0))
+    works: list[StepWork] = []
+    for number in range(200):
+        each = random_plan(chosen)
+        works.append(work_of(each))
+        fit.note(each, TRUE.seconds(works[-1]) * (30.0 if number == 5 else 1.0), 0.0)
+    assert sum(map(fit.model.seconds, works)) == pytest.approx(sum(map(TRUE.seconds, works)), rel=0.15)
+
+
 def fitted(seed: int, noise: float, stalls: float = 0.0) -> StepFit:
     chosen, fit = random.Random(seed), StepFit(ESTIMATE)
     for _ in range(2000):

@@ -9,6 +9,7 @@ import msgspec
 
 from splitserve.benchmarks.common.stats import summarise
 from splitserve.benchmarks.goodput.arms import parse_arm
+from splitserve.benchmarks.twin.calibration import is_measured
 from splitserve.benchmarks.twin.cases import Case, Measured
 from splitserve.benchmarks.twin.fit.totals import LoopFit, fit_loop, fit_steps, totals_of
 from splitserve.benchmarks.twin.loads import records_of
@@ -46,7 +47,7 @@ def others_of(case: Case, runs: Sequence[Measured]) -> list[Measured]:
     """Return the runs that a case's calibration may be fitted on: those of other cases with the same device; none if
     their workers have fitted no step times."""
     alike = [run for run in runs if run.case != case and run.case.device == case.device]
-    return alike if any(worker.model.num_steps for run in alike for worker in run.workers) else []
+    return alike if any(is_measured(worker.model) for run in alike for worker in run.workers) else []
 
 
 def fitted(runs: Sequence[Measured]) -> Calibration:
@@ -79,7 +80,7 @@ def fitted(runs: Sequence[Measured]) -> Calibration:
 
 
 def _is_fitted(worker: WorkerSetup, role: Role) -> bool:
-    return worker.role is role and worker.model.num_steps > 0
+    return worker.role is role and is_measured(worker.model)
 
 
 def with_steps_off(calibration: Calibration, num_deviations: float) -> Calibration:

@@ -53,8 +53,9 @@ class DeviceDefaults(msgspec.Struct, frozen=True, kw_only=True):
 
 DEVICE_DEFAULTS = {
     "cpu": DeviceDefaults(max_num_seqs=64, max_num_batched_tokens=512, block_size=16, tail_chunk_tokens=64),
-    # Beside up to 64 sequences that decode, 320 prompt tokens fill three tiles of 128 rows of a GEMM. The last chunk:
-    # benchmarks/results/README.md compares 512 and 1024 tokens. Sequences: docs/decisions/028-sequences-at-once.md.
+    # Beside up to 64 sequences that decode, 320 prompt tokens fill three tiles of 128 rows of a GEMM. More would have no
+    # CUDA graph: docs/decisions/029-steps-with-graphs.md. The last chunk: benchmarks/results/README.md compares 512 and
+    # 1024 tokens. Sequences: docs/decisions/028-sequences-at-once.md.
     "cuda": DeviceDefaults(
         max_num_seqs=256,
         max_num_batched_tokens=8192,
@@ -204,9 +205,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = 0
     max_num_prefill_tokens_within_objective: Annotated[
         TokenLimit,
-        Meta(
-            description="The same at most where an ITL objective sizes prompts; 0: that if given, else as fit the step."
-        ),
+        Meta(description="The same at most where an ITL objective sizes prompts; 0: as many as without one."),
         Setting(flags=("--max-prefill-tokens-within-objective",), metavar="TOKENS", group=ENGINE),
     ] = 0
     max_num_seqs: Annotated[
@@ -352,7 +351,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         defaults = DEVICE_DEFAULTS[device]
         max_tokens = self.max_num_batched_tokens or max(defaults.max_num_batched_tokens, self.max_num_seqs)
         beside = self.max_num_prefill_tokens_beside_decode or defaults.max_num_prefill_tokens_beside_decode
-        within = self.max_num_prefill_tokens_within_objective or self.max_num_prefill_tokens_beside_decode
+        within = self.max_num_prefill_tokens_within_objective or beside
         return msgspec.structs.replace(
             self,
             block_size=self.block_size or defaults.block_size,

@@ -307,7 +307,7 @@ def test_fp8_in_blocks(block_m: int) -> None:
     [((96, 160), 1, 1), ((256, 224), 1, 2), ((192, 320), 16, 1), ((256, 224), 16, 3), ((96, 160), 8, 1)],
 )
 def test_mxfp4(dtype: torch.dtype, sizes: tuple[int, int], block_m: int, split_k: int) -> None:
-    """Last blocks have all sizes; each group has a scale of its own, and one expert no token."""
+    """Last blocks have all sizes, last tiles are whole or not; each group has its own scale, one expert no token."""
     (hidden, inner), generator = sizes, torch.Generator().manual_seed(0)
 
     def random_bytes(low: int, high: int, *shape: int) -> Tensor:
@@ -332,8 +332,8 @@ def test_mxfp4(dtype: torch.dtype, sizes: tuple[int, int], block_m: int, split_k
     )
     num_tokens = 3 if block_m == 1 else 17
     x, (experts, factors) = rand(num_tokens, hidden).to(dtype), choices(num_tokens, 4, 2)
-    blocks = {"block_k": 256, "down_block_k": 128, "block_m": block_m, "down_split_k": split_k, "down_num_warps": 2}
-    with tuning.forced("experts", {**TILES, **blocks}):
+    blocks = {"block_n": 64, "down_block_n": 64, "block_k": 256, "down_block_k": 128, "down_num_warps": 2}
+    with tuning.forced("experts", {**TILES, **blocks, "block_m": block_m, "down_split_k": split_k}):
         actual = TritonExperts(stored)(x, experts, factors)
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
     assert_same(actual, reference.LoopedExperts(wide)(x, experts, factors), tolerance)

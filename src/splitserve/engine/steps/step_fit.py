@@ -1,5 +1,6 @@
 """Fit of a step-time model to a worker's own steps, while it serves. Pure: times come in as arguments."""
 
+import statistics
 from typing import NamedTuple
 
 import numpy as np
@@ -18,9 +19,10 @@ KIND_WEIGHT = 0.1
 more sequences they have, but less and less so: a line through all of them is wrong where the load is."""
 REFIT_STEPS = 50
 EARLY_REFIT_STEPS = 10
-"""Steps between fits until there were four times :data:`REFIT_STEPS`."""
+"""Steps between fits among a worker's first ``4 * REFIT_STEPS`` steps."""
 MAX_SURPRISE = 4.0
-"""A step beyond this multiple of its prediction counts as one of this multiple: a stall says nothing about the work."""
+"""A step beyond this multiple of its prediction counts as one of this multiple: a stall says nothing about the work.
+For steps before the first fit, the prediction is the estimate's, times the median ratio of these steps to that."""
 MINUTE_SECONDS = 60.0
 _ERROR_STEPS = 300
 _ESTIMATE_WEIGHT = 0.5  # of the estimate, in steps: it decides what the steps say little about
@@ -90,6 +92,7 @@ class StepFit:
         self._estimate = estimate
         self._num_steps = 0
         self.relative_error = 0.0
+        self._early: list[tuple[StepWork, float]] = []  # steps before the first fit
         self._moments: dict[_Kind, _Moments] = {}
         self._present = 0  # size of the last step that decoded
         self._minutes = _Minutes(estimate)
@@ -108,27 +111,43 @@ class StepFit:
         if seconds <= 0.0:
             return
         self._minutes.note(work, seconds, self.model, now)
-        seconds, scale = self._judge(work, seconds)
+        self._num_steps += 1
+        self._note_error(work, seconds)
+        if self.model.num_steps:
+            self._add(work, seconds, self.model.seconds(work))
+        else:
+            self._early.append((work, seconds))
+        between = EARLY_REFIT_STEPS if self._num_steps < 4 * REFIT_STEPS else REFIT_STEPS
+        if self._num_steps >= MIN_FITTED_STEPS and self._num_steps % between == 0:
+            self._add_early()
+            self.model = self._fitted()
+
+    def _note_error(self, work: StepWork, seconds: float) -> None:
+        error = min(abs(self.model.seconds(work) - seconds) / seconds, MAX_SURPRISE)
+        self.relative_error += (error - self.relative_error) / min(self._num_steps, _ERROR_STEPS)
+
+    def _add_early(self) -> None:
+        """Add the steps before the first fit. Some may have compiled kernels, and the estimate may be far off."""
+        if not self._early:
+            return
+        predictions = [self.model.seconds(work) for work, _ in self._early]
+        ratios = [own / each for (_, own), each in zip(self._early, predictions, strict=True) if each > 0.0]
+        ratio = statistics.median(ratios) if ratios else 0.0
+        for (work, seconds), predicted in zip(self._early, predictions, strict=True):
+            self._add(work, seconds, ratio * predicted)
+        self._early.clear()
+
+    def _add(self, work: StepWork, seconds: float, predicted: float) -> None:
+        """Add a step to the moments, with its error relative to the predicted seconds, if there are any."""
+        scale = seconds
+        if predicted > 0.0:
+            scale, seconds = predicted, min(seconds, MAX_SURPRISE * predicted)
         row = np.array([1.0, *work]) / scale  # so that errors are relative: short steps count as much as long ones
         kind = _Kind.of(work)
         self._present = kind.size or self._present
         if kind not in self._moments:
             self._moments[kind] = _Moments(len(row))
         self._moments[kind].add(row, seconds / scale)
-        self._num_steps += 1
-        between = EARLY_REFIT_STEPS if self._num_steps < 4 * REFIT_STEPS else REFIT_STEPS
-        if self._num_steps >= MIN_FITTED_STEPS and self._num_steps % between == 0:
-            self.model = self._fitted()
-
-    def _judge(self, work: StepWork, seconds: float) -> tuple[float, float]:
-        """Note the error of the prediction. Return the seconds, within bounds of it, and what errors are relative to:
-        the prediction, be it only the estimate's. The first steps of a worker compile kernels, and stall."""
-        predicted = self.model.seconds(work)
-        error = min(abs(predicted - seconds) / seconds, MAX_SURPRISE)
-        self.relative_error += (error - self.relative_error) / min(self._num_steps + 1, _ERROR_STEPS)
-        if predicted <= 0.0:
-            return seconds, seconds
-        return min(seconds, MAX_SURPRISE * predicted), predicted
 
     def _fitted(self) -> StepModel:
         """Return the model for steps with about as many sequences as the present ones, once some of them were seen."""

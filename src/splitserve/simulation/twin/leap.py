@@ -11,7 +11,7 @@ from splitserve.protocol.counters import STEP_SEQUENCE_BUCKETS, STEP_TOKEN_BUCKE
 from splitserve.protocol.messages.requests import TokenDelta
 from splitserve.protocol.placement.step_model import StepWork
 from splitserve.protocol.request import Party
-from splitserve.simulation.twin.step_times import StepLaw
+from splitserve.simulation.twin.step_times import StepTimes
 from splitserve.simulation.worker.parts import sink_of
 
 MIN_STEPS = 2
@@ -27,7 +27,7 @@ class Leap:
     ``between``: the seconds of the worker's loop before each step.
     """
 
-    def __init__(self, core: EngineCore, times: StepLaw, begin: float, between: float) -> None:
+    def __init__(self, core: EngineCore, times: StepTimes, begin: float, between: float) -> None:
         self._core = core
         self._times = times
         self._begin = begin

@@ -1,25 +1,17 @@
 """The times of a twin worker's steps, and what the worker knows of them."""
 
 from collections.abc import Iterable
-from typing import Protocol
 
 from splitserve.engine.steps.step_fit import StepFit
 from splitserve.protocol.placement.step_model import StepModel, StepWork
 
 
-class StepLaw(Protocol):
-    """A device's step times, which need not be linear in the work."""
-
-    def seconds(self, work: StepWork) -> float:
-        """Return the seconds of a step."""
-
-
 class StepTimes:
     """Step times by a law, to which the worker fits its model, as real ones do: ``estimate`` is what it begins with.
-    Without a law the model is true from the beginning on."""
+    Without a law the estimate is true."""
 
-    def __init__(self, estimate: StepModel, law: StepLaw | None) -> None:
-        self._law: StepLaw = estimate if law is None else law
+    def __init__(self, estimate: StepModel, law: StepModel | None) -> None:
+        self._law = estimate if law is None else law
         self._fit = None if law is None else StepFit(estimate)
         self._estimate = estimate
 

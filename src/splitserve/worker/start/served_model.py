@@ -236,9 +236,10 @@ def _make_runner(
 
 
 def _capture_mixed(runner: CudaRunner, limits: StepLimits, group: Collectives) -> None:
-    beside = limits.max_num_prefill_tokens_beside_decode
+    beside, longest = limits.max_num_prefill_tokens_beside_decode, limits.longest_chunk
+    sized = min(limits.max_num_prefill_tokens_within_objective, longest)
     try:
-        runner.capture_mixed(mixed_sizes(limits.max_num_seqs, beside, limits.longest_chunk), group.lowest)
+        runner.capture_mixed(mixed_sizes(limits.max_num_seqs, beside, longest, sized), group.lowest)
     except NotImplementedError as problem:
         logger.info("steps with prefill are launched kernel by kernel: %s", problem)
 
