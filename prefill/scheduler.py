@@ -81,9 +81,12 @@ class PrefillScheduler:
         whose wait is nearly over has the step to itself.
         """
         planned: list[Planned] = []
+        most = (num_running and self._budget.max_prompts_beside_decode) or len(self.active) + len(self.waiting)
         for sequence in self.active:
-            budget -= self._plan_chunk(sequence, budget, planned)
-        while budget > 0 and self.waiting and num_running + len(self.active) < self._budget.max_num_seqs:
+            if len(planned) < most:
+                budget -= self._plan_chunk(sequence, budget, planned)
+        max_active = self._budget.max_num_seqs - num_running
+        while budget > 0 and self.waiting and len(planned) < most and len(self.active) < max_active:
             following = self._next_with_blocks(num_running)
             if following is None:
                 break

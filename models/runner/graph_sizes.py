@@ -1,11 +1,12 @@
 """Sizes of the steps for which the runner captures CUDA graphs. Pure arithmetic, without torch."""
 
 import math
+from collections.abc import Sequence
+from itertools import product
 from typing import NamedTuple
 
 MAX_MIXED_CHUNKS = 4  # prefill chunks in a step with a graph
 TOKENS_ALONE = (64, 128, 256, 512, 1024, 2048)  # of prefill alone
-LONGER_BESIDE = (1.5, 2, 3, 4)  # of the prompt tokens beside decode, where an objective may size more of them
 MAX_TOKENS_ALWAYS = 512  # a replay of so many is used for any smaller step as well
 
 
@@ -28,14 +29,18 @@ class MixedSize(NamedTuple):
 
 
 def mixed_sizes(max_num_seqs: int, max_tokens: int, max_tokens_alone: int, max_sized: int = 0) -> list[MixedSize]:
-    """Return the sizes worth a graph: prefill beside decode in quarters of ``max_tokens``, and in multiples of it up to
-    ``max_sized``; and prefill alone."""
+    """Return the sizes worth a graph: prefill beside decode in quarters of ``max_tokens``; beside fewer numbers of
+    sequences, in halves of it up to ``max_sized``, as an objective sizes prompts; and prefill alone."""
     tokens = {-(-max_tokens * quarter // 4) for quarter in (1, 2, 3, 4)}
-    tokens |= {longer for factor in LONGER_BESIDE if (longer := int(factor * max_tokens)) <= max_sized}
-    decodes = [size for size in (8, 16, 32, 64, 128) if size < max_num_seqs] + [max_num_seqs]
-    alone = {min(size, max_tokens_alone) for size in TOKENS_ALONE}
-    sizes = {MixedSize(num_decodes, num_tokens) for num_decodes in decodes for num_tokens in tokens}
-    return sorted(sizes | {MixedSize(0, num_tokens) for num_tokens in alone})
+    half = max(1, max_tokens // 2)
+    longer = range(max_tokens + half, max_sized + 1, half)
+    sizes = {MixedSize(*each) for each in product(_up_to(max_num_seqs, (8, 16, 32, 64, 128)), tokens)}
+    sizes |= {MixedSize(*each) for each in product(_up_to(max_num_seqs, (16, 64)), longer)}
+    return sorted(sizes | {MixedSize(0, min(size, max_tokens_alone)) for size in TOKENS_ALONE})
+
+
+def _up_to(most: int, sizes: Sequence[int]) -> list[int]:
+    return [size for size in sizes if size < most] + [most]
 
 
 def least_tokens(num_tokens: int, launch_seconds: float, launched_seconds: float, replay_seconds: float) -> int:

@@ -3,8 +3,6 @@
 from collections.abc import Collection
 from pathlib import Path
 
-import msgspec
-
 from splitserve.common.errors import CheckpointError, ConfigError
 from splitserve.common.model_files import MAX_TOKENIZER_BYTES, parse_json, read_text
 from splitserve.models.cache_groups import cache_layout
@@ -54,7 +52,7 @@ def look_at_cache(engine: EngineConfig, *, has_gpu: bool, available_bytes: int) 
     from splitserve.models.weights.loader import dtype_name  # loads torch
 
     device = "cuda" if engine.device == "cuda" or (engine.device == "auto" and has_gpu) else "cpu"
-    engine = msgspec.structs.replace(engine.on(device), device=device)
+    engine = engine.on(device)
     try:
         config = load_model_config(engine.model, engine.model_backend)
         dtype = "float8_e4m3fn" if engine.kv_cache_dtype == "fp8" else dtype_name(engine.dtype, config, device)

@@ -88,6 +88,7 @@ class TestMixedSteps:
             ([20.0, 14.0], 388),
             ([9.0] * 2, 320),
             ([100.0], 500),
+            ([9.9], 340),
             ([3.0], 200),
         ],
     )
@@ -102,6 +103,18 @@ class TestMixedSteps:
         engine.launch()
         scheduler.add(make_sequence("prompt", 600))
         assert lengths(engine.launch())[-1] == ("prompt", tokens)
+
+    def test_a_step_that_decodes_has_as_many_prompts_as_its_graph(self) -> None:
+        """Without sequences that decode there is no bound: the prompts that were left out come first then."""
+        blocks, scheduler = make_decode(max_num_seqs=8, max_prompts=2)
+        engine = Overlapped(blocks, scheduler, budget=64)
+        for name in "abc":
+            scheduler.add(make_sequence(name, 5))
+        assert lengths(engine.launch()) == [("a", 5), ("b", 5), ("c", 5)]
+        for name in "defg":
+            scheduler.add(make_sequence(name, 5))
+        assert lengths(engine.launch())[3:] == [("d", 5), ("e", 5)]
+        assert lengths(engine.launch())[5:] == [("f", 5), ("g", 5)]
 
     def test_a_sequence_is_in_the_step_after_the_one_that_draws_its_first_token(self) -> None:
         blocks, scheduler = make_decode()

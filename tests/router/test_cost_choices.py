@@ -95,7 +95,8 @@ class PlainCost:
             more = tokens + (1 << power)
             if model.per_token * more + model.per_pair * pairs(start, more) <= left:
                 tokens = more
-        return min(max(1, tokens), most)
+        tokens = min(max(1, tokens), most)
+        return tokens - (tokens - fixed) % max(1, fixed // 2) if tokens > fixed else tokens
 
     def beside(self, worker, num_tokens, alone, step):
         """Return the seconds of a prompt beside outputs with steps of ``step`` seconds."""

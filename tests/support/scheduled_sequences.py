@@ -65,10 +65,15 @@ def make_prefill(
 
 
 def make_decode(
-    num_blocks: int = 64, max_num_seqs: int = 4, max_num_prefill_tokens: int = 1000, max_num_sized_tokens: int = 1000
+    num_blocks: int = 64,
+    max_num_seqs: int = 4,
+    max_num_prefill_tokens: int = 1000,
+    max_num_sized_tokens: int = 1000,
+    max_prompts: int = 0,
 ) -> tuple[BlockManager, StepScheduler]:
     blocks = make_blocks(num_blocks)
-    budget = StepBudget(1000, max_num_seqs, ChunkBounds(max_num_prefill_tokens, max_num_sized_tokens))
+    bounds = ChunkBounds(max_num_prefill_tokens, max_num_sized_tokens)
+    budget = StepBudget(1000, max_num_seqs, bounds, max_prompts_beside_decode=max_prompts)
     return blocks, StepScheduler(PrefillScheduler(blocks, budget), DecodeScheduler(blocks, WorkerCounters()), budget)
 
 

@@ -47,19 +47,21 @@ class DeviceDefaults(msgspec.Struct, frozen=True, kw_only=True):
     max_num_seqs: int
     max_num_batched_tokens: int
     max_num_prefill_tokens_beside_decode: int = 0  # no bound but the step's
+    max_num_prefill_tokens_within_objective: int = 0
     block_size: int
     tail_chunk_tokens: int
 
 
 DEVICE_DEFAULTS = {
     "cpu": DeviceDefaults(max_num_seqs=64, max_num_batched_tokens=512, block_size=16, tail_chunk_tokens=64),
-    # Beside up to 64 sequences that decode, 320 prompt tokens fill three tiles of 128 rows of a GEMM. More have no
-    # CUDA graph: docs/decisions/029-steps-with-graphs.md. The last chunk: benchmarks/results/README.md compares 512 and
-    # 1024 tokens. Sequences: docs/decisions/028-sequences-at-once.md.
+    # Beside up to 64 sequences that decode, 320 prompt tokens fill three tiles of 128 rows of a GEMM. With an objective:
+    # docs/decisions/029-steps-with-graphs.md. The last chunk: benchmarks/results/README.md compares 512 and 1024 tokens.
+    # Sequences: docs/decisions/028-sequences-at-once.md.
     "cuda": DeviceDefaults(
         max_num_seqs=256,
         max_num_batched_tokens=8192,
         max_num_prefill_tokens_beside_decode=320,
+        max_num_prefill_tokens_within_objective=640,
         block_size=64,
         tail_chunk_tokens=1024,
     ),
@@ -347,13 +349,15 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise SettingsError(problems)
 
     def on(self, device: str) -> "EngineConfig":
-        """Return the config with all settings that depend on the device decided for "cpu" or "cuda"."""
+        """Return the config for "cpu" or "cuda", with all settings that depend on the device decided."""
         defaults = DEVICE_DEFAULTS[device]
         max_tokens = self.max_num_batched_tokens or max(defaults.max_num_batched_tokens, self.max_num_seqs)
         beside = self.max_num_prefill_tokens_beside_decode or defaults.max_num_prefill_tokens_beside_decode
-        within = self.max_num_prefill_tokens_within_objective or beside
+        within = self.max_num_prefill_tokens_within_objective or self.max_num_prefill_tokens_beside_decode
+        within = within or defaults.max_num_prefill_tokens_within_objective
         return msgspec.structs.replace(
             self,
+            device=device,
             block_size=self.block_size or defaults.block_size,
             max_num_seqs=self.max_num_seqs or min(defaults.max_num_seqs, max_tokens),
             max_num_batched_tokens=max_tokens,

@@ -23,6 +23,7 @@ from splitserve.kvconnector.tiers.shared import NO_SHARED_TIER, SharedTier
 from splitserve.kvconnector.tiers.tier import Tier
 from splitserve.kvconnector.tiers.tiers import Tiers
 from splitserve.kvconnector.transfer.connector import KVConnector
+from splitserve.models.runner.graph_sizes import MAX_MIXED_CHUNKS
 from splitserve.prefill.scheduler import PrefillScheduler
 from splitserve.prefill.source import SourcePart
 from splitserve.protocol.block_hash import root_hash
@@ -82,12 +83,14 @@ def build_core(
 def step_budget(config: WorkerConfig) -> StepBudget:
     """Return the bounds of a worker's steps in its role."""
     engine = config.engine
+    has_graphs = engine.device == "cuda" and engine.capture_mixed_steps and not engine.enforce_eager
     return StepBudget(
         max_num_batched_tokens=engine.max_num_batched_tokens,
         max_num_seqs=engine.max_num_seqs,
         beside_decode=ChunkBounds(
             engine.max_num_prefill_tokens_beside_decode, engine.max_num_prefill_tokens_within_objective
         ),
+        max_prompts_beside_decode=MAX_MIXED_CHUNKS if has_graphs else 0,
         tail_chunk_tokens=engine.tail_chunk_tokens if config.role is Role.PREFILL else 0,
     )
 
