@@ -54,9 +54,9 @@ class DeviceDefaults(msgspec.Struct, frozen=True, kw_only=True):
 
 DEVICE_DEFAULTS = {
     "cpu": DeviceDefaults(max_num_seqs=64, max_num_batched_tokens=512, block_size=16, tail_chunk_tokens=64),
-    # Beside up to 64 sequences that decode, 320 prompt tokens fill three tiles of 128 rows of a GEMM. With an objective:
-    # docs/decisions/029-steps-with-graphs.md. The last chunk: benchmarks/results/README.md compares 512 and 1024 tokens.
-    # Sequences: docs/decisions/028-sequences-at-once.md.
+    # Beside up to 64 sequences that decode, 320 prompt tokens fill three tiles of 128 rows of a GEMM; with an objective:
+    # docs/decisions/029-steps-with-graphs.md. The last chunk: benchmarks/results/README.md compares 512 and 1024
+    # tokens. Sequences: docs/decisions/028-sequences-at-once.md.
     "cuda": DeviceDefaults(
         max_num_seqs=256,
         max_num_batched_tokens=8192,
