@@ -54,7 +54,7 @@ class DeviceDefaults(msgspec.Struct, frozen=True, kw_only=True):
 
 DEVICE_DEFAULTS = {
     "cpu": DeviceDefaults(max_num_seqs=64, max_num_batched_tokens=512, block_size=16, tail_chunk_tokens=64),
-    # Beside up to 64 sequences that decode, 320 prompt tokens fill three tiles of 128 rows of a GEMM; with an objective:
+    # Beside up to 64 sequences that decode, 320 prompt tokens fill three tiles of 128 rows of a GEMM; with objectives:
     # docs/decisions/029-steps-with-graphs.md. The last chunk: benchmarks/results/README.md compares 512 and 1024
     # tokens. Sequences: docs/decisions/028-sequences-at-once.md.
     "cuda": DeviceDefaults(
@@ -207,7 +207,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = 0
     max_num_prefill_tokens_within_objective: Annotated[
         TokenLimit,
-        Meta(description="The same at most where an ITL objective sizes prompts; 0: as many as without one."),
+        Meta(description="The same at most where an ITL objective sizes prompts; 0: that if given, else 640 on a GPU."),
         Setting(flags=("--max-prefill-tokens-within-objective",), metavar="TOKENS", group=ENGINE),
     ] = 0
     max_num_seqs: Annotated[
