@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 MAX_MIXED_CHUNKS = 4  # prefill chunks in a step with a graph
 TOKENS_ALONE = (64, 128, 256, 512, 1024, 2048)  # of prefill alone
+MAX_LONGER = 4  # times the prompt tokens beside decode: beyond that the device takes longer than the host
 MAX_TOKENS_ALWAYS = 512  # a replay of so many is used for any smaller step as well
 
 
@@ -30,10 +31,11 @@ class MixedSize(NamedTuple):
 
 def mixed_sizes(max_num_seqs: int, max_tokens: int, max_tokens_alone: int, max_sized: int = 0) -> list[MixedSize]:
     """Return the sizes worth a graph: prefill beside decode in quarters of ``max_tokens``; beside fewer numbers of
-    sequences, in halves of it up to ``max_sized``, as an objective sizes prompts; and prefill alone."""
+    sequences, in halves of it up to ``max_sized``, as an objective sizes prompts (:data:`MAX_LONGER`); and prefill
+    alone."""
     tokens = {-(-max_tokens * quarter // 4) for quarter in (1, 2, 3, 4)}
     half = max(1, max_tokens // 2)
-    longer = range(max_tokens + half, max_sized + 1, half)
+    longer = range(max_tokens + half, min(max_sized, MAX_LONGER * max_tokens) + 1, half)
     sizes = {MixedSize(*each) for each in product(_up_to(max_num_seqs, (8, 16, 32, 64, 128)), tokens)}
     sizes |= {MixedSize(*each) for each in product(_up_to(max_num_seqs, (16, 64)), longer)}
     return sorted(sizes | {MixedSize(0, min(size, max_tokens_alone)) for size in TOKENS_ALONE})
