@@ -31,8 +31,10 @@ def test_a_step_fills_its_share_of_the_objective(
     assert 1 <= tokens <= most
     if tokens > 1:
         assert step_seconds(running, running * length, start, tokens) <= bound + 1e-12
-    if tokens < most:
-        assert step_seconds(running, running * length, start, tokens + 1) > bound - 1e-12
+    unit = 1 if tokens < 320 else 160  # longer steps are of few sizes, so that each has a CUDA graph
+    assert tokens < 320 or tokens % 160 == 0
+    if tokens + unit <= most:
+        assert step_seconds(running, running * length, start, tokens + unit) > bound - 1e-12
 
 
 def test_more_sequences_a_deeper_prompt_or_a_stricter_objective_leave_less() -> None:
@@ -44,9 +46,9 @@ def test_more_sequences_a_deeper_prompt_or_a_stricter_objective_leave_less() -> 
 
 
 def test_prompts_get_a_share_of_the_step_where_outputs_use_the_objective_up() -> None:
-    tokens = BOUNDS.tokens(MODEL, 20e-3, 0, 12e-3)
-    assert tokens == BOUNDS.tokens(MODEL, 20e-3, 0, 20e-3)
-    assert tokens * MODEL.per_token == pytest.approx(LEAST_SHARE * 20e-3, rel=0.02)
+    tokens = BOUNDS.tokens(MODEL, 15e-3, 0, 10e-3)
+    assert tokens == BOUNDS.tokens(MODEL, 15e-3, 0, 15e-3)
+    assert tokens * MODEL.per_token == pytest.approx(LEAST_SHARE * 15e-3, rel=0.02)
 
 
 def test_without_an_objective_or_a_model_the_number_is_fixed() -> None:
