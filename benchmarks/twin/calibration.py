@@ -38,11 +38,7 @@ def of_cluster(report: ClusterReport, url: str) -> Calibration:
     """
     steps, errors = {}, {}
     for role in Role:
-        fitted = [
-            worker
-            for worker in report.workers
-            if worker.info.role is role and worker.step_model.num_steps >= MEASURED_STEPS
-        ]
+        fitted = [each for each in report.workers if each.info.role is role and is_measured(each.step_model)]
         if fitted:
             best = max(fitted, key=lambda worker: worker.step_model.num_steps)
             steps[role], errors[role] = best.step_model, best.load.step_error

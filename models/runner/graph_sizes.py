@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 MAX_MIXED_CHUNKS = 4  # prefill chunks in a step with a graph
 TOKENS_ALONE = (64, 128, 256, 512, 1024, 2048)  # of prefill alone
-MAX_LONGER = 4  # times the prompt tokens beside decode: beyond that the device takes longer than the host
+MAX_LONGER = 4  # times the prompt tokens beside decode: longer steps are launched kernel by kernel
 MAX_TOKENS_ALWAYS = 512  # a replay of so many is used for any smaller step as well
 
 

@@ -7,7 +7,7 @@ beside outputs, and each of them is longer.
 import math
 from typing import NamedTuple
 
-from splitserve.protocol.placement.chunk_bounds import ChunkBounds
+from splitserve.protocol.placement.chunk_bounds import sized_tokens
 from splitserve.protocol.placement.step_model import pairs
 from splitserve.protocol.request import Role
 from splitserve.router.placement.policies import DEFAULT_CHUNK_TOKENS, WorkerView
@@ -43,7 +43,7 @@ def shared_chunk(worker: WorkerView, objective: float, step: float, start: int) 
     fixed, model = worker.shared_chunk_tokens or worker.chunk_tokens or DEFAULT_CHUNK_TOKENS, worker.step_model
     if not objective or not model.per_token:
         return fixed
-    return ChunkBounds(fixed, worker.sized_chunk_tokens or fixed).sized(model, step, start, objective)
+    return sized_tokens(model, step, start, objective, (fixed, worker.sized_chunk_tokens or fixed))
 
 
 def beside(worker: WorkerView, num_tokens: int, alone: float, step: float, objective: float) -> float:

@@ -47,7 +47,7 @@ class DeviceDefaults(msgspec.Struct, frozen=True, kw_only=True):
     max_num_seqs: int
     max_num_batched_tokens: int
     max_num_prefill_tokens_beside_decode: int = 0  # no bound but the step's
-    max_num_prefill_tokens_within_objective: int = 0
+    max_num_prefill_tokens_within_objective: int = 0  # likewise
     block_size: int
     tail_chunk_tokens: int
 

@@ -112,9 +112,10 @@ class StepFit:
             return
         self._minutes.note(work, seconds, self.model, now)
         self._num_steps += 1
-        self._note_error(work, seconds)
+        predicted = self.model.seconds(work)
+        self._note_error(predicted, seconds)
         if self.model.num_steps:
-            self._add(work, seconds, self.model.seconds(work))
+            self._add(work, seconds, predicted)
         else:
             self._early.append((work, seconds))
         between = EARLY_REFIT_STEPS if self._num_steps < 4 * REFIT_STEPS else REFIT_STEPS
@@ -122,8 +123,8 @@ class StepFit:
             self._add_early()
             self.model = self._fitted()
 
-    def _note_error(self, work: StepWork, seconds: float) -> None:
-        error = min(abs(self.model.seconds(work) - seconds) / seconds, MAX_SURPRISE)
+    def _note_error(self, predicted: float, seconds: float) -> None:
+        error = min(abs(predicted - seconds) / seconds, MAX_SURPRISE)
         self.relative_error += (error - self.relative_error) / min(self._num_steps, _ERROR_STEPS)
 
     def _add_early(self) -> None:

@@ -17,27 +17,30 @@ LEAST_SHARE = 0.4
 use it up, and miss their own objective as well."""
 
 
-class ChunkBounds(NamedTuple):
-    """Bounds of a worker's steps that decode: ``fixed`` prompt tokens without an objective, ``most`` with one.
+def sized_tokens(model: StepModel, decode_seconds: float, start: int, objective: float, bounds: tuple[int, int]) -> int:
+    """Return the prompt tokens, from position ``start`` of a prompt on, for which an objective (seconds) leaves time
+    beside sequences whose step alone takes ``decode_seconds``: at least one. ``bounds``: as :class:`ChunkBounds`.
 
-    Beyond ``fixed`` steps have halves of it more, or several: as many as GPUs have CUDA graphs for.
+    Beyond the first bound they are halves of it more, or several: as many as GPUs have CUDA graphs for.
     """
+    fixed, most = bounds
+    seconds, least = OBJECTIVE_SHARE * objective - decode_seconds, LEAST_SHARE * decode_seconds
+    tokens = model.prompt_tokens_within(seconds if seconds > least else least, start)
+    tokens = tokens if tokens < most else most
+    if tokens > fixed and (half := fixed // 2):
+        tokens -= (tokens - fixed) % half
+    return tokens if tokens > 1 else 1
+
+
+class ChunkBounds(NamedTuple):
+    """Bounds of a worker's steps that decode: ``fixed`` prompt tokens without an objective, ``most`` with one."""
 
     fixed: int
     most: int
 
     def tokens(self, model: StepModel, decode_seconds: float, start: int, objective: float) -> int:
-        """Return the most prompt tokens, as :meth:`sized`; ``objective`` is 0.0 if there is none. A model that knows
-        nothing of prompts sizes nothing."""
+        """Return the most prompt tokens, as :func:`sized_tokens`; ``objective`` is 0.0 if there is none. A model that
+        knows nothing of prompts sizes nothing."""
         if not objective or not model.per_token:
             return self.fixed
-        return self.sized(model, decode_seconds, start, objective)
-
-    def sized(self, model: StepModel, decode_seconds: float, start: int, objective: float) -> int:
-        """Return the prompt tokens, from position ``start`` of a prompt on, for which an objective (seconds) leaves
-        time beside sequences whose step alone takes ``decode_seconds``: at least one."""
-        seconds, least = OBJECTIVE_SHARE * objective - decode_seconds, LEAST_SHARE * decode_seconds
-        tokens = min(model.prompt_tokens_within(max(seconds, least), start), self.most)
-        if tokens > self.fixed and (half := self.fixed // 2):
-            tokens -= (tokens - self.fixed) % half
-        return max(1, tokens)
+        return sized_tokens(model, decode_seconds, start, objective, self)
