@@ -16,6 +16,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
@@ -67,7 +68,9 @@ def run_lmcache(config: LMCacheConfig, progress: Progress) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stop.set())
     keeper = LMCacheServer(config, progress)
-    keeper.run(stop)
+    # Not in this thread: a signal's handler would set the event while its own thread holds the event's lock.
+    with ThreadPoolExecutor(1, "lmcache") as thread:
+        thread.submit(keeper.run, stop).result()
 
 
 class LMCacheServer:

@@ -170,4 +170,5 @@ def test_the_command_starts_a_server_again_and_leaves_nothing() -> None:
 
 
 def children_of(pid: int) -> list[int]:
-    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    """Return the children of all threads of a process."""
+    return [int(word) for path in Path(f"/proc/{pid}/task").glob("*/children") for word in path.read_text().split()]
