@@ -18,12 +18,13 @@ from splitserve.protocol.step import UNKNOWN_TOKEN, LaunchedStep, LaunchingRunne
 @dataclass(frozen=True, slots=True)
 class DecodeRun:
     """Sequences that are decoded together, from ``first`` tokens each, all drawn in the same way. ``prompt_ids``: what
-    penalties know of each."""
+    penalties know of each; ``beside``: part of a prompt that each step computes, too, the same each time."""
 
     tables: Sequence[SequenceTables]
     first: int
     mode: SamplingMode
     prompt_ids: Sequence[int] = ()
+    beside: ScheduledChunk | None = None
 
     def seconds(self, runner: LaunchingRunner, warm_up: int, count: int) -> float:
         """Return the seconds of ``count`` steps, from the end of the last of ``warm_up`` steps to that of the last.
@@ -53,7 +54,7 @@ class DecodeRun:
             spec = self.mode.spec(index, at + 1, self.prompt_ids if step == 0 else None)
             token, previous = (UNKNOWN_TOKEN, index) if step else (1, None)
             chunks.append(ScheduledChunk([token], at, table, spec, previous, other_tables=others))
-        return chunks
+        return chunks if self.beside is None else [*chunks, self.beside]
 
 
 @dataclass(slots=True)

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
-from itertools import starmap
+from itertools import product, starmap
 from pathlib import Path
 from typing import Any
 
@@ -25,18 +25,20 @@ import torch
 
 from splitserve.benchmarks.common.arguments import not_negative, positive
 from splitserve.benchmarks.common.report import add_result_options, keep_result, table
+from splitserve.benchmarks.engine.ceilings import bench_device, free_bytes, measure_ceilings, product_rate, synchronize
 from splitserve.benchmarks.engine.decode_steps import DecodeRun, HitExperts
 from splitserve.benchmarks.engine.sampling_modes import GREEDY, sampling_modes
 from splitserve.benchmarks.engine.sampling_modes import NAMES as MODES
 from splitserve.benchmarks.engine.step_costs import (
     Ceilings,
     DecodeFigure,
+    MixedFigure,
     PrefillFigure,
     decode_figure,
+    mixed_figure,
     prefill_figure,
 )
 from splitserve.benchmarks.engine.step_memory import Sequences, StepMemory
-from splitserve.benchmarks.kernels.device_timing import read_bandwidth
 from splitserve.benchmarks.kernels.times import Span, by_kernel, device_spans
 from splitserve.common.errors import ConfigError
 from splitserve.kernels.registry import select_kernels
@@ -44,23 +46,23 @@ from splitserve.models.config import ModelConfig
 from splitserve.models.demo.published import NAMES as SHAPES
 from splitserve.models.demo.published import named_config
 from splitserve.models.runner.cuda import CudaRunner
-from splitserve.models.runner.graph_sizes import TOKENS_ALONE, MixedSize
+from splitserve.models.runner.graph_sizes import TOKENS_ALONE, MixedSize, mixed_sizes
 from splitserve.models.step_costs import decode_bytes, prefill_flops
 from splitserve.models.weights.loader import load_model
 from splitserve.orchestration.cli.command_parser import CommandParser
+from splitserve.protocol.engine_config import DEVICE_DEFAULTS
 from splitserve.protocol.step import ScheduledChunk, StepPlan
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
-_KV_RESERVE_BYTES = 12 << 30  # for activations of the longest prefill, graphs and workspaces
 _WARM_UP_STEPS = 4
 _PROFILED_STEPS = 10
 _PREFILLS_OF_A_ROUND = 4
-_PRODUCT_SIZE = 8192  # rows and columns of the large product
 _NUM_PROMPT_TOKENS = 1000  # that penalties know of each sequence
 _DECODE_HEADERS = (
     "batch", "context", "step ms", "copy floor ms", "share", "read floor ms", "share", "busy share", "sampling",
     "least", "most", "beyond greedy", "experts hit",
 )  # fmt: skip
+_MIXED_HEADERS = ("batch", "context", "prompt tokens", "step ms", "least", "most")
 _PREFILL_HEADERS = ("tokens", "ms", "tokens/s", "GEMM share", "least", "most", "share beside")
 
 
@@ -95,6 +97,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--case", type=_case, nargs="*", default=[], metavar="BATCHxCONTEXT", help="decode cases beside their product"
     )
+    parser.add_argument(
+        "--mixed", type=_case, nargs="*", default=[], metavar="BATCHxTOKENS",
+        help="steps of a batch, at each context, beside so many tokens of a prompt",
+    )  # fmt: skip
     parser.add_argument("--prefill", type=positive, nargs="*", default=[512, 1024, 2048, 4096, 8192, 16384, 32768])
     parser.add_argument(
         "--prefix",
@@ -124,51 +130,6 @@ def _case(text: str) -> tuple[int, int]:
     return positive(batch), positive(context)
 
 
-def measure_ceilings() -> Ceilings:
-    """Measure copy bandwidth (read + write), read bandwidth and bf16 GEMM rate of the current device."""
-    left, right = _factors()
-    gemm_seconds = _median_seconds(lambda: left @ right)
-    device = torch.device("cuda", torch.cuda.current_device())
-    return Ceilings(_copy_rate(), read_bandwidth(device), 2 * _PRODUCT_SIZE**3 / gemm_seconds)
-
-
-def _factors() -> list[torch.Tensor]:
-    sizes, device = (_PRODUCT_SIZE, _PRODUCT_SIZE), bench_device()
-    return [torch.randn(sizes, device=device).to(torch.bfloat16) for _ in range(2)]
-
-
-def _product_rate(seconds: float, burst_rate: float) -> float:
-    """Return the operations per second of as many large products as take ``seconds`` at ``burst_rate``."""
-    flops = 2 * _PRODUCT_SIZE**3
-    count = max(1, round(seconds * burst_rate / flops))
-    left, right = _factors()
-    synchronize()
-    started = time.perf_counter()
-    for _ in range(count):
-        left @ right
-    synchronize()
-    return count * flops / (time.perf_counter() - started)
-
-
-def _copy_rate() -> float:
-    source = torch.empty(1 << 30, dtype=torch.float32, device="cuda").normal_()
-    target = torch.empty_like(source)
-    return 2 * source.nbytes / _median_seconds(lambda: target.copy_(source))
-
-
-def _median_seconds(run: Callable[[], object], repeats: int = 20) -> float:
-    seconds: list[float] = []
-    for index in range(repeats + 3):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        start.record()
-        run()
-        end.record()
-        end.synchronize()
-        if index >= 3:
-            seconds.append(start.elapsed_time(end) * 1e-3)
-    return float(statistics.median(seconds))
-
-
 def measure_shape(config: ModelConfig, name: str, ceilings: Ceilings, arguments: argparse.Namespace) -> dict[str, Any]:
     """Measure and print all cases of one model."""
     bench = EngineBench(config, ceilings, arguments)
@@ -182,6 +143,14 @@ def measure_shape(config: ModelConfig, name: str, ceilings: Ceilings, arguments:
         except Exception as error:  # the figures of other cases count all the same
             errors.append(f"decode {batch} x {context}: {error!r:.500}")
     print(table([list(asdict(figure).values()) for figure in decode], _DECODE_HEADERS), flush=True)
+    mixed = []
+    for (batch, tokens), context in product(arguments.mixed, arguments.context):
+        try:
+            mixed += bench.mixed(batch, context, tokens)
+        except Exception as error:
+            errors.append(f"{batch} x {context} beside {tokens}: {error!r:.500}")
+    if mixed:
+        print(table([list(asdict(figure).values()) for figure in mixed], _MIXED_HEADERS), flush=True)
     for tokens in arguments.prefill:
         try:
             prefill += bench.prefill(tokens)
@@ -194,6 +163,7 @@ def measure_shape(config: ModelConfig, name: str, ceilings: Ceilings, arguments:
         "load_seconds": bench.load_seconds,
         "capture_seconds": bench.capture_seconds,
         "decode": [asdict(figure) for figure in decode],
+        "mixed": [asdict(figure) for figure in mixed],
         "prefill": [asdict(figure) for figure in prefill],
         "profiles": bench.profiles,
         **({"errors": errors} if errors else {}),
@@ -229,6 +199,7 @@ class EngineBench:
         synchronize()
         self.load_seconds = time.perf_counter() - started
         cases = list(starmap(self._decoded, arguments.case))
+        cases += [self._mixed(*case, context) for case, context in product(arguments.mixed, arguments.context)]
         cases += [self._prefilled(num_tokens) for num_tokens in arguments.prefill]
         self._memory = StepMemory(
             config, cases, block_size=arguments.block_size, dtype=dtype, device=device, most_bytes=free_bytes()
@@ -238,7 +209,7 @@ class EngineBench:
         self._runner: CudaRunner | None = CudaRunner(
             model,
             self._memory.tensors,
-            max_num_seqs=max([batch for batch, _ in arguments.case], default=1),
+            max_num_seqs=max([batch for batch, _ in (*arguments.case, *arguments.mixed)], default=1),
             max_model_len=max([*(case.length for case in cases), 1024]) + arguments.block_size,
             model_dir=Path(self._files.name),
         )
@@ -254,9 +225,15 @@ class EngineBench:
         assert self._runner is not None
         sizes = sorted({batch for batch, _ in self._experts_hit})
         seconds = self.capture(sizes) if sizes else 0.0
-        if short := [MixedSize(0, tokens) for tokens in self._arguments.prefill if tokens <= TOKENS_ALONE[-1]]:
+        mixed = [MixedSize(0, tokens) for tokens in self._arguments.prefill if tokens <= TOKENS_ALONE[-1]]
+        if self._arguments.mixed:  # as of a worker
+            limits = DEVICE_DEFAULTS["cuda"]
+            sized = limits.max_num_prefill_tokens_within_objective
+            most = max(batch for batch, _ in self._arguments.mixed)
+            mixed += mixed_sizes(most, limits.max_num_prefill_tokens_beside_decode, 1, sized)
+        if mixed:
             with contextlib.suppress(NotImplementedError):  # latent attention has none of steps with prefill
-                seconds += self._runner.capture_mixed(short)
+                seconds += self._runner.capture_mixed(mixed)
         return seconds
 
     def has_room(self, batch: int, context: int) -> bool:
@@ -335,6 +312,29 @@ class EngineBench:
             run.seconds(self._runner, 1, 3)
             return mean_hit()
 
+    def mixed(self, batch: int, context: int, num_tokens: int) -> list[MixedFigure]:
+        """Measure decode steps beside ``num_tokens`` of a prompt, in the middle of one of ``context`` tokens; none if
+        they don't fit."""
+        case, options = self._mixed(batch, num_tokens, context), self._arguments
+        if not self._memory.has(case):
+            print(f"{batch} x {context} beside {num_tokens} tokens doesn't fit this device's memory", flush=True)
+            return []
+        assert self._runner is not None
+        *tables, own = self._memory.tables(case)
+        start = context // 2
+        table, others = own.upto(start, start + num_tokens)
+        tokens = torch.randint(0, self._config.vocab_size, (num_tokens,)).tolist()
+        spec = self._modes[GREEDY].spec(batch, start + num_tokens, None)
+        beside = ScheduledChunk(tokens, start, table, spec, other_tables=others)
+        run = DecodeRun(tables, case.start, self._modes[GREEDY], beside=beside)
+        rounds = [run.seconds(self._runner, _WARM_UP_STEPS, options.steps) for _ in range(options.repeat)]
+        return [mixed_figure(batch, context, num_tokens, [seconds / options.steps for seconds in rounds])]
+
+    def _mixed(self, batch: int, num_tokens: int, context: int) -> Sequences:
+        """Return the sequences of a mixed case, with one for the prompt."""
+        decoded = self._decoded(batch, context)
+        return replace(decoded, count=batch + 1, length=max(decoded.length, context // 2 + num_tokens))
+
     # ---- prefill ----
 
     def prefill(self, num_tokens: int) -> list[PrefillFigure]:
@@ -358,7 +358,7 @@ class EngineBench:
                 runner.run(plan)
                 seconds.append(time.perf_counter() - started)
             rounds.append(statistics.median(seconds))
-            beside.append(_product_rate(sum(seconds), self._ceilings.gemm_flops_per_second))
+            beside.append(product_rate(sum(seconds), self._ceilings.gemm_flops_per_second))
         if self._arguments.profile:
             self._profile(f"prefill {num_tokens}", lambda: runner.run(plan), 1)
         flops = prefill_flops(self._config, num_tokens, case.start)
@@ -376,21 +376,6 @@ class EngineBench:
         if self._arguments.profile:
             self.profiles[case] = by_kernel(spans, count)
         return spans
-
-
-def bench_device() -> torch.device:
-    """Return the device that is measured."""
-    return torch.device("cuda", torch.cuda.current_device())
-
-
-def free_bytes() -> int:
-    """Return the device's memory that KV may take."""
-    return int(torch.cuda.mem_get_info()[0]) - _KV_RESERVE_BYTES
-
-
-def synchronize() -> None:
-    """Wait for the device."""
-    torch.cuda.synchronize()
 
 
 if __name__ == "__main__":

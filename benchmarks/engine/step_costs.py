@@ -44,6 +44,22 @@ class PrefillFigure:
     beside_share: float = 0.0  # of the product's rate in the same rounds, for as long as the prefills: median; 0: no
 
 
+@dataclass(frozen=True, slots=True)
+class MixedFigure:
+    batch: int
+    context: int
+    prompt_tokens: int
+    step_ms: float
+    least_ms: float  # of all rounds; step_ms is the median's
+    most_ms: float
+
+
+def mixed_figure(batch: int, context: int, prompt_tokens: int, seconds: Sequence[float]) -> MixedFigure:
+    """Return the figure of steps that decode beside ``prompt_tokens``; ``seconds``: of a step in each round."""
+    of_rounds = (median(seconds), min(seconds), max(seconds))
+    return MixedFigure(batch, context, prompt_tokens, *(1e3 * value for value in of_rounds))
+
+
 def decode_figure(
     batch: int,
     context: int,

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from bench_runner import LaunchingCpuRunner
-from splitserve.benchmarks.engine import engine
+from splitserve.benchmarks.engine import ceilings, engine
 from splitserve.benchmarks.engine.engine_vs_transformers import main
 from splitserve.benchmarks.engine.sampling_modes import NAMES
 from splitserve.benchmarks.engine.step_memory import Sequences, StepMemory
@@ -63,13 +63,15 @@ def test_steps_of_a_gpu_with_a_cpu_in_its_place(name: str, tmp_path: Path, monke
         return runners[-1]
 
     monkeypatch.setattr(engine, "CudaRunner", make_runner)
-    monkeypatch.setattr(engine, "bench_device", lambda: torch.device("cpu"))
+    for module in (engine, ceilings):
+        monkeypatch.setattr(module, "bench_device", lambda: torch.device("cpu"))
+        monkeypatch.setattr(module, "synchronize", lambda: None)
     monkeypatch.setattr(engine, "free_bytes", lambda: 1 << 28)
-    monkeypatch.setattr(engine, "synchronize", lambda: None)
-    monkeypatch.setattr(engine, "_PRODUCT_SIZE", 256)
+    monkeypatch.setattr(ceilings, "_PRODUCT_SIZE", 256)
     monkeypatch.setitem(engine._DTYPES, "bfloat16", torch.float32)
     config = config_of({**PUBLISHED[name], **SIZES, **SMALL[name], "dtype": "bfloat16"})
     options = ["--batch", "3", "--context", "40", "--case", "1x130", "--prefill", "33", "--steps", "3", "--repeat", "2"]
+    options += ["--mixed", "2x20"]
     arguments = engine.parse([*options, "--block-size", "16", "--sampling", *NAMES])
     found = engine.measure_shape(config, name, engine.Ceilings(1e9, 2e9, 1e12), arguments)
     assert "errors" not in found
@@ -78,6 +80,10 @@ def test_steps_of_a_gpu_with_a_cpu_in_its_place(name: str, tmp_path: Path, monke
     for each in found["decode"]:
         assert 1 <= each["experts_hit"] <= 8 and each["least_ms"] <= each["step_ms"] <= each["most_ms"]
         assert each["floor_ms"] == pytest.approx(2 * each["read_floor_ms"]) and each["floor_ms"] > 0
+    assert [(each["batch"], each["context"], each["prompt_tokens"]) for each in found["mixed"]] == [(2, 40, 20)]
+    assert all(0 < each["least_ms"] <= each["step_ms"] <= each["most_ms"] for each in found["mixed"])
+    lengths = [[len(chunk.token_ids) for chunk in plan.chunks] for plan in runners[0].plans]
+    assert lengths.count([1, 1, 20]) == 2 * (4 + 3)
     assert [each["tokens"] for each in found["prefill"]] == [33]
     assert all(each["beside_share"] > 0 for each in found["prefill"])
     launched = [plan for plan in runners[0].plans if len(plan.chunks) == 3]
