@@ -328,6 +328,9 @@ class EngineBench:
         beside = ScheduledChunk(tokens, start, table, spec, other_tables=others)
         run = DecodeRun(tables, case.start, self._modes[GREEDY], beside=beside)
         rounds = [run.seconds(self._runner, _WARM_UP_STEPS, options.steps) for _ in range(options.repeat)]
+        if options.profile:
+            title = f"decode {batch}x{context} beside {num_tokens}"
+            self._profile(title, partial(self._profiled_steps, run), _PROFILED_STEPS)
         return [mixed_figure(batch, context, num_tokens, [seconds / options.steps for seconds in rounds])]
 
     def _mixed(self, batch: int, num_tokens: int, context: int) -> Sequences:

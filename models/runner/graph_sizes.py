@@ -5,9 +5,11 @@ from collections.abc import Sequence
 from itertools import product
 from typing import NamedTuple
 
+from splitserve.protocol.placement.chunk_bounds import LONGER_BY
+
 MAX_MIXED_CHUNKS = 4  # prefill chunks in a step with a graph
 TOKENS_ALONE = (64, 128, 256, 512, 1024, 2048)  # of prefill alone
-MAX_LONGER = 4  # times the prompt tokens beside decode: longer steps are launched kernel by kernel
+MAX_LONGER = 6  # times LONGER_BY beyond the prompt tokens beside decode: longer steps are launched kernel by kernel
 MAX_TOKENS_ALWAYS = 512  # a replay of so many is used for any smaller step as well
 
 
@@ -31,11 +33,9 @@ class MixedSize(NamedTuple):
 
 def mixed_sizes(max_num_seqs: int, max_tokens: int, max_tokens_alone: int, max_sized: int = 0) -> list[MixedSize]:
     """Return the sizes worth a graph: prefill beside decode in quarters of ``max_tokens``; beside fewer numbers of
-    sequences, in halves of it up to ``max_sized``, as an objective sizes prompts (:data:`MAX_LONGER`); and prefill
-    alone."""
+    sequences, up to ``max_sized`` as an objective sizes prompts (:data:`MAX_LONGER`); and prefill alone."""
     tokens = {-(-max_tokens * quarter // 4) for quarter in (1, 2, 3, 4)}
-    half = max(1, max_tokens // 2)
-    longer = range(max_tokens + half, min(max_sized, MAX_LONGER * max_tokens) + 1, half)
+    longer = range(max_tokens + LONGER_BY, min(max_sized, max_tokens + MAX_LONGER * LONGER_BY) + 1, LONGER_BY)
     sizes = {MixedSize(*each) for each in product(_up_to(max_num_seqs, (8, 16, 32, 64, 128)), tokens)}
     sizes |= {MixedSize(*each) for each in product(_up_to(max_num_seqs, (16, 64)), longer)}
     return sorted(sizes | {MixedSize(0, min(size, max_tokens_alone)) for size in TOKENS_ALONE})

@@ -99,7 +99,7 @@ class Settings(TypedDict, total=False):
     # prompt tokens of a step that also decodes; smaller: shorter ITL, later first tokens; 0: 320 on a GPU, as many as
     # fit the step on CPU
     max_prefill_tokens_beside_decode: int
-    # the same at most where an ITL objective sizes prompts; 0: that if given, else 640 on a GPU
+    # the same at most where an ITL objective sizes prompts; 0: that if given, else 576 on a GPU
     max_prefill_tokens_within_objective: int
     # sequences that run at once in a worker; 0: 256 on a GPU, 64 on CPU
     max_num_seqs: int

@@ -146,6 +146,6 @@ def test_sizes_cover_the_limits() -> None:
     assert mixed_sizes(64, 320, 2048) == [MixedSize(0, t) for t in (64, 128, 256, 512, 1024, 2048)] + beside
     assert max(mixed_sizes(48, 512, 100)) == MixedSize(48, 512)
     longer = set(mixed_sizes(128, 320, 2048, 1000)) - set(mixed_sizes(128, 320, 2048))
-    assert longer == {MixedSize(decodes, tokens) for decodes in (16, 64, 128) for tokens in (480, 640, 800, 960)}
-    assert max(size.num_tokens for size in mixed_sizes(128, 320, 100, 8192)) == 1280
+    assert longer == {MixedSize(decodes, tokens) for decodes in (16, 64, 128) for tokens in (448, 576, 704, 832, 960)}
+    assert max(size.num_tokens for size in mixed_sizes(128, 320, 100, 8192)) == 1088
     assert mixed_sizes(1, 3, 100) == [MixedSize(0, 64), MixedSize(0, 100), *(MixedSize(1, t) for t in (1, 2, 3))]

@@ -31,8 +31,8 @@ def test_a_step_fills_its_share_of_the_objective(
     assert 1 <= tokens <= most
     if tokens > 1:
         assert step_seconds(running, running * length, start, tokens) <= bound + 1e-12
-    unit = 1 if tokens < 320 else 160  # longer steps are of few sizes, so that each has a CUDA graph
-    assert tokens < 320 or tokens % 160 == 0
+    unit = 1 if tokens < 320 else 128  # longer steps are of few sizes, so that each has a CUDA graph
+    assert tokens < 320 or (tokens - 320) % 128 == 0
     if tokens + unit <= most:
         assert step_seconds(running, running * length, start, tokens + unit) > bound - 1e-12
 

@@ -61,7 +61,7 @@ DEVICE_DEFAULTS = {
         max_num_seqs=256,
         max_num_batched_tokens=8192,
         max_num_prefill_tokens_beside_decode=320,
-        max_num_prefill_tokens_within_objective=640,
+        max_num_prefill_tokens_within_objective=576,
         block_size=64,
         tail_chunk_tokens=1024,
     ),
@@ -207,7 +207,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = 0
     max_num_prefill_tokens_within_objective: Annotated[
         TokenLimit,
-        Meta(description="The same at most where an ITL objective sizes prompts; 0: that if given, else 640 on a GPU."),
+        Meta(description="The same at most where an ITL objective sizes prompts; 0: that if given, else 576 on a GPU."),
         Setting(flags=("--max-prefill-tokens-within-objective",), metavar="TOKENS", group=ENGINE),
     ] = 0
     max_num_seqs: Annotated[
