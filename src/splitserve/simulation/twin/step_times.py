@@ -1,16 +1,25 @@
 """The times of a twin worker's steps, and what the worker knows of them."""
 
 from collections.abc import Iterable
+from typing import Protocol
 
 from splitserve.engine.steps.step_fit import StepFit
 from splitserve.protocol.placement.step_model import StepModel, StepWork
+
+
+class StepLaw(Protocol):
+    """What a twin's steps take; a model of steps is one."""
+
+    def seconds(self, work: StepWork) -> float:
+        """Return the seconds of a step."""
+        ...
 
 
 class StepTimes:
     """Step times by a law, to which the worker fits its model, as real ones do: ``estimate`` is what it begins with.
     Without a law the estimate is true."""
 
-    def __init__(self, estimate: StepModel, law: StepModel | None) -> None:
+    def __init__(self, estimate: StepModel, law: StepLaw | None) -> None:
         self._law = estimate if law is None else law
         self._fit = None if law is None else StepFit(estimate)
         self._estimate = estimate

@@ -36,7 +36,7 @@ from splitserve.protocol.placement.step_model import StepModel, StepWork
 from splitserve.protocol.request import Party, RequestKey, Role
 from splitserve.protocol.step import Draw, StepOutput, StepPlan
 from splitserve.simulation.twin.leap import Leap, is_quiet
-from splitserve.simulation.twin.step_times import StepTimes
+from splitserve.simulation.twin.step_times import StepLaw, StepTimes
 from splitserve.worker.build import BlockMemory, ModelBounds, build_core
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class WorkerSetup:
     vocab_size: int
     model: StepModel
     host_slots: int = 0  # of its host tier; 0: it has none
-    law: StepModel | None = None  # of its steps, where they aren't as ``model`` says: it fits its own, from that on
+    law: StepLaw | None = None  # of its steps, where they aren't as ``model`` says: it fits its own, from that on
 
 
 class _Memory:
