@@ -14,10 +14,11 @@ from splitserve.benchmarks.goodput.arms import parse_arm
 from splitserve.benchmarks.goodput.estimate import Goodput, goodput_of
 from splitserve.benchmarks.goodput.objectives import Objectives
 from splitserve.benchmarks.goodput.probe import result_of
+from splitserve.benchmarks.placement.measured_steps import H100Steps
 from splitserve.benchmarks.twin.loads import records_of
 from splitserve.benchmarks.twin.simulate import Cluster, clusters_of, parser
-from splitserve.protocol.placement.step_model import StepModel
 from splitserve.simulation.twin.cluster import TwinCluster, TwinSpec
+from splitserve.simulation.twin.step_times import StepLaw
 from splitserve.workloads.conversation import Workload
 from splitserve.workloads.named import parse_workload
 
@@ -30,10 +31,6 @@ RATES = {"2048/512": (6.0, 7.5, 9.0, 10.5, 12.0, 14.0, 16.0), "8192/64": (1.5, 2
 ITL_MS = (12.0, 15.0, 20.0)
 LEAST_RATIO = 0.97
 """Goodput of ``cost`` over that of the better of the others, at least."""
-MEASURED = StepModel(base=5.6e-3, per_decode=0.0, per_context=5e-8, per_token=1.8e-5, per_pair=1.9e-9)
-"""Steps of an 8B model in bf16, about as two pairs of H100s showed them (1127T230855, 1127T230745): 6.6 ms for 8
-sequences of 2,200 tokens, 9.1 for 25, 11.0 for 45, 12.6 for 61; 45 ms for a prompt of 2,048 tokens; beside four
-sequences 11 to 12 for 320 of its tokens."""
 NUM_EARLY = 3
 EARLY_SECONDS = 4.0
 """For each of the early requests."""
@@ -44,7 +41,7 @@ USUAL_REQUESTS = 200
 
 def objectives(count: int) -> Iterator[Row]:
     """Yield a row for each kind of steps, workload, objective for gaps, and arm."""
-    for steps, gpu, law in (("known", "H200", None), ("fitted", "H100", MEASURED)):
+    for steps, gpu, law in (("known", "H200", None), ("fitted", "H100", H100Steps())):
         clusters = clusters_of(parser().parse_args(["--gpu", gpu, "--cluster", *ARMS]))
         for workload in RATES:
             for itl_ms in ITL_MS:
@@ -52,7 +49,7 @@ def objectives(count: int) -> Iterator[Row]:
                 yield from _rows({"steps": steps, "workload": workload, "itl_ms": itl_ms}, held)
 
 
-def _with_law(cluster: Cluster, law: StepModel | None) -> Cluster:
+def _with_law(cluster: Cluster, law: StepLaw | None) -> Cluster:
     workers = [dataclasses.replace(worker, law=law) for worker in cluster.workers]
     return dataclasses.replace(cluster, workers=workers)
 

@@ -1,8 +1,9 @@
-"""Latent attention through FlashInfer's MLA kernels (FlashAttention 3's on compute capability 9.0), absorbed.
+"""Latent attention through FlashInfer's MLA kernels (FlashAttention 3's on compute capability 9.0), absorbed; long
+chunks are expanded (:mod:`.expanded`).
 
-They read latents in place: the two parts of one field are strided views of a layer. A plan's numbers are copied from
-pinned buffers that rotate, as in :mod:`splitserve.kernels.flashinfer.attention`. Latents in FP8 and sizes other than
-DeepSeek's take Triton's kernels.
+The kernels read latents in place: the two parts of one field are strided views of a layer. A plan's numbers are copied
+from pinned buffers that rotate, as in :mod:`splitserve.kernels.flashinfer.attention`. Latents in FP8 and sizes other
+than DeepSeek's take Triton's kernels.
 """
 
 import itertools
@@ -15,9 +16,10 @@ from torch import Tensor
 
 from splitserve.kernels.api import AttentionPlan, AttentionShape, DecodePlan, LatentAttention, PagedBatch
 from splitserve.kernels.flashinfer.ragged import pinned_buffers
+from splitserve.kernels.latent.expanded import ExpandedPlan, ExpandedPrefill, pays
 from splitserve.kernels.latent.reference import absorbed_query, absorbed_result, score_scale
 from splitserve.kernels.latent.triton import TritonLatentAttention
-from splitserve.kernels.paged import flat_tables
+from splitserve.kernels.paged import flat_tables, num_leading_decodes
 
 _SIZES = (512, 64)  # of a latent and of the rotated part of a key
 _WORKSPACE_BYTES = 128 * 1024 * 1024
@@ -25,9 +27,12 @@ _WORKSPACE_BYTES = 128 * 1024 * 1024
 
 @dataclass(frozen=True, slots=True)
 class FlashInferLatentPlan:
-    """Plan of a step: a wrapper of FlashInfer's with the step's numbers."""
+    """Plan of a step: ``wrapper``, which has the step's numbers, handles the first ``num_absorbed`` query tokens,
+    ``expanded`` the rest, if it is there."""
 
     wrapper: Any
+    num_absorbed: int
+    expanded: ExpandedPlan | None
 
 
 def make_attention(shape: AttentionShape) -> LatentAttention:
@@ -49,13 +54,22 @@ class FlashInferLatentAttention:
         self._workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=shape.device)
         self._wrapper: Any = flashinfer.mla.BatchMLAPagedAttentionWrapper(self._workspace)
         self._pinned = pinned_buffers(self._wrapper)
+        self._expanded = ExpandedPrefill(flashinfer, shape) if ExpandedPrefill.supports(shape) else None
 
     # ---- once per step ----
 
     def plan(self, batch: PagedBatch) -> FlashInferLatentPlan:
         """See :class:`splitserve.kernels.api.LatentAttention`."""
-        plan_step(self._wrapper, self._pinned, batch, self._shape)
-        return FlashInferLatentPlan(self._wrapper)
+        expanded, absorbed = None, batch
+        num_decodes = num_leading_decodes(batch)
+        if self._expanded is not None and pays(self._shape, batch, num_decodes):
+            expanded = self._expanded.plan(batch, num_decodes)
+            absorbed = PagedBatch(
+                batch.query_lens[:num_decodes], batch.context_lens[:num_decodes], batch.block_tables[:num_decodes]
+            )
+        if absorbed.query_lens:
+            plan_step(self._wrapper, self._pinned, absorbed, self._shape)
+        return FlashInferLatentPlan(self._wrapper, sum(absorbed.query_lens), expanded)
 
     def make_decode_plan(self, batch_size: int, max_blocks: int) -> "FlashInferLatentDecodePlan":
         """See :class:`splitserve.kernels.api.PagedAttention`."""
@@ -69,11 +83,24 @@ class FlashInferLatentAttention:
 
     def run_latent(self, query: Tensor, expansion: Tensor, kv_layer: Tensor, plan: AttentionPlan) -> Tensor:
         """See :class:`splitserve.kernels.api.LatentAttention`."""
-        assert isinstance(plan, FlashInferLatentPlan | FlashInferLatentDecodePlan)
+        if isinstance(plan, FlashInferLatentDecodePlan):
+            return self._run_absorbed(query, expansion, kv_layer, plan.wrapper)
+        assert isinstance(plan, FlashInferLatentPlan)
+        if plan.expanded is None:
+            return self._run_absorbed(query, expansion, kv_layer, plan.wrapper)
+        assert self._expanded is not None
+        count = plan.num_absorbed
+        out = query.new_empty((*query.shape[:2], self._latent.value_dim))
+        if count:
+            out[:count] = self._run_absorbed(query[:count], expansion, kv_layer, plan.wrapper)
+        self._expanded.run(query[count:], expansion, kv_layer, plan.expanded, out[count:])
+        return out
+
+    def _run_absorbed(self, query: Tensor, expansion: Tensor, kv_layer: Tensor, wrapper: Any) -> Tensor:
         rank = self._latent.rank
         wide = absorbed_query(query, expansion, self._latent)
         mixed = wide.new_empty((*wide.shape[:2], rank))
-        plan.wrapper.run(wide[..., :rank], wide[..., rank:], kv_layer[..., :rank], kv_layer[..., rank:], out=mixed)
+        wrapper.run(wide[..., :rank], wide[..., rank:], kv_layer[..., :rank], kv_layer[..., rank:], out=mixed)
         return absorbed_result(mixed, expansion, self._latent)
 
 

@@ -5,7 +5,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from splitserve.benchmarks.placement.objectives import MEASURED, after_rest
+from splitserve.benchmarks.placement.measured_steps import H100Steps
+from splitserve.benchmarks.placement.objectives import after_rest
 from splitserve.benchmarks.twin.simulate import clusters_of, parser
 from splitserve.protocol.config import EngineConfig
 from splitserve.protocol.memory_records import LayoutRecord
@@ -127,7 +128,7 @@ def test_a_load_that_comes_to_an_idle_cluster_keeps_outputs_off_prefill() -> Non
 def test_where_workers_fit_their_models_a_new_load_is_placed_as_well() -> None:
     """They begin with an estimate that is up to twice too slow, and learn from their steps."""
     (cluster,) = clusters_of(parser().parse_args(["--gpu", "H100", "--cluster", "1P1D:cost"]))
-    workers = [replace(worker, law=MEASURED) for worker in cluster.workers]
+    workers = [replace(worker, law=H100Steps()) for worker in cluster.workers]
     load = after_rest(make(Exact(2048, 512), 13.0, 200, seed=3))
     times = []
     for policy in (ALWAYS, CONDITIONAL):
@@ -135,6 +136,6 @@ def test_where_workers_fit_their_models_a_new_load_is_placed_as_well() -> None:
         times.append(percentiles(twin.run(load, 0), 99))
         decode = twin.workers[Party("decode-0", 1)]
         work = StepWork(50, 50 * 2300)
-        assert decode.times.model.seconds(work) == pytest.approx(MEASURED.seconds(work), rel=0.03)
+        assert decode.times.model.seconds(work) == pytest.approx(H100Steps().seconds(work), rel=0.03)
     (always, gaps), (conditional, conditional_gaps) = times
     assert conditional < 1.1 * always and conditional_gaps < 1.05 * gaps

@@ -25,6 +25,7 @@ _FILTERED = SampleSpec(temperature=1.0, top_k=2, top_p=0.9, seed=0, choice=0, po
 _SCORED = msgspec.structs.replace(_GREEDY, num_top_logprobs=1)
 _LONG_CONTEXT = 4000
 _LONG_CHUNK = 1024
+_MIXED_COUNTS = (1, 3, 16, 64)  # sequences beside prompts: one, odd, a multiple of 16, many
 _SAMPLES = (_GREEDY, _RANDOM, _TOP_K, _TOP_P, _FILTERED, _SCORED)
 
 
@@ -146,7 +147,8 @@ def _later_chunks(limits: StepLimits) -> Iterator[StepPlan]:
 def _mixed(limits: StepLimits) -> Iterator[StepPlan]:
     """Prompts beside sequences that decode, as many as there may be."""
     beside = min(limits.max_num_prefill_tokens_beside_decode, limits.longest_chunk)
-    for count in _counts(limits.max_num_seqs - 1):
+    most = limits.max_num_seqs - 1
+    for count in sorted({count for count in (*_MIXED_COUNTS, most) if 1 <= count <= most}):
         room = min(beside, limits.max_num_batched_tokens - count)
         decodes = [_decode(limits, 0, _GREEDY)] * count
         for length in sorted({length for length in (1, 7, limits.block_size, room) if 1 <= length <= room}):
