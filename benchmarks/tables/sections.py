@@ -67,6 +67,25 @@ def steps(runs: Sequence[Run]) -> Section:
     return Section("Steps on one GPU", text, headers, rows)
 
 
+def mixed_steps(runs: Sequence[Run]) -> Section:
+    cases: dict[tuple[str, str, int, int], dict[int, list[float]]] = {}
+    for run in of_bench(runs, "engine"):
+        for model, found in run.content["models"].items():
+            for figure in found.get("mixed", []):
+                case = (model, run.gpu, figure["batch"], figure["context"])
+                cases.setdefault(case, {}).setdefault(figure["prompt_tokens"], []).append(figure["step_ms"])
+    sizes = sorted({size for found in cases.values() for size in found})
+    rows = [
+        [*map(str, case), *(extent(found[size]) if size in found else "-" for size in sizes)]
+        for case, found in sorted(cases.items())
+    ]
+    text = (
+        "`bench engine --mixed`: milliseconds of a step in which so many sequences decode beside so many tokens of a "
+        "prompt, in the middle of one as long as the sequences' context; runs of several commits, best to worst."
+    )
+    return Section("Steps beside prompts", text, ["shape", "GPU", "sequences", "context", *map(str, sizes)], rows)
+
+
 def serving(runs: Sequence[Run]) -> Section:
     rows = []
     for run in of_bench(runs, "serve"):

@@ -76,6 +76,7 @@ SECTIONS: Sequence[Callable[[Sequence[Run]], Section]] = (
     results_sections.reads,
     results_sections.stages,
     results_sections.steps,
+    results_sections.mixed_steps,
     results_sections.serving,
     results_more.tensor_parallel,
     results_more.all_reduce,

@@ -147,6 +147,19 @@ def test_stages_of_hand_overs_have_a_table_where_runs_have_them() -> None:
     assert [row[5] for row in results_sections.reads(runs).rows] == ["mapped", "mapped, one stream"]
 
 
+def test_steps_beside_prompts_of_several_runs_share_a_row() -> None:
+    found = [
+        {"batch": 16, "context": 2304, "prompt_tokens": size, "step_ms": ms} for size, ms in ((320, 13.0), (80, 8.8))
+    ]
+    models = {"m": {"mixed": found}}
+    first = run("engine", "1128T000001", models=models)
+    second = run("engine", "1128T000002", models={"m": {"mixed": [{**found[0], "step_ms": 12.5}]}, "older": {}})
+    section = results_sections.mixed_steps([first, second])
+    assert section.headers[-2:] == ["80", "320"]
+    [row] = section.rows
+    assert row[-4:] == ["16", "2304", "8.80", "12.5 to 13.0"]
+
+
 def test_the_newest_commits_figures_stand_beside_those_of_all_runs() -> None:
     found = []
     for second, (commit, ms) in enumerate((("old1", 2.0), ("new2", 1.5), ("new2", 1.6))):
