@@ -19,7 +19,7 @@ from dataclasses import asdict, replace
 from functools import partial
 from itertools import product, starmap
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -52,6 +52,8 @@ from splitserve.models.weights.loader import load_model
 from splitserve.orchestration.cli.command_parser import CommandParser
 from splitserve.protocol.engine_config import DEVICE_DEFAULTS
 from splitserve.protocol.step import ScheduledChunk, StepPlan
+
+Figure = TypeVar("Figure")
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 _WARM_UP_STEPS = 4
@@ -134,29 +136,16 @@ def measure_shape(config: ModelConfig, name: str, ceilings: Ceilings, arguments:
     """Measure and print all cases of one model."""
     bench = EngineBench(config, ceilings, arguments)
     print(f"\n{name}: {bench.describe()}", flush=True)
-    decode: list[DecodeFigure] = []
-    prefill: list[PrefillFigure] = []
-    errors = []
-    for batch, context in arguments.case:
-        try:
-            decode += bench.decode(batch, context)
-        except Exception as error:  # the figures of other cases count all the same
-            errors.append(f"decode {batch} x {context}: {error!r:.500}")
-    print(table([list(asdict(figure).values()) for figure in decode], _DECODE_HEADERS), flush=True)
-    mixed = []
-    for (batch, tokens), context in product(arguments.mixed, arguments.context):
-        try:
-            mixed += bench.mixed(batch, context, tokens)
-        except Exception as error:
-            errors.append(f"{batch} x {context} beside {tokens}: {error!r:.500}")
-    if mixed:
-        print(table([list(asdict(figure).values()) for figure in mixed], _MIXED_HEADERS), flush=True)
-    for tokens in arguments.prefill:
-        try:
-            prefill += bench.prefill(tokens)
-        except Exception as error:
-            errors.append(f"prefill {tokens}: {error!r:.500}")
-    print(table([list(asdict(figure).values()) for figure in prefill], _PREFILL_HEADERS), flush=True)
+    errors: list[str] = []
+    beside = [(batch, context, tokens) for (batch, tokens), context in product(arguments.mixed, arguments.context)]
+    # Decode comes last, and profiles of the others: once a profiler was there, the host takes longer for each kernel.
+    prefill = _figures("prefill", bench.prefill, [(tokens,) for tokens in arguments.prefill], errors)
+    mixed = _figures("mixed", bench.mixed, beside, errors)
+    decode = _figures("decode", bench.decode, arguments.case, errors)
+    bench.profile_prompts()
+    for figures, headers in ((decode, _DECODE_HEADERS), (mixed, _MIXED_HEADERS), (prefill, _PREFILL_HEADERS)):
+        if figures:
+            print(table([list(asdict(figure).values()) for figure in figures], headers), flush=True)
     print("\n".join(errors), end="\n" if errors else "", flush=True)
     result = {
         "backends": dict(bench.backends),
@@ -170,6 +159,19 @@ def measure_shape(config: ModelConfig, name: str, ceilings: Ceilings, arguments:
     }
     bench.close()
     return result
+
+
+def _figures(
+    phase: str, measure: Callable[..., list[Figure]], cases: Sequence[tuple[int, ...]], errors: list[str]
+) -> list[Figure]:
+    """Return the figures of all cases. An error is noted: the figures of other cases count all the same."""
+    figures = []
+    for case in cases:
+        try:
+            figures += measure(*case)
+        except Exception as error:
+            errors.append(f"{phase} {' x '.join(map(str, case))}: {error!r:.500}")
+    return figures
 
 
 class EngineBench:
@@ -188,6 +190,7 @@ class EngineBench:
         self._hits = HitExperts(kernels.pack_router)
         self.backends = kernels.backends
         self.profiles: dict[str, list[dict[str, Any]]] = {}
+        self._to_profile: list[tuple[str, Callable[[], object], int]] = []
         self._config = config
         self._ceilings = ceilings
         self._arguments = arguments
@@ -199,7 +202,10 @@ class EngineBench:
         synchronize()
         self.load_seconds = time.perf_counter() - started
         cases = list(starmap(self._decoded, arguments.case))
-        cases += [self._mixed(*case, context) for case, context in product(arguments.mixed, arguments.context)]
+        cases += [
+            self._mixed(batch, tokens, context)
+            for (batch, tokens), context in product(arguments.mixed, arguments.context)
+        ]
         cases += [self._prefilled(num_tokens) for num_tokens in arguments.prefill]
         self._memory = StepMemory(
             config, cases, block_size=arguments.block_size, dtype=dtype, device=device, most_bytes=free_bytes()
@@ -328,9 +334,8 @@ class EngineBench:
         beside = ScheduledChunk(tokens, start, table, spec, other_tables=others)
         run = DecodeRun(tables, case.start, self._modes[GREEDY], beside=beside)
         rounds = [run.seconds(self._runner, _WARM_UP_STEPS, options.steps) for _ in range(options.repeat)]
-        if options.profile:
-            title = f"decode {batch}x{context} beside {num_tokens}"
-            self._profile(title, partial(self._profiled_steps, run), _PROFILED_STEPS)
+        title = f"decode {batch}x{context} beside {num_tokens}"
+        self._to_profile.append((title, partial(self._profiled_steps, run), _PROFILED_STEPS))
         return [mixed_figure(batch, context, num_tokens, [seconds / options.steps for seconds in rounds])]
 
     def _mixed(self, batch: int, num_tokens: int, context: int) -> Sequences:
@@ -362,8 +367,7 @@ class EngineBench:
                 seconds.append(time.perf_counter() - started)
             rounds.append(statistics.median(seconds))
             beside.append(product_rate(sum(seconds), self._ceilings.gemm_flops_per_second))
-        if self._arguments.profile:
-            self._profile(f"prefill {num_tokens}", lambda: runner.run(plan), 1)
+        self._to_profile.append((f"prefill {num_tokens}", lambda: runner.run(plan), 1))
         flops = prefill_flops(self._config, num_tokens, case.start)
         return [prefill_figure(num_tokens, flops, rounds, self._ceilings, beside)]
 
@@ -372,6 +376,13 @@ class EngineBench:
         return Sequences(1, prefix, prefix + num_tokens)
 
     # ---- where the time goes ----
+
+    def profile_prompts(self) -> None:
+        """With ``--profile``, note the kernels of the mixed steps and the prefills that were measured."""
+        if self._arguments.profile:
+            for case, run, count in self._to_profile:
+                self._profile(case, run, count)
+        self._to_profile.clear()
 
     def _profile(self, case: str, run: Callable[[], object], count: int) -> list[Span]:
         """Return the device's spans in ``run``; with ``--profile`` note the kernels of ``case``, too."""

@@ -67,6 +67,8 @@ NOTES = {
     "1126T125544": "with the next five on one machine; prefill took a link it hadn't read over for one of 1 GB/s",
     "1126T125725": BEFORE_LATER_STEPS,
     "1126T130130": BEFORE_LATER_STEPS,
+    "1128T035044": "the profiler slows prefills of 1,024 and 2,048 tokens",
+    "1128T035107": "latent attention absorbed at all lengths, right after the run before on the same GPU",
 }
 SECTIONS: Sequence[Callable[[Sequence[Run]], Section]] = (
     results_sections.isolation,
