@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from splitserve.benchmarks.engine import engine
+from splitserve.benchmarks.engine.ceilings import measure_ceilings
 from splitserve.benchmarks.kernels.tune_compile import CompilePool
 from splitserve.benchmarks.kernels.tune_search import Search, first_line, record_found, right_calls
 from splitserve.common.errors import ConfigError
@@ -151,7 +152,7 @@ def tune_in_steps(
     options = ["--shape", name, "--batch", *map(str, rows), "--context", str(_CONTEXT), "--prefill", "--no-busy"]
     options += ["--steps", str(_STEPS), "--repeat", str(_ROUNDS), "--block-size", str(target.block_size)]
     options += ["--dtype", str(target.dtype).removeprefix("torch."), "--attention-backend", "triton"]
-    bench = engine.EngineBench(named_config(name), engine.measure_ceilings(), engine.parse(options))
+    bench = engine.EngineBench(named_config(name), measure_ceilings(), engine.parse(options))
 
     def seconds(count: int) -> float:
         bench.capture([count])

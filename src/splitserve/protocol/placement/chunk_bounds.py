@@ -13,8 +13,8 @@ OBJECTIVE_SHARE = 0.85
 """Share of the objective that a step may take by its model. The rest is for steps that take longer, and for the way to
 the client."""
 LONGER_BY = 128
-"""Steps with more than the fixed number of prompt tokens have so many more, or several times as many: a tile of rows of a
-GPU's products. (With 320 tokens and 64 sequences three tiles are full.)"""
+"""Steps with more than the fixed number of prompt tokens have so many more, or several times as many: the rows of a tile
+of a GPU's products. (320 tokens and 64 sequences fill three tiles.)"""
 LEAST_SHARE = 0.4
 """Share of a decode step that prompts get where the objective leaves less: else they would pile up while outputs alone
 use it up, and miss their own objective as well."""
