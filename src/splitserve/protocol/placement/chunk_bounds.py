@@ -13,7 +13,7 @@ OBJECTIVE_SHARE = 0.85
 """Share of the objective that a step may take by its model. The rest is for steps that take longer, and for the way to
 the client."""
 LONGER_BY = 128
-"""Steps with more than the fixed number of prompt tokens have so many more, or several times as many: the rows of a tile
+"""Steps with more than the fixed number of prompt tokens have so many more, or several times as many: rows of a tile
 of a GPU's products. (320 tokens and 64 sequences fill three tiles.)"""
 LEAST_SHARE = 0.4
 """Share of a decode step that prompts get where the objective leaves less: else they would pile up while outputs alone
