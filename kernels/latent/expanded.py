@@ -6,6 +6,7 @@ the context keys and values are computed, written and read once, so there have t
 """
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,6 +60,7 @@ class ExpandedPrefill:
         workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=shape.device)
         self._wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD", backend="fa3")
         self._pinned = pinned_buffers(self._wrapper)
+        self._plan_lengths([1], [1])  # compiles or loads the kernel now, not when the first long prompt waits for it
 
     @staticmethod
     def supports(shape: AttentionShape) -> bool:
@@ -69,11 +71,18 @@ class ExpandedPrefill:
 
     def plan(self, batch: PagedBatch, first: int) -> ExpandedPlan:
         """Plan the attention of the sequences from ``first`` on."""
-        shape, contexts = self._shape, batch.context_lens[first:]
-        ends = [
-            torch.tensor([0, *itertools.accumulate(lens)], dtype=torch.int32)
-            for lens in (batch.query_lens[first:], contexts)
+        contexts, block_size = batch.context_lens[first:], self._shape.block_size
+        self._plan_lengths(batch.query_lens[first:], contexts)
+        tokens = [np.arange(context) for context in contexts]
+        blocks = [
+            np.array(table)[each // block_size] for table, each in zip(batch.block_tables[first:], tokens, strict=True)
         ]
+        places = torch.from_numpy(np.stack((np.concatenate(blocks), np.concatenate(tokens) % block_size)))
+        return ExpandedPlan(*to_device(places, self._shape.device))
+
+    def _plan_lengths(self, queries: Sequence[int], contexts: Sequence[int]) -> None:
+        shape = self._shape
+        ends = [torch.tensor([0, *itertools.accumulate(lens)], dtype=torch.int32) for lens in (queries, contexts)]
         self._wrapper._pin_memory_int_workspace_buffer = next(self._pinned)
         self._wrapper.plan(
             *(end.pin_memory() for end in ends),
@@ -86,13 +95,6 @@ class ExpandedPrefill:
             q_data_type=shape.dtype,
             kv_data_type=shape.dtype,
         )
-        tokens = [np.arange(context) for context in contexts]
-        blocks = [
-            np.array(table)[each // shape.block_size]
-            for table, each in zip(batch.block_tables[first:], tokens, strict=True)
-        ]
-        places = torch.from_numpy(np.stack((np.concatenate(blocks), np.concatenate(tokens) % shape.block_size)))
-        return ExpandedPlan(*to_device(places, shape.device))
 
     def run(self, query: Tensor, expansion: Tensor, kv_layer: Tensor, plan: ExpandedPlan, out: Tensor) -> None:
         """Attend with the query tokens of the planned chunks. ``query`` [T, H, query_dim]; ``expansion`` and
