@@ -101,7 +101,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--mixed", type=_case, nargs="*", default=[], metavar="BATCHxTOKENS",
-        help="steps of a batch, at each context, beside so many tokens of a prompt",
+        help="steps of a batch, at each context, beside so many tokens of a prompt, after half of the context",
     )  # fmt: skip
     parser.add_argument("--prefill", type=positive, nargs="*", default=[512, 1024, 2048, 4096, 8192, 16384, 32768])
     parser.add_argument(
@@ -140,12 +140,13 @@ def measure_shape(config: ModelConfig, name: str, ceilings: Ceilings, arguments:
     beside = [(batch, context, tokens) for (batch, tokens), context in product(arguments.mixed, arguments.context)]
     # Decode comes last, and profiles of the others: once a profiler was there, the host takes longer for each kernel.
     prefill = _figures("prefill", bench.prefill, [(tokens,) for tokens in arguments.prefill], errors)
+    _print_table(prefill, _PREFILL_HEADERS)
     mixed = _figures("mixed", bench.mixed, beside, errors)
+    _print_table(mixed, _MIXED_HEADERS)
     decode = _figures("decode", bench.decode, arguments.case, errors)
-    bench.profile_prompts()
-    for figures, headers in ((decode, _DECODE_HEADERS), (mixed, _MIXED_HEADERS), (prefill, _PREFILL_HEADERS)):
-        if figures:
-            print(table([list(asdict(figure).values()) for figure in figures], headers), flush=True)
+    _print_table(decode, _DECODE_HEADERS)
+    if arguments.profile:
+        _figures("profile of", bench.profile, bench.unprofiled, errors)
     print("\n".join(errors), end="\n" if errors else "", flush=True)
     result = {
         "backends": dict(bench.backends),
@@ -161,8 +162,13 @@ def measure_shape(config: ModelConfig, name: str, ceilings: Ceilings, arguments:
     return result
 
 
+def _print_table(figures: Sequence[Any], headers: Sequence[str]) -> None:
+    if figures:
+        print(table([list(asdict(figure).values()) for figure in figures], headers), flush=True)
+
+
 def _figures(
-    phase: str, measure: Callable[..., list[Figure]], cases: Sequence[tuple[int, ...]], errors: list[str]
+    phase: str, measure: Callable[..., list[Figure]], cases: Sequence[tuple[Any, ...]], errors: list[str]
 ) -> list[Figure]:
     """Return the figures of all cases. An error is noted: the figures of other cases count all the same."""
     figures = []
@@ -170,7 +176,8 @@ def _figures(
         try:
             figures += measure(*case)
         except Exception as error:
-            errors.append(f"{phase} {' x '.join(map(str, case))}: {error!r:.500}")
+            sizes = " x ".join(str(each) for each in case if not callable(each))
+            errors.append(f"{phase} {sizes}: {error!r:.500}")
     return figures
 
 
@@ -190,7 +197,7 @@ class EngineBench:
         self._hits = HitExperts(kernels.pack_router)
         self.backends = kernels.backends
         self.profiles: dict[str, list[dict[str, Any]]] = {}
-        self._to_profile: list[tuple[str, Callable[[], object], int]] = []
+        self.unprofiled: list[tuple[str, Callable[[], object], int]] = []
         self._config = config
         self._ceilings = ceilings
         self._arguments = arguments
@@ -236,7 +243,8 @@ class EngineBench:
             limits = DEVICE_DEFAULTS["cuda"]
             sized = limits.max_num_prefill_tokens_within_objective
             most = max(batch for batch, _ in self._arguments.mixed)
-            mixed += mixed_sizes(most, limits.max_num_prefill_tokens_beside_decode, 1, sized)
+            sizes = mixed_sizes(most, limits.max_num_prefill_tokens_beside_decode, 1, sized)
+            mixed += [size for size in sizes if size.num_decodes]
         if mixed:
             with contextlib.suppress(NotImplementedError):  # latent attention has none of steps with prefill
                 seconds += self._runner.capture_mixed(mixed)
@@ -285,7 +293,7 @@ class EngineBench:
         spans: dict[str, list[Span]] = {}
         for name, run in runs.items() if options.busy or options.profile else ():
             title = f"decode {batch}x{context}" + ("" if name == GREEDY else f" {name}")
-            spans[name] = self._profile(title, partial(self._profiled_steps, run), _PROFILED_STEPS)
+            spans[name] = self.profile(title, partial(self._profiled_steps, run), _PROFILED_STEPS)
         hit = self._experts_hit[batch, context]
         num_bytes = decode_bytes(self._config, batch, context, self._itemsize, hit)
         return [
@@ -319,8 +327,7 @@ class EngineBench:
             return mean_hit()
 
     def mixed(self, batch: int, context: int, num_tokens: int) -> list[MixedFigure]:
-        """Measure decode steps beside ``num_tokens`` of a prompt, in the middle of one of ``context`` tokens; none if
-        they don't fit."""
+        """Measure decode steps beside ``num_tokens`` of a prompt, after half of ``context``; none if they don't fit."""
         case, options = self._mixed(batch, num_tokens, context), self._arguments
         if not self._memory.has(case):
             print(f"{batch} x {context} beside {num_tokens} tokens doesn't fit this device's memory", flush=True)
@@ -332,16 +339,17 @@ class EngineBench:
         tokens = torch.randint(0, self._config.vocab_size, (num_tokens,)).tolist()
         spec = self._modes[GREEDY].spec(batch, start + num_tokens, None)
         beside = ScheduledChunk(tokens, start, table, spec, other_tables=others)
-        run = DecodeRun(tables, case.start, self._modes[GREEDY], beside=beside)
+        run = DecodeRun(tables, self._decoded(batch, context).start, self._modes[GREEDY], beside=beside)
         rounds = [run.seconds(self._runner, _WARM_UP_STEPS, options.steps) for _ in range(options.repeat)]
         title = f"decode {batch}x{context} beside {num_tokens}"
-        self._to_profile.append((title, partial(self._profiled_steps, run), _PROFILED_STEPS))
+        self.unprofiled.append((title, partial(self._profiled_steps, run), _PROFILED_STEPS))
         return [mixed_figure(batch, context, num_tokens, [seconds / options.steps for seconds in rounds])]
 
     def _mixed(self, batch: int, num_tokens: int, context: int) -> Sequences:
-        """Return the sequences of a mixed case, with one for the prompt."""
-        decoded = self._decoded(batch, context)
-        return replace(decoded, count=batch + 1, length=max(decoded.length, context // 2 + num_tokens))
+        """Return the sequences of a mixed case, with one for the prompt; all have room for both."""
+        decoded, start = self._decoded(batch, context), context // 2
+        length = max(decoded.length, start + num_tokens)
+        return Sequences(batch + 1, min(decoded.start, start), length)
 
     # ---- prefill ----
 
@@ -367,7 +375,7 @@ class EngineBench:
                 seconds.append(time.perf_counter() - started)
             rounds.append(statistics.median(seconds))
             beside.append(product_rate(sum(seconds), self._ceilings.gemm_flops_per_second))
-        self._to_profile.append((f"prefill {num_tokens}", lambda: runner.run(plan), 1))
+        self.unprofiled.append((f"prefill {num_tokens}", lambda: runner.run(plan), 1))
         flops = prefill_flops(self._config, num_tokens, case.start)
         return [prefill_figure(num_tokens, flops, rounds, self._ceilings, beside)]
 
@@ -377,14 +385,7 @@ class EngineBench:
 
     # ---- where the time goes ----
 
-    def profile_prompts(self) -> None:
-        """With ``--profile``, note the kernels of the mixed steps and the prefills that were measured."""
-        if self._arguments.profile:
-            for case, run, count in self._to_profile:
-                self._profile(case, run, count)
-        self._to_profile.clear()
-
-    def _profile(self, case: str, run: Callable[[], object], count: int) -> list[Span]:
+    def profile(self, case: str, run: Callable[[], object], count: int) -> list[Span]:
         """Return the device's spans in ``run``; with ``--profile`` note the kernels of ``case``, too."""
         spans = device_spans(run)
         if self._arguments.profile:

@@ -46,6 +46,8 @@ class PrefillFigure:
 
 @dataclass(frozen=True, slots=True)
 class MixedFigure:
+    """A step in which ``batch`` sequences of ``context`` tokens decode beside part of a prompt."""
+
     batch: int
     context: int
     prompt_tokens: int

@@ -8,12 +8,14 @@ from splitserve.protocol.placement.step_model import StepWork
 BESIDE_TOKENS = (0, 80, 160, 240, 320, 448, 576)
 """Prompt tokens in a step that decodes: those of CUDA graphs, and none."""
 BESIDE_SECONDS = (0.0, 1.4e-3, 2.3e-3, 3.5e-3, 5.4e-3, 7.9e-3, 10.2e-3)
-"""What they add, as the middle of a prompt of 2,304 tokens, beside 16, 32 or 64 sequences."""
+"""Seconds that they add to a decode step of 16, 32 or 64 sequences, from position 1,152 of a prompt."""
 
 
 class H100Steps:
     """Steps of an 8B model in bf16 on an H100: ``splitserve bench engine --shape llama-3.1-8b --batch 1 4 16 32 64
-    --context 2304 --mixed 16x80 ... --prefill 320 640 2048 4096`` (1128T031010, 1128T031643), within 5%.
+    --context 2304 --mixed 16x80 ... --prefill 320 640 2048 4096`` (1128T031010, 1128T031643), within 5% for 16
+    sequences or more and prompts of these sizes. For fewer sequences real steps take up to 10% longer. Pairs within a
+    prompt's part count twice: up to 0.3 ms.
 
     Decode steps take 5.4 ms for one sequence, 12.25 for 64; prompts alone 10.2 ms for 320 tokens, 49 for 2,048 and 101
     for 4,096.

@@ -5,11 +5,11 @@ from collections.abc import Sequence
 from itertools import product
 from typing import NamedTuple
 
-from splitserve.protocol.placement.chunk_bounds import LONGER_BY
+from splitserve.protocol.placement.chunk_bounds import longer_by
 
 MAX_MIXED_CHUNKS = 4  # prefill chunks in a step with a graph
 TOKENS_ALONE = (64, 128, 256, 512, 1024, 2048)  # of prefill alone
-MAX_LONGER = 6  # times LONGER_BY beyond the prompt tokens beside decode: longer steps are launched kernel by kernel
+MAX_LONGER = 6  # sizes with more prompt tokens than the fixed number; steps beyond them have no graph
 MAX_TOKENS_ALWAYS = 512  # a replay of so many is used for any smaller step as well
 
 
@@ -35,10 +35,17 @@ def mixed_sizes(max_num_seqs: int, max_tokens: int, max_tokens_alone: int, max_s
     """Return the sizes worth a graph: prefill beside decode in quarters of ``max_tokens``; beside fewer numbers of
     sequences, up to ``max_sized`` as an objective sizes prompts (:data:`MAX_LONGER`); and prefill alone."""
     tokens = {-(-max_tokens * quarter // 4) for quarter in (1, 2, 3, 4)}
-    longer = range(max_tokens + LONGER_BY, min(max_sized, max_tokens + MAX_LONGER * LONGER_BY) + 1, LONGER_BY)
+    longer = longer_tokens(max_tokens, max_sized)
     sizes = {MixedSize(*each) for each in product(_up_to(max_num_seqs, (8, 16, 32, 64, 128)), tokens)}
     sizes |= {MixedSize(*each) for each in product(_up_to(max_num_seqs, (16, 64)), longer)}
     return sorted(sizes | {MixedSize(0, min(size, max_tokens_alone)) for size in TOKENS_ALONE})
+
+
+def longer_tokens(max_tokens: int, max_sized: int) -> range:
+    """Return the numbers of prompt tokens above ``max_tokens``, up to ``max_sized``, that have graphs: those that an
+    objective sizes."""
+    more = longer_by(max_tokens)
+    return range(max_tokens + more, min(max_sized, max_tokens + MAX_LONGER * more) + 1, more)
 
 
 def _up_to(most: int, sizes: Sequence[int]) -> list[int]:

@@ -64,9 +64,15 @@ def run_lmcache(config: LMCacheConfig, progress: Progress) -> None:
 
     Raises :class:`ConfigError` for errors that show before the server runs.
     """
-    stop = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: stop.set())
+    stop, signals = threading.Event(), (signal.SIGINT, signal.SIGTERM)
+
+    def end(*_: object) -> None:
+        for number in signals:  # a second one would interrupt the first where it holds the event's lock
+            signal.signal(number, signal.SIG_IGN)
+        stop.set()
+
+    for number in signals:
+        signal.signal(number, end)
     keeper = LMCacheServer(config, progress)
     # Not in this thread: a signal's handler would set the event while its own thread holds the event's lock.
     with ThreadPoolExecutor(1, "lmcache") as thread:

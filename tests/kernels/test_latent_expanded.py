@@ -5,8 +5,10 @@ import torch
 from tests.kernels.test_latent_attention import Lengths, assert_right
 
 from splitserve.kernels.api import AttentionShape, PagedBatch
-from splitserve.kernels.latent.expanded import ExpandedPrefill, pays
 from splitserve.kernels.latent.shape import LatentShape
+
+pytest.importorskip("triton")
+from splitserve.kernels.latent.expanded import ExpandedPrefill, pays
 
 DEEPSEEK = LatentShape(512, 128, 64, 128)
 

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 from host_runner import HostRunner
@@ -14,10 +16,12 @@ from splitserve.models.config import load_model_config
 from splitserve.models.demo import checkpoint as demo
 from splitserve.models.runner import cuda
 from splitserve.models.runner.cuda import CudaRunner
-from splitserve.models.runner.graph_sizes import MixedSize, least_tokens, mixed_sizes
+from splitserve.models.runner.graph_sizes import MixedSize, least_tokens, longer_tokens, mixed_sizes
 from splitserve.models.runner.graphs import MixedGraph
 from splitserve.models.runner.runner import ModelRunner
 from splitserve.models.weights.loader import load_model
+from splitserve.protocol.placement.chunk_bounds import longer_by, sized_tokens
+from splitserve.protocol.placement.step_model import StepModel
 from splitserve.protocol.step import SampleSpec, ScheduledChunk, StepPlan
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.on_gpu]
@@ -138,6 +142,16 @@ def test_the_runner_measures_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
     }
     sizes = [runner._mixed_size([chunk(0, count, [1])]) for count in (2, 512, 513, 959, 960, 1000, 1001)]
     assert sizes == [MixedSize(0, 512)] * 2 + [None] * 2 + [MixedSize(0, 1000)] * 2 + [None]
+
+
+@given(st.integers(1, 640), st.integers(1, 2048), st.floats(1e-4, 0.2), st.integers(0, 100_000))
+def test_sized_steps_have_graphs(fixed: int, most: int, objective: float, start: int) -> None:
+    """The scheduler asks for the sizes that are captured, up to the longest of these."""
+    model = StepModel(4e-3, 1.5e-5, 3.1e-8, 2.4e-5, 1.3e-9, 1000)
+    tokens = sized_tokens(model, 5e-3, start, objective, (fixed, max(fixed, most)))
+    longer = longer_tokens(fixed, most)
+    assert tokens <= fixed or tokens in longer or tokens > max(longer, default=fixed)
+    assert tokens - fixed <= 0 or (tokens - fixed) % longer_by(fixed) == 0
 
 
 def test_sizes_cover_the_limits() -> None:

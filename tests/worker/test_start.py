@@ -36,8 +36,8 @@ CPU = torch.device("cpu")
 H200 = StepLimits(
     max_num_batched_tokens=8192,
     max_num_prefill_tokens_beside_decode=320,
-    max_num_prefill_tokens_within_objective=8192,
-    max_num_seqs=64,
+    max_num_prefill_tokens_within_objective=576,
+    max_num_seqs=256,
     max_model_len=131072,
     num_blocks=12_000,
     block_size=64,
@@ -98,8 +98,8 @@ def test_steps_on_a_gpu_cover_every_kind_of_size() -> None:
     assert {1, 63, 64, 65, 320 // 5, 1024, 8192} <= alone
     assert {length % 2 for length in alone} == {0, 1}
     mixed = [plan for plan in plans if is_decode(plan.chunks[0]) and not is_decode(plan.chunks[-1])]
-    assert {320} <= {len(plan.chunks[-1].token_ids) for plan in mixed}
-    assert {1, 16, 63} <= {len(plan.chunks) - 1 for plan in mixed}
+    assert {320, 448, 576} <= {len(plan.chunks[-1].token_ids) for plan in mixed}
+    assert {1, 16, 64, 255} <= {len(plan.chunks) - 1 for plan in mixed}
     assert any(plan.chunks[-1].sample is None for plan in mixed)
     assert any(plan.chunks[-1].start for plan in mixed)
     ways = {

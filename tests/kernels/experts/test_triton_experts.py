@@ -253,17 +253,23 @@ def test_ranks_have_a_part_of_the_experts(block_m: int) -> None:
 @pytest.mark.filterwarnings("ignore:.* encountered:RuntimeWarning")
 @pytest.mark.parametrize("block_m", [1, 16])
 def test_a_row_is_the_same_in_any_company(block_m: int) -> None:
-    """Rows that are not finite, as those that fill up a step may be, change no other row."""
+    """Rows that are not finite, as those that fill up a step may be, change no other row.
+
+    Under the interpreter products are numpy's, whose last bits depend on a row's place on some CPUs.
+    """
     weights = weights_of(6, 32, 16, GatedActivation())
     x, (experts, factors) = rand(20, 32), choices(20, 6, 2)
     with tuning.forced("experts", {**TILES, "block_m": block_m}):
         run = TritonExperts(weights)
         alone = run(x[:7], experts[:7], factors[:7])
         x[7:] = float("nan")
-        assert torch.equal(run(x, experts, factors)[:7], alone)
+        beside_others = run(x, experts, factors)[:7]
         order = torch.randperm(20, generator=torch.Generator().manual_seed(0))
         again = run(x[order], experts[order], factors[order])
-    assert torch.equal(again[order.argsort()][:7], alone)
+    for found in (beside_others, again[order.argsort()][:7]):
+        assert (
+            torch.equal(found, alone) if DEVICE.type == "cuda" else torch.allclose(found, alone, rtol=1e-5, atol=1e-6)
+        )
 
 
 def quantised(weight: Tensor, group: int) -> tuple[Tensor, Tensor]:

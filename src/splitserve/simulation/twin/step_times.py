@@ -8,7 +8,7 @@ from splitserve.protocol.placement.step_model import StepModel, StepWork
 
 
 class StepLaw(Protocol):
-    """What a twin's steps take; a model of steps is one."""
+    """True step times of a twin's worker. A step model implements it."""
 
     def seconds(self, work: StepWork) -> float:
         """Return the seconds of a step."""

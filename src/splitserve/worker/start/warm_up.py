@@ -14,6 +14,7 @@ import torch
 
 from splitserve.kernels.api import AttentionShape, Kernels, PagedBatch
 from splitserve.kvconnector.layout.shape import num_blocks_for
+from splitserve.models.runner.graph_sizes import longer_tokens
 from splitserve.models.runner.runner import ModelRunner
 from splitserve.protocol.step import UNKNOWN_TOKEN, ChunkTable, SampleSpec, ScheduledChunk, StepPlan
 
@@ -156,10 +157,11 @@ def _mixed(limits: StepLimits) -> Iterator[StepPlan]:
                 yield StepPlan([*decodes, _chunk(limits, length, sample=sample)])
         if room > limits.block_size and limits.block_size + room <= limits.longest_chunk:
             yield StepPlan([*decodes, _chunk(limits, room, start=limits.block_size)])
-    length, within = 2 * beside, limits.max_num_prefill_tokens_within_objective
-    while length <= min(within, limits.longest_chunk, limits.max_num_batched_tokens - 1):
-        yield StepPlan([_decode(limits, 0, _GREEDY), _chunk(limits, length)])
-        length *= 2
+    longest = min(limits.max_num_prefill_tokens_within_objective, limits.longest_chunk)
+    for length in longer_tokens(beside, longest):
+        for count in (1, 16, 64):
+            if count <= most and count + length <= limits.max_num_batched_tokens:
+                yield StepPlan([*[_decode(limits, 0, _GREEDY)] * count, _chunk(limits, length)])
 
 
 def _counts(most: int) -> list[int]:
