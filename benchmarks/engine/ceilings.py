@@ -1,4 +1,4 @@
-"""What a GPU can do at best, measured: the ceilings of ``splitserve bench engine``."""
+"""Ceilings of ``splitserve bench engine``: rates of a GPU at its best, measured; and the device that it measures."""
 
 import statistics
 import time
@@ -17,8 +17,7 @@ def measure_ceilings() -> Ceilings:
     """Measure copy bandwidth (read + write), read bandwidth and bf16 GEMM rate of the current device."""
     left, right = _factors()
     gemm_seconds = _median_seconds(lambda: left @ right)
-    device = torch.device("cuda", torch.cuda.current_device())
-    return Ceilings(_copy_rate(), read_bandwidth(device), 2 * _PRODUCT_SIZE**3 / gemm_seconds)
+    return Ceilings(_copy_rate(), read_bandwidth(bench_device()), 2 * _PRODUCT_SIZE**3 / gemm_seconds)
 
 
 def _factors() -> list[torch.Tensor]:

@@ -1,5 +1,5 @@
-"""Seconds of a GPU's steps as measured, where a line through them all is not near enough: small chunks of a prompt cost
-hardly anything, and a step beside a prompt is padded to the size of a CUDA graph."""
+"""Seconds of a GPU's steps as measured, where a line through them all is not near enough: any part of a prompt costs a
+step more than a millisecond, and the step is padded to the size of a CUDA graph."""
 
 from bisect import bisect_left
 
