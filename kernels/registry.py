@@ -131,6 +131,7 @@ _CANDIDATES: Mapping[str, tuple[Candidate, ...]] = {
         Candidate("reference", _always, lambda: latent.prepare_latent),
     ),
     "make_latent_attention": (
+        Candidate("hybrid", _flashinfer_missing, _load("latent.hybrid", "make_attention")),
         Candidate("flashinfer", _flashinfer_missing, _load("latent.flashinfer", "make_attention")),
         _triton("latent.triton", "TritonLatentAttention"),
         Candidate("reference", _always, lambda: latent.ReferenceLatentAttention),

@@ -17,8 +17,9 @@ from torch import Tensor
 from splitserve.kernels.api import AttentionPlan, AttentionShape, DecodePlan, LatentAttention, PagedBatch
 from splitserve.kernels.flashinfer.ragged import pinned_buffers
 from splitserve.kernels.latent.expanded import ExpandedPlan, ExpandedPrefill, pays
-from splitserve.kernels.latent.reference import absorbed_query, absorbed_result, score_scale
+from splitserve.kernels.latent.reference import score_scale
 from splitserve.kernels.latent.triton import TritonLatentAttention
+from splitserve.kernels.latent.triton_products import head_products
 from splitserve.kernels.paged import flat_tables, num_leading_decodes
 
 _SIZES = (512, 64)  # of a latent and of the rotated part of a key
@@ -35,12 +36,15 @@ class FlashInferLatentPlan:
     expanded: ExpandedPlan | None
 
 
+def has_kernels(shape: AttentionShape) -> bool:
+    """Return whether FlashInfer has kernels for the sizes of ``shape``."""
+    assert shape.latent is not None
+    return (shape.latent.rank, shape.latent.rotated_dim) == _SIZES
+
+
 def make_attention(shape: AttentionShape) -> LatentAttention:
     """Return FlashInfer's attention, or Triton's for sizes that FlashInfer has no kernels for."""
-    assert shape.latent is not None
-    if (shape.latent.rank, shape.latent.rotated_dim) != _SIZES:
-        return TritonLatentAttention(shape)
-    return FlashInferLatentAttention(shape)
+    return FlashInferLatentAttention(shape) if has_kernels(shape) else TritonLatentAttention(shape)
 
 
 class FlashInferLatentAttention:
@@ -97,11 +101,11 @@ class FlashInferLatentAttention:
         return out
 
     def _run_absorbed(self, query: Tensor, expansion: Tensor, kv_layer: Tensor, wrapper: Any) -> Tensor:
-        rank = self._latent.rank
-        wide = absorbed_query(query, expansion, self._latent)
-        mixed = wide.new_empty((*wide.shape[:2], rank))
-        wrapper.run(wide[..., :rank], wide[..., rank:], kv_layer[..., :rank], kv_layer[..., rank:], out=mixed)
-        return absorbed_result(mixed, expansion, self._latent)
+        rank, plain_dim = self._latent.rank, self._latent.plain_dim
+        absorbed = head_products(query[..., :plain_dim], expansion[:, :plain_dim].transpose(1, 2))
+        mixed = torch.empty_like(absorbed)
+        wrapper.run(absorbed, query[..., plain_dim:], kv_layer[..., :rank], kv_layer[..., rank:], out=mixed)
+        return head_products(mixed, expansion[:, plain_dim:])
 
 
 class FlashInferLatentDecodePlan:
