@@ -11,7 +11,7 @@ from splitserve.kernels.latent.flashinfer import FlashInferLatentAttention, has_
 from splitserve.kernels.latent.plans import RowDecodePlan
 from splitserve.kernels.latent.triton import TritonLatentAttention
 
-MAX_ROWS = 4
+MAX_ROWS = 2
 """Of a decode step that takes Triton's kernel."""
 MAX_HEADS = 32
 """With more on one device, programs of Triton's kernel read each latent several times."""
