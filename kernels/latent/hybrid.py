@@ -1,5 +1,5 @@
-"""A backend for each phase of latent attention: Triton's kernel for captured decode steps of few rows, FlashInfer's
-kernels for everything else.
+"""A backend for each phase of latent attention: Triton's kernel for captured decode steps of one or two rows,
+FlashInfer's kernels for everything else (docs/decisions/031-latent-decode.md).
 
 ``splitserve bench engine --shape deepseek-v2-lite --attention-backend NAME`` compares the backends on a GPU.
 """
