@@ -1,13 +1,19 @@
 """Latent attention of long chunks through FlashInfer: when it is expanded, and that it is the same attention."""
 
+import itertools
+from dataclasses import replace
+from types import SimpleNamespace
+
 import pytest
 import torch
-from tests.kernels.test_latent_attention import Lengths, assert_right
+from tests.kernels.test_latent_attention import Lengths, assert_right, case, defined
+from torch import Tensor
 
 from splitserve.kernels.api import AttentionShape, PagedBatch
 from splitserve.kernels.latent.shape import LatentShape
 
 pytest.importorskip("triton")
+from splitserve.kernels.latent import expanded
 from splitserve.kernels.latent.expanded import ExpandedPrefill, pays
 
 DEEPSEEK = LatentShape(512, 128, 64, 128)
@@ -40,8 +46,48 @@ def test_long_chunks_are_expanded(lengths: Lengths, is_expanded: bool) -> None:
     assert pays(shape_of(16), batch_of(lengths), first) == is_expanded
 
 
-def test_decodes_alone_are_absorbed() -> None:
-    assert not pays(shape_of(16), batch_of([(1, 100_000)]), 1)
+def test_decodes_are_not_counted() -> None:
+    """The same sequence pays as a prompt, and not as one that decodes beside a short prompt."""
+    lengths = [(2048, 2048), (4, 4)]
+    assert pays(shape_of(16), batch_of(lengths), 0) and not pays(shape_of(16), batch_of(lengths), 1)
+
+
+class PlainRaggedAttention:
+    """What FlashInfer's kernel for ragged chunks computes, in float64 on a CPU."""
+
+    def __init__(self, workspace: Tensor, layout: str, *, backend: str) -> None:
+        assert (layout, backend) == ("NHD", "fa3")
+
+    def plan(self, queries: Tensor, contexts: Tensor, *heads: int, **options: object) -> None:
+        """Take the ends of all sequences' queries and contexts; other options are as the kernel needs them."""
+        self.ends, self.scale = list(zip(queries.tolist(), contexts.tolist(), strict=True)), options["sm_scale"]
+        assert options["causal"]
+
+    def run(self, query: Tensor, keys: Tensor, values: Tensor, out: Tensor) -> None:
+        """Write the attention of each sequence to ``out``."""
+        for (row, token), (row_end, token_end) in itertools.pairwise(self.ends):
+            count, context = row_end - row, token_end - token
+            scores = torch.einsum("qhd,khd->hqk", query[row:row_end].double(), keys[token:token_end].double())
+            seen = torch.ones(count, context, dtype=torch.bool).tril(context - count)
+            weights = (scores * self.scale).masked_fill(~seen, float("-inf")).softmax(-1)
+            out[row:row_end] = torch.einsum("hqk,khd->qhd", weights, values[token:token_end].double())
+
+
+@pytest.mark.parametrize("num_decodes", [0, 2])
+def test_keys_and_values_of_the_expanded_form(num_decodes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All but the kernel itself: which latents are read, and the keys and values that are made of them."""
+    if torch.cuda.is_available():
+        pytest.skip("the GPU test has the kernel, too")
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
+    monkeypatch.setattr(expanded, "pinned_buffers", lambda wrapper: itertools.repeat(None))
+    shape = replace(shape_of(3), dtype=torch.float32, block_size=8)
+    attention = ExpandedPrefill(SimpleNamespace(BatchPrefillWithRaggedKVCacheWrapper=PlainRaggedAttention), shape)
+    lengths = [*[(1, 9), (1, 16)][:num_decodes], (20, 33), (7, 7), (5, 24)]
+    query, expansion, layer, batch = case(shape, lengths)
+    out = torch.full((32, 3, DEEPSEEK.value_dim), float("nan"))
+    attention.run(query[num_decodes:], expansion, layer, attention.plan(batch, num_decodes), out)
+    expected = defined(shape, query, expansion, layer, batch)[num_decodes:]
+    torch.testing.assert_close(out.double(), expected, rtol=2e-5, atol=2e-5)
 
 
 @pytest.mark.gpu
