@@ -181,4 +181,5 @@ def test_hundreds_of_requests_with_a_third_aborted_leave_nothing(tiny_qwen3: Pat
             assert values["blocks_free"] + values["blocks_cached"] == 128
             # GEMM primitives are cached per number of rows, so the first half is warm-up
             assert values["resident_bytes"] < before[worker] + (48 << 20), f"{worker} grew"
-        assert sum(values["handovers_total"] for values in worker_metrics(running.url).values()) > 200
+        # Of those that finish three in four have several tokens; of the aborted ones a slow machine hands over few.
+        assert sum(values["handovers_total"] for values in worker_metrics(running.url).values()) > finished / 2
