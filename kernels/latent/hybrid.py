@@ -18,7 +18,7 @@ MAX_HEADS = 32
 
 
 def make_attention(shape: AttentionShape) -> LatentAttention:
-    """Return the better of the three attentions for ``shape``: Triton's for sizes that FlashInfer has no kernels for,
+    """Return the best of the three attentions for ``shape``: Triton's for sizes that FlashInfer has no kernels for,
     FlashInfer's for many heads, both otherwise."""
     if not has_kernels(shape):
         return TritonLatentAttention(shape)
