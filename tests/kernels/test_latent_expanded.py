@@ -3,6 +3,7 @@
 import itertools
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -58,7 +59,7 @@ class PlainRaggedAttention:
     def __init__(self, workspace: Tensor, layout: str, *, backend: str) -> None:
         assert (layout, backend) == ("NHD", "fa3")
 
-    def plan(self, queries: Tensor, contexts: Tensor, *heads: int, **options: object) -> None:
+    def plan(self, queries: Tensor, contexts: Tensor, *heads: int, **options: Any) -> None:
         """Take the ends of all sequences' queries and contexts; other options are as the kernel needs them."""
         self.ends, self.scale = list(zip(queries.tolist(), contexts.tolist(), strict=True)), options["sm_scale"]
         assert options["causal"]
