@@ -54,7 +54,7 @@ def test_decodes_are_not_counted() -> None:
 
 
 class PlainRaggedAttention:
-    """What FlashInfer's kernel for ragged chunks computes, in float64 on any device."""
+    """Plain attention over ragged chunks in float64, in the place of FlashInfer's kernel."""
 
     def __init__(self, workspace: Tensor, layout: str, *, backend: str) -> None:
         assert (layout, backend) == ("NHD", "fa3")
