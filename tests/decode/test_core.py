@@ -31,6 +31,7 @@ from splitserve.protocol.messages.requests import (
     RequestFailed,
     StepTokens,
 )
+from splitserve.protocol.placement.chunk_bounds import ChunkBounds
 from splitserve.protocol.placement.step_model import StepModel
 from splitserve.protocol.request import Party, RequestKey, Role
 from splitserve.simulation.model import LAYOUT, PROTOCOL, ROUTER
@@ -103,11 +104,12 @@ class TestDecode:
         assert len(self.run_to_end(decode, 2)) == 3
         decode.assert_idle()
 
-    @pytest.mark.parametrize(("itl_seconds", "num_tokens"), [(0.0, 8), (10.0, 4)])
-    def test_a_prompt_leaves_the_time_of_an_objective_to_what_arrives(
+    @pytest.mark.parametrize(("itl_seconds", "num_tokens"), [(0.0, 4), (4.0, 1)])
+    def test_a_prompt_does_not_keep_waiting_what_arrives(
         self, decode: Worker, itl_seconds: float, num_tokens: int
     ) -> None:
         """A step of 8 tokens would take 10 seconds, and so long the sequence whose KV is being read would wait."""
+        decode.core.scheduler.budget.beside_decode = ChunkBounds(4, 8)
         decode.core.scheduler.step_model = StepModel(base=2.0, per_token=1.0)
         self.connect(decode)
         decode.hear(ROUTER, msgspec.structs.replace(decode_request(), itl_seconds=itl_seconds))

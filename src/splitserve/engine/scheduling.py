@@ -5,7 +5,7 @@ The two policies, of prompts and of decoding sequences, are independent of each 
 
 import itertools
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -139,10 +139,11 @@ class StepScheduler:
         """Return what the first one that waits lacks, if nothing but blocks keeps it from beginning."""
         return self.prompts.shortage(self.budget.max_num_batched_tokens - self.num_running, self.num_running)
 
-    def plan(self, arriving: Iterable[Sequence] = ()) -> list[Planned]:
+    def plan(self, arriving: Collection[Sequence] = ()) -> list[Planned]:
         """Return the chunks of one step; an empty list if nothing can run.
 
-        Those ``arriving`` decode as soon as their KV is here: an objective of theirs bounds prompts as well.
+        Those ``arriving`` decode as soon as their KV is here: they bound prompts as if they decoded, since they would
+        have to wait for the step.
         A sequence whose first token a launched step draws joins those that decode, so that it misses no step.
         """
         self.decodes.add(self.prompts.take_prefilled())
@@ -155,14 +156,14 @@ class StepScheduler:
         planned += self.prompts.plan(left, self.num_running)
         return planned
 
-    def _prompt_tokens_beside(self, decodes: list[Planned], arriving: Iterable[Sequence]) -> int:
+    def _prompt_tokens_beside(self, decodes: list[Planned], arriving: Collection[Sequence]) -> int:
         """Return the most prompt tokens of a step with ``decodes``. The strictest objective counts."""
         bounds = self.budget.beside_decode
         sequences = itertools.chain((sequence for sequence, _ in decodes), arriving)
         objectives = [sequence.itl_seconds for sequence in sequences if sequence.itl_seconds]
         prompt = next(itertools.chain(self.prompts.active, self.prompts.waiting), None)
         if not objectives or prompt is None:
-            return bounds.fixed if decodes else self.budget.max_num_batched_tokens
+            return bounds.fixed if decodes or arriving else self.budget.max_num_batched_tokens
         context = sum([chunk.start + 1 for _, chunk in decodes])
         step = self.step_model.decode_seconds(len(decodes), context)
         return bounds.tokens(self.step_model, step, prompt.num_launched, min(objectives))
