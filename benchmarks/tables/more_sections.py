@@ -1,6 +1,7 @@
 """More tables of ``benchmarks/results/README.md``: tiers, ranks, cores, faults. Pure."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from splitserve.benchmarks.tables.cells import Section, awake, commit, number, of_bench, percent, run_link
@@ -83,8 +84,9 @@ def tensor_parallel(runs: Sequence[Run]) -> Section:
         for case, milliseconds in one["milliseconds"].items():
             for other in others:
                 ms = other["milliseconds"][case]
-                busy = [percent(each["busy"].get(case, float("nan"))) for each in (one, other)]
+                busy = [percent(each["busy"][case]) if case in each["busy"] else "-" for each in (one, other)]
                 cells = [
+                    Path(run.content["model"]).name,
                     case,
                     f"{other['ranks']} x {run.gpu}",
                     number(milliseconds),
@@ -92,7 +94,17 @@ def tensor_parallel(runs: Sequence[Run]) -> Section:
                     number(milliseconds / ms),
                 ]
                 rows.append([*cells, *busy, run_link(run), commit(run)])
-    headers = ["case", "ranks", "one rank ms", "these ranks ms", "times as fast", "busy, one rank", "rank 0", "run"]
+    headers = [
+        "model",
+        "case",
+        "ranks",
+        "one rank ms",
+        "these ranks ms",
+        "times as fast",
+        "busy, one rank",
+        "rank 0",
+        "run",
+    ]
     text = (
         "`bench tensor-parallel`: a GPU for each rank, greedy, without HTTP, nothing else on them; `after_us` of "
         "the kernels in the files is what each adds to the step."

@@ -61,9 +61,11 @@ def arrangements_of(runs: Sequence[Run]) -> list[str]:
 
 
 def newest_loaded(runs: Sequence[Run]) -> list[Run]:
-    """Return the runs under load that the README shows: the newest commit's sampled ones of several arrangements."""
+    """Return the runs under load that the README shows: of each load the newest commit's sampled ones of several
+    arrangements."""
     sampled = [run for run in of_bench(runs, "isolation") if run.is_sampled and len(arrangements_of([run])) > 1]
-    return [run for run in sampled if run.commit == sampled[-1].commit]
+    newest_commits = {isolation_load(run): run.commit for run in sampled}
+    return [run for run in sampled if run.commit == newest_commits[isolation_load(run)]]
 
 
 def _cell(values: Sequence[float], least: float) -> str:
@@ -200,13 +202,16 @@ def _throughput_texts(found: Found) -> Iterable[str]:
     yield f"{ratio} times that without the tier"
 
 
+TWO_RANKS_CASE = "decode 64 x 1024"
+
+
 def rank_rows(runs: Sequence[Run]) -> Iterable[list[str]]:
     found = [
-        (run, {"one": one["milliseconds"][case], "two": two["milliseconds"][case]})
-        for run in of_bench(runs, "tensor-parallel")
+        (run, {"one": one["milliseconds"][TWO_RANKS_CASE], "two": two["milliseconds"][TWO_RANKS_CASE]})
+        for run in of_bench(runs, "tensor-parallel") if run.content["model"] == SHAPE
         for one, two in [run.content["results"]]
-        for case in one["milliseconds"]
-    ]
+        if TWO_RANKS_CASE in one["milliseconds"]
+    ]  # fmt: skip
     yield figure("two ranks, decode step of 64 x 1024 tokens", "2 GPUs, idle, without HTTP", found, _rank_texts)
 
 

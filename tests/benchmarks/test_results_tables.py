@@ -120,12 +120,23 @@ def test_documentation_shows_one_kind_of_gpu_and_the_results_page_names_each() -
     assert {row[2] for row in results_sections.isolation(runs).rows} == {"2 x H200", "2 x H100 80GB HBM3"}
 
 
+def test_the_readme_has_each_loads_newest_commit() -> None:
+    results = [loaded(name, 12.0) | {"kept_up": True} for name in ("1P1D", "2 mixed")]
+    runs = [
+        run(
+            "isolation", f"1123T00000{number}", "--prompt-rate", rate, "--prompt-input-len", "8", "--prompt-output-len",
+            "4", "--temperature", "0.8", results=results, versions={"commit": commit},
+        )
+        for number, (rate, commit) in enumerate((("3", "old"), ("16", "old"), ("3", "new"), ("3", "new")))
+    ]  # fmt: skip
+    assert [each.label[-1] for each in results_readme.newest_loaded(runs)] == ["1", "2", "3"]
+
+
 def test_a_changed_file_is_noticed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert results_table.main(["--check"]) == 0
     kept = read_runs()
-    for each in kept:
-        if each.label == "1127T032421":
-            each.content["results"][0]["all"]["itl_ms"]["max"] = 5.75
+    in_readme = results_readme.newest_loaded(results_readme.shown(kept))
+    in_readme[-1].content["results"][0]["all"]["itl_ms"]["max"] = 5.75
     monkeypatch.setattr(results_table, "read_runs", lambda: kept)
     assert results_table.main(["--check"]) == 1
     assert capsys.readouterr().out.count("is out of date") == 3
