@@ -19,7 +19,7 @@ from splitserve.benchmarks.goodput.clusters import Clusters
 from splitserve.benchmarks.goodput.objectives import Objectives, Outcome
 from splitserve.benchmarks.serving.conversations import Prompts, TurnRecord, completion_body, run_in_processes
 from splitserve.benchmarks.serving.load import Endpoint
-from splitserve.benchmarks.twin.calibration import report_of
+from splitserve.benchmarks.twin.calibration import measures_each_role, report_of
 from splitserve.common.errors import SplitserveError
 from splitserve.orchestration.cluster.launcher import LocalCluster
 from splitserve.orchestration.doctor.http import Endpoint as AdminEndpoint
@@ -34,6 +34,8 @@ NUM_WARMUPS = 3
 QUICKER = 4.0
 LEAST_OF_A_PART = 120
 """Requests of each part of a short load, so that workers have fitted their step times to some hundred steps."""
+MAX_SHORT_LOADS = 4
+"""Short loads at most. Where steps are slow they have many sequences, and one load has few of them."""
 HEARTBEATS_SECONDS = 2.5
 """Time in which the workers report the models that they have fitted."""
 NUM_SLOWEST = 8
@@ -135,7 +137,8 @@ class Prober:
 
     def report_after_load(self, arm: Arm, rate: float, seed: int) -> ClusterReport:
         """Return the report of the arm's cluster after a short load, in which its workers fit their steps' times: half
-        of its requests come at ``rate``, half at :data:`QUICKER` times that, so that large batches are among them.
+        of its requests come at ``rate``, half at :data:`QUICKER` times that, so that large batches are among them. It
+        is repeated until a worker of each role has fitted enough steps, :data:`MAX_SHORT_LOADS` times at most.
 
         Raises :class:`SplitserveError` if the cluster doesn't start or its first requests fail.
         """
@@ -144,11 +147,15 @@ class Prober:
             prompts = Prompts(_vocabulary(self.setup), seed, _body(self.setup, cluster.spec.served_model_name))
             _warm_up(endpoint, self.setup, prompts)
             num_requests = max(LEAST_OF_A_PART, self.setup.num_requests // 2)
-            for part, quicker in enumerate((1.0, QUICKER)):
-                workload = self.setup.source.at(quicker * rate, num_requests, seed + part)
-                run_in_processes(endpoint, workload, prompts, self.setup.num_client_processes, f"c{seed}-{part}-")
-            time.sleep(HEARTBEATS_SECONDS)
-            return report_of(cluster.url, self.setup.api_key)
+            for load in range(MAX_SHORT_LOADS):
+                for part, quicker in enumerate((1.0, QUICKER), start=2 * load):
+                    workload = self.setup.source.at(quicker * rate, num_requests, seed + part)
+                    run_in_processes(endpoint, workload, prompts, self.setup.num_client_processes, f"c{seed}-{part}-")
+                time.sleep(HEARTBEATS_SECONDS)
+                report = report_of(cluster.url, self.setup.api_key)
+                if measures_each_role(report):
+                    break
+            return report
 
 
 def result_of(arm_name: str, rate: float, seed: int, workload: Workload, turns: Sequence[TurnRecord]) -> ProbeResult:

@@ -30,6 +30,12 @@ def is_measured(model: StepModel) -> bool:
     return model.num_steps >= MEASURED_STEPS
 
 
+def measures_each_role(report: ClusterReport) -> bool:
+    """Return whether a worker of each of the cluster's roles has fitted a model to enough steps."""
+    roles = {each.info.role for each in report.workers}
+    return roles == {each.info.role for each in report.workers if is_measured(each.step_model)}
+
+
 def of_cluster(report: ClusterReport, url: str) -> Calibration:
     """Return the models that a cluster's workers have fitted to their own steps.
 
