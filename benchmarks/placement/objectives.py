@@ -26,9 +26,12 @@ Row: TypeAlias = dict[str, Any]
 
 ARMS = ("1P1D:least-loaded", "2M:prefix", "1P1D:cost")
 TTFT_MS = {"2048/512": 500.0, "8192/64": 1000.0}
-RATES = {"2048/512": (6.0, 7.5, 9.0, 10.5, 12.0, 14.0, 16.0), "8192/64": (1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 5.0, 6.0)}
+RATES = {
+    "2048/512": (7.0, 8.0, 9.0, 10.0, 11.0, 12.0, 13.0, 14.0, 15.0, 16.0, 18.0),
+    "8192/64": (1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 5.0, 6.0),
+}
 """Requests per second that each arm is tried with, up to the first that it doesn't hold."""
-ITL_MS = (12.0, 15.0, 20.0)
+ITL_MS = (12.0, 15.0, 20.0, 30.0)
 LEAST_RATIO = 0.97
 """Goodput of ``cost`` over that of the better of the others, at least."""
 NUM_EARLY = 3
