@@ -96,7 +96,7 @@ class Settings(TypedDict, total=False):
     keep_cores_awake: bool
     # tokens of one step; 0: 8192 on a GPU, 512 on CPU
     max_batched_tokens: int
-    # prompt tokens of a step that also decodes, or that requests with KV to come would wait for; smaller: shorter ITL,
+    # prompt tokens of a step that also decodes, or that a hand-over in progress would wait for; smaller: shorter ITL,
     # later first tokens; 0: 320 on a GPU, as many as fit the step on CPU
     max_prefill_tokens_beside_decode: int
     # the same at most where an ITL objective sizes prompts; 0: that if given, else 576 on a GPU

@@ -200,7 +200,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_num_prefill_tokens_beside_decode: Annotated[
         TokenLimit,
         Meta(
-            description="Prompt tokens of a step that also decodes, or that requests with KV to come would wait for; "
+            description="Prompt tokens of a step that also decodes, or that a hand-over in progress would wait for; "
             "smaller: shorter ITL, later first tokens; 0: 320 on a GPU, as many as fit the step on CPU."
         ),
         Setting(flags=("--max-prefill-tokens-beside-decode",), metavar="TOKENS", group=ENGINE),
