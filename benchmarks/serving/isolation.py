@@ -205,9 +205,12 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str]) -> int:
     options = parser().parse_args(list(argv))
     results = []
-    for result in run(options):
-        results.append(result)
-        print(" ".join(map(str, row_of(result))), flush=True)  # before anything else can fail
-    print(table([row_of(result) for result in results], HEADERS))
-    keep_result("isolation", argv, {"results": results}, options)
+    try:
+        for result in run(options):
+            results.append(result)
+            print(" ".join(map(str, row_of(result))), flush=True)  # before anything else can fail
+    finally:  # after an interruption, too: a run is long, and its first rounds are worth as much
+        if results:
+            print(table([row_of(result) for result in results], HEADERS))
+            keep_result("isolation", argv, {"results": results}, options)
     return 1 if any(result["all"]["failed"] for result in results) else 0

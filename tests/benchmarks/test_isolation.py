@@ -1,6 +1,9 @@
 """``splitserve bench isolation``, small: every arrangement gets the same requests and answers all of them."""
 
 import json
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -29,6 +32,22 @@ def test_three_arrangements(tmp_path: Path) -> None:
         assert each["streams"]["output_tokens"] == 6 * 16
         assert each["prompts"]["input_tokens"] == 4 * 200
         assert each["streams"]["itl_ms"]["p99"] > 0 and each["prompts"]["ttft_ms"]["p50"] > 0
+
+
+def test_an_interrupted_run_keeps_the_rounds_that_it_has_measured(tmp_path: Path) -> None:
+    argv = [sys.executable, "-m", "splitserve.orchestration.cli.main", "bench", "isolation", "--arrangements", "mixed"]
+    argv += ["--device", "cpu", "--kv-memory", "32MiB", "--seconds", "1", "--rounds", "1000", "--side-by-side"]
+    argv += ["--stream-output-len", "4", "--prompt-input-len", "16", "--save", "--result-dir", str(tmp_path)]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as bench:
+        assert bench.stdout is not None
+        first = next(line for line in bench.stdout if line.startswith("mixed "))
+        bench.send_signal(signal.SIGTERM)
+        shown = bench.stdout.read()
+        assert bench.wait(60) == 130
+    (file,) = tmp_path.glob("isolation-*.json")
+    results = json.loads(file.read_text())["results"]
+    assert 1 <= len(results) < 1000 and f"written to {file}" in shown
+    assert f"{results[0]['streams']['itl_ms']['p99']:.2f}" in first
 
 
 def test_who_falls_behind_is_told() -> None:
