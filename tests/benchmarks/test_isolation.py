@@ -40,10 +40,13 @@ def test_an_interrupted_run_keeps_the_rounds_that_it_has_measured(tmp_path: Path
     argv += ["--stream-output-len", "4", "--prompt-input-len", "16", "--save", "--result-dir", str(tmp_path)]
     with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as bench:
         assert bench.stdout is not None
-        first = next(line for line in bench.stdout if line.startswith("mixed "))
-        bench.send_signal(signal.SIGTERM)
-        shown = bench.stdout.read()
-        assert bench.wait(60) == 130
+        try:
+            first = next(line for line in bench.stdout if line.startswith("mixed "))
+            bench.send_signal(signal.SIGTERM)
+            shown = bench.stdout.read()
+            assert bench.wait(60) == 130
+        finally:
+            bench.kill()  # no effect on one that has ended
     (file,) = tmp_path.glob("isolation-*.json")
     results = json.loads(file.read_text())["results"]
     assert 1 <= len(results) < 1000 and f"written to {file}" in shown
