@@ -3,7 +3,7 @@
 # smoke: does memory travel, by what, how fast; transfer: threads, splits, block sizes, pairs of ranks; served: latency
 # through a cluster; families: experts, windows and latent caches, and a mixed worker's tokens beside theirs; turns:
 # prefixes that prefill reads from decode, float32 for equal tokens, 4 minutes; chaos: workers
-# that die on GPUs, bfloat16 with CUDA graphs, 5 minutes; isolation: ITL beside prompts, against mixed workers, sampled, 8 minutes.
+# that die on GPUs, bfloat16 with CUDA graphs, 5 minutes; isolation: ITL beside prompts, against mixed workers, sampled, 9 minutes; three workers of 40 GB on each GPU.
 set -o pipefail
 OUT=${OUT:-benchmarks/results}; mkdir -p "$OUT"
 C="${SPLITSERVE:-splitserve}"
@@ -73,9 +73,9 @@ fi
 
 if has isolation; then
   I=($C bench isolation --shape llama-3.1-8b --device cuda --dtype bfloat16 --load-format dummy --kv-memory 20GiB --temperature 0.8 --top-p 0.95)
-  I+=(--arrangements 1P1D conditional mixed '2 mixed' --side-by-side --rounds ${ROUNDS:-5} --seconds 12 --stream-rate 0 --save --result-dir "$OUT" ${ISOLATION_OPTIONS:-})
+  I+=(--arrangements 1P1D conditional '2 mixed' --side-by-side --rounds ${ROUNDS:-5} --seconds 12 --stream-rate 0 --save --result-dir "$OUT" ${ISOLATION_OPTIONS:-})
   mark "isolation: 16 requests/s of 1024 in, 128 out"
-  timeout 300 "${I[@]}" --prompt-rate 16 --prompt-input-len 1024 --prompt-output-len 128 2>&1 | tee "$OUT/isolation-16.log" | sed -n '/^ *workers/,$p'
+  timeout 330 "${I[@]}" --prompt-rate 16 --prompt-input-len 1024 --prompt-output-len 128 2>&1 | tee "$OUT/isolation-16.log" | sed -n '/^ *workers/,$p'
   mark "isolation: 3 requests/s of 8192 in, 64 out"
-  timeout 300 "${I[@]}" --prompt-rate 3 --prompt-input-len 8192 --prompt-output-len 64 2>&1 | tee "$OUT/isolation-3.log" | sed -n '/^ *workers/,$p'
+  timeout 330 "${I[@]}" --prompt-rate 3 --prompt-input-len 8192 --prompt-output-len 64 2>&1 | tee "$OUT/isolation-3.log" | sed -n '/^ *workers/,$p'
 fi
