@@ -10,6 +10,9 @@ from splitserve.protocol.placement.step_model import StepModel
 
 ATTAINED = 0.7
 """Share of a device's rates that steps usually attain."""
+SAVED_BESIDE = 0.12
+"""Share of a prompt token's time that it saves in a step that decodes, as measured on an H100: 17.3 instead of 19.9 µs,
+for 80 to 576 tokens of an 8B model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +56,12 @@ def estimate_steps(config: ModelConfig, rates: DeviceRates, itemsize: int, num_r
     """
     flops = ATTAINED * rates.flops_per_second * num_ranks
     bandwidth = ATTAINED * rates.bytes_per_second * num_ranks
+    per_token = token_flops(config) / flops
     return StepModel(
         base=rates.overhead_seconds + decode_bytes(config, 0, 0, itemsize) / bandwidth,
         per_decode=(token_flops(config) + head_flops(config)) / flops,
         per_context=kv_token_elements(config) * itemsize / bandwidth,
-        per_token=token_flops(config) / flops,
+        per_token=per_token,
         per_pair=pair_flops(config) / flops,
+        saved_beside=SAVED_BESIDE * per_token,
     )

@@ -233,6 +233,11 @@ class Membership:
                 record.view(now, num_tokens)
         return Snapshot(views)
 
+    def are_alike(self, now: float) -> bool:
+        """Return whether all usable workers have the same model and device."""
+        workers = self.usable(now)
+        return all(_are_alike(workers[0], other) for other in workers[1:])
+
     def is_connected(self) -> bool:
         """Return whether a decode worker can read from a prefill worker now; else the first request has to wait."""
         ready = (record for record in self._records.values() if record.state is WorkerState.READY)

@@ -27,7 +27,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
-from splitserve.protocol.placement.step_model import pairs
 from splitserve.protocol.request import Party, Role
 from splitserve.router.placement.policies import (
     DEFAULT_CHUNK_TOKENS,
@@ -40,6 +39,7 @@ from splitserve.router.placement.policies import (
     RequestShape,
     Snapshot,
     WorkerView,
+    aggregated,
     alone,
     fitting_workers,
     least_loaded,
@@ -177,6 +177,8 @@ def cost(snapshot: Snapshot, shape: RequestShape) -> Placement:
     """
     if all(worker.step_model == NO_STEP_MODEL for worker in snapshot.workers):
         return least_loaded(snapshot, shape)
+    if snapshot.is_aggregated:
+        snapshot = aggregated(snapshot)
     fitting = fitting_workers(snapshot, shape)
     request = _Request(
         num_tokens=shape.num_prompt_tokens + shape.num_output_tokens,
@@ -357,7 +359,7 @@ def _predict_local(prompt: _Prompt, decode: _Decode, request: _Request) -> _Pred
         chunk = shared_chunk(worker, request.gap, step, matched)
     chunk = min(chunk, num_missed)
     num_chunks = -(-num_missed // chunk)
-    gap = (before or model.base) + model.per_token * chunk + model.per_pair * pairs(matched, chunk)
+    gap = model.with_chunk(before, matched, chunk)
     delay = prompt.delay + decode.room * FULL
     harm = request.late(request.waited + delay)
     if not request.gap:
@@ -367,7 +369,7 @@ def _predict_local(prompt: _Prompt, decode: _Decode, request: _Request) -> _Pred
     elif slow := request.slow(gap):
         harm += num_chunks * running * (slow - request.slow(before))
     if request.gap:  # later prompts there interrupt this request
-        later = decode.after + model.per_token * shared_chunk(worker, request.gap, decode.after, 0)
+        later = decode.after + model.per_token_beside * shared_chunk(worker, request.gap, decode.after, 0)
         harm += worker.prefill_busy * request.output_tokens * (request.slow(later) - request.slow(decode.after))
     harm += decode.harm
     strain = strain_of(request.waited + delay, request.ttft) if request.strains else math.inf

@@ -9,8 +9,10 @@ from splitserve.protocol.cluster_report import WorkerState
 from splitserve.protocol.messages.requests import PeerRef
 from splitserve.protocol.request import Party, Role
 from splitserve.router.links.membership import Membership, decode_party, prefill_party
+from splitserve.router.placement.cost import cost
+from splitserve.router.placement.modes.recent_sizes import RecentSizes
+from splitserve.router.placement.modes.serving_mode import ServingMode
 from splitserve.router.placement.policies import (
-    USUAL_OUTPUT_TOKENS,
     NoWorker,
     Placement,
     Policy,
@@ -28,10 +30,6 @@ from splitserve.router.requests.objectives import NO_OBJECTIVES, Objectives
 
 SHUTTING_DOWN = "the router is shutting down"
 _LIMITS_SECONDS = 0.1
-OUTPUT_WEIGHT = 0.05
-"""Least weight of an output in the mean length of recent ones. The first ones count equally."""
-GUESS_OUTPUTS = 4
-"""Outputs that the guess counts as: a few short ones, as of health checks, don't decide the mean."""
 
 
 class Limits(msgspec.Struct, frozen=True, gc=False):
@@ -57,8 +55,8 @@ class Placer:
         self, policy: Policy, membership: Membership, prefixes: PrefixView, objectives: Objectives = NO_OBJECTIVES
     ) -> None:
         self.policy = policy
-        self.output_tokens = USUAL_OUTPUT_TOKENS  # the mean of recent outputs
-        self._num_outputs = GUESS_OUTPUTS  # that it is the mean of
+        self.sizes = RecentSizes()
+        self._mode = ServingMode(objectives if policy is cost else NO_OBJECTIVES)  # others know no modes
         self._objectives = objectives
         self._known_limits: _KnownLimits | None = None
         self.is_closing = False  # no request is placed any more
@@ -81,6 +79,8 @@ class Placer:
             alone = local_placement(self.snapshot(request.hashes, now).workers, shape)
             return alone or self.place(shape, now, request.hashes)
         placement = self.place(shape, now, request.hashes)
+        if not isinstance(placement, NoWorker):
+            self.sizes.note_prompt(shape.num_prompt_tokens, placement.matched_tokens, now)
         if not isinstance(placement, NoWorker) or self.is_closing:
             return placement
         fallback = local_placement(self.snapshot(request.hashes, now).workers, shape)
@@ -93,7 +93,9 @@ class Placer:
         worths = {party: match.worth_tokens for party, match in matches.items()}
         workers = self._membership.snapshot(now, worths).workers
         source = self._prefix_source(workers, prompt, matches) if matches else None
-        return Snapshot(workers, self._objectives, self.output_tokens, source)
+        if self._mode.is_due(now):
+            self._mode.review(workers, self._membership.are_alike(now), self.sizes, now)
+        return Snapshot(workers, self._objectives, self.sizes.output, source, self._mode.is_aggregated)
 
     def _prefix_source(
         self, workers: Iterable[WorkerView], prompt: PromptHashes, matches: Mapping[Party, PrefixMatch]
@@ -145,15 +147,10 @@ class Placer:
     def note_output(self, request: ActiveRequest) -> None:
         """Take a finished output into account: its length, and its KV, which the next turn's prompt may begin with."""
         output_ids = request.state.delivered_ids
-        self.note_output_length(len(output_ids))
+        self.sizes.note_output(len(output_ids))
         placement = request.state.placement
         if placement is not None and request.cache_epoch == self.cache_epoch:
             self.note_sent([decode_party(placement)], request.hashes.extended(output_ids))
-
-    def note_output_length(self, num_tokens: int) -> None:
-        """Take the length of a finished output into the mean of recent ones."""
-        self._num_outputs += 1
-        self.output_tokens += max(OUTPUT_WEIGHT, 1.0 / self._num_outputs) * (num_tokens - self.output_tokens)
 
     def limits(self, now: float) -> Limits | NoWorker:
         """Return the bounds of prompts, or NoWorker until they are known and requests can run."""

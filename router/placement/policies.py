@@ -7,7 +7,7 @@ picked first; prefill follows. The same function can run in a simulator: all tha
 import hashlib
 import importlib
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import NamedTuple, TypeAlias
 
@@ -96,12 +96,14 @@ class PrefixSource(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """The ready workers, and what all placements depend on. ``output_tokens``: the mean length of recent outputs."""
+    """The ready workers, and what all placements depend on. ``output_tokens``: the mean length of recent outputs;
+    ``is_aggregated``: prefill and decode workers had better do both phases of their requests."""
 
     workers: tuple[WorkerView, ...]
     objectives: Objectives = NO_OBJECTIVES
     output_tokens: float = USUAL_OUTPUT_TOKENS
     prefix_source: PrefixSource | None = None
+    is_aggregated: bool = False
 
 
 class RequestShape(msgspec.Struct, frozen=True, gc=False):
@@ -186,6 +188,11 @@ def least_loaded(snapshot: Snapshot, shape: RequestShape) -> Placement:
     if mixed is not None:
         return alone(mixed, "least loaded")
     return NoWorker(why_not(snapshot, fitting, shape))
+
+
+def aggregated(snapshot: Snapshot) -> Snapshot:
+    """Return the snapshot with all workers as mixed ones."""
+    return replace(snapshot, workers=tuple([replace(worker, role=Role.MIXED) for worker in snapshot.workers]))
 
 
 class PrefixRead(NamedTuple):

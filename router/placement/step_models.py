@@ -54,7 +54,7 @@ def _held(known: Known) -> StepModel:
 def _corrected(estimate: StepModel, alike: Iterable[Known]) -> StepModel:
     """Return an estimate in the median ratio of fits to estimates of workers alike. What no step of theirs has shown
     stays: their fits have it from their estimates."""
-    known = (each for each in alike if each.model.num_steps >= TRUSTED_STEPS and min(each.estimate.coefficients) > 0.0)
+    known = (each for each in alike if each.model.num_steps >= TRUSTED_STEPS and each.estimate != NO_MODEL)
     ratios = [_ratios(each) for each in itertools.islice(known, MAX_REFERENCES)]
     if not ratios:
         return estimate
@@ -63,4 +63,5 @@ def _corrected(estimate: StepModel, alike: Iterable[Known]) -> StepModel:
 
 
 def _ratios(known: Known) -> list[float]:
-    return [one / other for one, other in zip(_held(known).coefficients, known.estimate.coefficients, strict=True)]
+    pairs = zip(_held(known).coefficients, known.estimate.coefficients, strict=True)
+    return [one / other if other else 1.0 for one, other in pairs]

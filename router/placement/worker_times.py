@@ -51,7 +51,8 @@ def beside(worker: WorkerView, num_tokens: int, alone: float, step: float, objec
     those of the same tokens where nothing decodes."""
     num_steps = -(-num_tokens // shared_chunk(worker, objective, step, num_tokens // 2))  # on average
     num_alone = -(-num_tokens // (worker.chunk_tokens or DEFAULT_CHUNK_TOKENS))
-    return alone + num_steps * step - num_alone * worker.step_model.base
+    model = worker.step_model
+    return alone - num_tokens * model.saved_beside + num_steps * step - num_alone * model.base
 
 
 def stretch(worker: WorkerView, alone: float, step: float, objective: float) -> float:
@@ -70,7 +71,7 @@ def chunk_seconds(worker: WorkerView, num_tokens: int, step: float, objective: f
     number is fixed."""
     model = worker.step_model
     chunk = min(shared_chunk(worker, objective, step, num_tokens), num_tokens)
-    return model.per_token * chunk + model.per_pair * pairs(num_tokens - chunk, chunk)
+    return model.per_token_beside * chunk + model.per_pair * pairs(num_tokens - chunk, chunk)
 
 
 def usual_prompt_tokens(worker: WorkerView) -> int:
@@ -90,7 +91,7 @@ def interruptions(worker: WorkerView, share: float) -> float:
     counts by its ratio to a step.
     """
     model = worker.step_model
-    chunk = model.base + model.per_token * shared_chunk(worker, 0.0, 0.0, 0)
+    chunk = model.base + model.per_token_beside * shared_chunk(worker, 0.0, 0.0, 0)
     return share / (1.0 - share) * min(chunk, worker.prompt_seconds or chunk)
 
 
@@ -150,7 +151,7 @@ def later_prompts(
     longer, long = stretch(worker, alone, after, objective), 1.0
     if running:  # of k outputs that began at any time the last one ends after k / (k + 1) of the usual time
         long += (stretch(worker, alone, before, objective) - 1.0) * running / (running + 1)
-    mixed_step = after + model.per_token * shared_chunk(worker, objective, after, 0)
+    mixed_step = after + model.per_token_beside * shared_chunk(worker, objective, after, 0)
     seconds = num_outputs * min(after / (1.0 - share), mixed_step)
     queue = max(0.0, share * longer - max(1.0, share * long)) * seconds / 2  # on average over that time
     busy, busier = (share * long, share * longer) if objective else (0.0, 0.0)

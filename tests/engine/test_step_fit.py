@@ -86,6 +86,31 @@ def test_coefficients_come_back(seed: int) -> None:
         assert fit.model.seconds(work) == pytest.approx(TRUE.seconds(work), rel=0.02)
 
 
+def test_prompt_tokens_beside_outputs_have_a_cost_of_their_own() -> None:
+    """The estimate's share is taken until steps of both kinds were seen; later steps of one kind leave it as it is."""
+    true = StepModel(base=5e-3, per_decode=2e-5, per_context=3e-8, per_token=2e-5, per_pair=2e-10, saved_beside=5e-6)
+    estimate = StepModel(
+        base=4e-3, per_decode=2e-5, per_context=3e-8, per_token=3e-5, per_pair=2e-10, saved_beside=3e-6
+    )
+    chosen, fit = random.Random(9), StepFit(estimate)
+
+    def run(number: int, decodes: list[int], prefills: list[tuple[int, int]]) -> None:
+        for _ in range(number):
+            each = plan(decodes, [(start, count + chosen.randrange(64)) for start, count in prefills])
+            fit.note(each, true.seconds(work_of(each)), 0.0)
+
+    run(200, [], [(0, 2048)])
+    run(200, [900] * 30, [])
+    assert 0.05 < fit.model.saved_beside / fit.model.per_token < 0.25
+    run(400, [900] * 30, [(512, 300)])
+    run(400, [900] * 30, [])
+    assert fit.model.per_token_beside == pytest.approx(true.per_token_beside, rel=0.05)
+    run(2000, [], [(0, 2048)])
+    assert fit.model.per_token_beside == pytest.approx(true.per_token_beside, rel=0.05)
+    prompt = work_of(plan([], [(0, 2048)]))
+    assert fit.model.seconds(prompt) == pytest.approx(true.seconds(prompt), rel=0.03)
+
+
 def test_noise_and_stalls_do_little_harm() -> None:
     fit = fitted(3, 0.1, stalls=0.005)
     chosen = random.Random(7)

@@ -19,6 +19,7 @@ def test_the_estimate_of_a_known_shape() -> None:
     assert model.per_token == pytest.approx(2 * 6.98e9 / (ATTAINED * 1e14), rel=0.01)
     assert model.per_pair == pytest.approx(4 * 32 * 32 * 128 / (ATTAINED * 1e14))
     assert model.num_steps == 0
+    assert 0.8 * model.per_token < model.per_token_beside < model.per_token
 
 
 def test_ranks_share_the_work() -> None:

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from splitserve.protocol.placement.chunk_bounds import LEAST_SHARE, OBJECTIVE_SHARE, ChunkBounds
 from splitserve.protocol.placement.step_model import StepModel, StepWork, pairs
 
-MODEL = StepModel(4e-3, 1.5e-5, 3.1e-8, 2.4e-5, 1.3e-9, 1000)
+MODEL = StepModel(4e-3, 1.5e-5, 3.1e-8, 2.4e-5, 1.3e-9, 1000, saved_beside=3e-6)
 BOUNDS = ChunkBounds(fixed=320, most=4096)
 
 
@@ -38,17 +38,17 @@ def test_a_step_fills_its_share_of_the_objective(
 
 
 def test_more_sequences_a_deeper_prompt_or_a_stricter_objective_leave_less() -> None:
-    usual = BOUNDS.tokens(MODEL, 5e-3, 0, 15e-3)
-    assert usual == pytest.approx((OBJECTIVE_SHARE * 15e-3 - 5e-3) / MODEL.per_token, rel=0.05)
-    assert BOUNDS.tokens(MODEL, 9e-3, 0, 15e-3) < usual
-    assert BOUNDS.tokens(MODEL, 5e-3, 30_000, 15e-3) < usual
-    assert BOUNDS.tokens(MODEL, 5e-3, 0, 12e-3) < usual < BOUNDS.tokens(MODEL, 5e-3, 0, 30e-3)
+    usual = BOUNDS.tokens(MODEL, 5e-3, 0, 13e-3)
+    assert usual == pytest.approx((OBJECTIVE_SHARE * 13e-3 - 5e-3) / MODEL.per_token_beside, rel=0.05)
+    assert BOUNDS.tokens(MODEL, 9e-3, 0, 13e-3) < usual
+    assert BOUNDS.tokens(MODEL, 5e-3, 30_000, 13e-3) < usual
+    assert BOUNDS.tokens(MODEL, 5e-3, 0, 11e-3) < usual < BOUNDS.tokens(MODEL, 5e-3, 0, 30e-3)
 
 
 def test_prompts_get_a_share_of_the_step_where_outputs_use_the_objective_up() -> None:
     tokens = BOUNDS.tokens(MODEL, 15e-3, 0, 10e-3)
     assert tokens == BOUNDS.tokens(MODEL, 15e-3, 0, 15e-3)
-    assert tokens * MODEL.per_token == pytest.approx(LEAST_SHARE * 15e-3, rel=0.02)
+    assert tokens * MODEL.per_token_beside == pytest.approx(LEAST_SHARE * 15e-3, rel=0.02)
 
 
 def test_without_an_objective_or_a_model_the_number_is_fixed() -> None:

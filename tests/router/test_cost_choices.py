@@ -26,7 +26,10 @@ from splitserve.router.placement.strain import MAX_CHUNK_STRAIN
 from splitserve.router.placement.worker_times import MAX_UTILISATION, RESIDUAL, usual_prompt_tokens
 from splitserve.router.requests.objectives import Objectives
 
-MODELS = [StepModel(4e-3, 1.5e-5, 3.1e-8, 2.4e-5, 1.3e-9, 1000), StepModel(8e-3, 3e-5, 6.2e-8, 4.8e-5, 2.6e-9, 1000)]
+MODELS = [
+    StepModel(4e-3, 1.5e-5, 3.1e-8, 2.4e-5, 1.3e-9, 1000, saved_beside=3e-6),
+    StepModel(8e-3, 3e-5, 6.2e-8, 4.8e-5, 2.6e-9, 1000),
+]
 
 
 class PlainCost:
@@ -93,7 +96,7 @@ class PlainCost:
         left, tokens = max(0.85 * self.gap - step, 0.4 * step), 0
         for power in reversed(range(14)):  # the most that fit, by halves
             more = tokens + (1 << power)
-            if model.per_token * more + model.per_pair * pairs(start, more) <= left:
+            if model.per_token_beside * more + model.per_pair * pairs(start, more) <= left:
                 tokens = more
         tokens = min(max(1, tokens), most)
         return tokens - (tokens - fixed) % max(1, fixed // 2) if tokens > fixed else tokens
@@ -104,7 +107,8 @@ class PlainCost:
             return alone
         chunk = self.shared(worker, step, num_tokens // 2)
         steps, steps_alone = math.ceil(num_tokens / chunk), math.ceil(num_tokens / worker.chunk_tokens)
-        return alone + steps * step - steps_alone * worker.step_model.base
+        saved = num_tokens * worker.step_model.saved_beside
+        return alone - saved + steps * step - steps_alone * worker.step_model.base
 
     def stretch(self, worker, alone, step):
         """Return how many times as long a prompt takes beside outputs."""
@@ -148,13 +152,13 @@ class PlainCost:
     def interruptions(self, worker):
         """Return the harm per output by prompts that are computed meanwhile, without objectives."""
         model, share = worker.step_model, self.share(worker)
-        chunk = model.base + model.per_token * self.shared(worker, 0.0, 0)
+        chunk = model.base + model.per_token_beside * self.shared(worker, 0.0, 0)
         return share / (1.0 - share) * min(chunk, worker.prompt_seconds or chunk)
 
     def chunk(self, worker, num_tokens, step):
         """Return what the last chunk of a prompt adds to a step."""
         model, chunk = worker.step_model, min(self.shared(worker, step, num_tokens), num_tokens)
-        return model.per_token * chunk + model.per_pair * pairs(num_tokens - chunk, chunk)
+        return model.per_token_beside * chunk + model.per_pair * pairs(num_tokens - chunk, chunk)
 
     def long_odds(self, step, chunk):
         return min(self.odds(step + chunk, self.gap), self.odds(step, self.gap) + MAX_CHUNK_STRAIN)
@@ -227,12 +231,13 @@ class PlainCost:
         beside = self.step_beside(worker)
         chunk = min(self.shared(worker, beside, matched) if beside else worker.chunk_tokens, left)
         steps = -(-left // chunk)
-        gap = (before or model.base) + model.per_token * chunk + model.per_pair * pairs(matched, chunk)
+        work = StepWork(1.0 if before else 0.0, 0, chunk, pairs(matched, chunk))
+        gap = (before or model.base) + model.seconds(work) - model.seconds(StepWork(work.num_decodes))
         delay += self.room(worker) * (1.0 + self.burden_at(1.0))
         harm = self.late(self.shape.waited_seconds + delay)
         if self.gap:
             harm += steps * running * (self.slow(gap) - self.slow(before))
-            later = after + model.per_token * self.shared(worker, after, 0)
+            later = after + model.per_token_beside * self.shared(worker, after, 0)
             harm += worker.prefill_busy * self.outputs * (self.slow(later) - self.slow(after))
         else:
             step = before or after
@@ -258,7 +263,9 @@ class PlainCost:
             return 0.0, 0.0
         longer = self.stretch(worker, alone, self.after(worker))
         long = 1.0 + (self.stretch(worker, alone, self.before(worker)) - 1.0) * running / (running + 1)
-        mixed_step = self.after(worker) + worker.step_model.per_token * self.shared(worker, self.after(worker), 0)
+        mixed_step = self.after(worker) + worker.step_model.per_token_beside * self.shared(
+            worker, self.after(worker), 0
+        )
         seconds = self.outputs * min(self.after(worker) / (1.0 - share), mixed_step)
         number = max(1.0, seconds * share / alone)
         overload = max(0.0, share * longer - max(1.0, share * long))

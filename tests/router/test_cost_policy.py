@@ -289,11 +289,11 @@ def test_the_share_of_time_that_prompts_will_take_is_hardly_too_high_on_average(
 def test_a_few_short_outputs_do_not_decide_the_expected_length():
     placer = Placer(cost, None, None)
     for length in (1, 1, 1):
-        placer.note_output_length(length)
-    assert placer.output_tokens > 0.5 * USUAL_OUTPUT_TOKENS
+        placer.sizes.note_output(length)
+    assert placer.sizes.output > 0.5 * USUAL_OUTPUT_TOKENS
     for _ in range(40):
-        placer.note_output_length(500)
-    assert placer.output_tokens == pytest.approx(500, rel=0.2)
+        placer.sizes.note_output(500)
+    assert placer.sizes.output == pytest.approx(500, rel=0.2)
 
 
 @pytest.mark.parametrize("num_workers", [2, 64])

@@ -124,7 +124,7 @@ class Gate:
         self._outbox.put(Count("class_requests", (name, request.context.tenant, "refused")))
 
     def _cost(self, request: ActiveRequest) -> float:
-        outputs = min(request.sampling.max_tokens, self._placer.output_tokens) * (1 + len(request.siblings))
+        outputs = min(request.sampling.max_tokens, self._placer.sizes.output) * (1 + len(request.siblings))
         return len(request.token_ids) + outputs
 
     def _has_room(self, request: ActiveRequest, placement: Placed, now: float) -> bool:

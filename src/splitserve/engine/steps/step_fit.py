@@ -1,6 +1,7 @@
 """Fit of a step-time model to a worker's own steps, while it serves. Pure: times come in as arguments."""
 
 import statistics
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -16,7 +17,8 @@ MEMORY_STEPS = 500
 not erase what is known of prompts, nor does a minute of one sequence erase what is known of fifty."""
 KIND_WEIGHT = 0.1
 """Weight of steps with four times as many sequences as the last one that decoded, or a quarter. Steps take longer the
-more sequences they have, but less and less so: a line through all of them is wrong where the load is."""
+more sequences they have, but less and less so: a line through all of them is wrong where the load is. Steps of prompts
+alone count in full: only they tell what a prompt token costs there."""
 REFIT_STEPS = 50
 EARLY_REFIT_STEPS = 10
 """Steps between fits among a worker's first ``4 * REFIT_STEPS`` steps."""
@@ -143,7 +145,10 @@ class StepFit:
         scale = seconds
         if predicted > 0.0:
             scale, seconds = predicted, min(seconds, MAX_SURPRISE * predicted)
-        row = np.array([1.0, *work]) / scale  # so that errors are relative: short steps count as much as long ones
+        alone = 0.0 if work.num_decodes else work.prefill_tokens
+        row = (
+            np.array([1.0, *work, alone]) / scale
+        )  # so that errors are relative: short steps count as much as long ones
         kind = _Kind.of(work)
         self._present = kind.size or self._present
         if kind not in self._moments:
@@ -154,19 +159,27 @@ class StepFit:
         """Return the model for steps with about as many sequences as the present ones, once some of them were seen."""
         seen = sum(moments.num_steps for kind, moments in self._moments.items() if kind.size == self._present)
         weight_of_kind = KIND_WEIGHT if seen >= REFIT_STEPS else 1.0
-        estimate = np.array(self._estimate.coefficients)
+        estimate = np.array(_by_kind(self._estimate.coefficients))
         scale = np.where(estimate > 0.0, estimate, 1e-9)  # coefficients differ by many orders of magnitude
         size = len(scale)
         products, targets, num_steps = np.zeros((size, size)), np.zeros(size), 0.0
         for kind, moments in self._moments.items():
-            near = weight_of_kind ** abs(kind.size - self._present)
+            near = weight_of_kind ** abs(kind.size - self._present) if kind.size else 1.0
             products += near * moments.products
             targets += near * moments.targets
             num_steps += near * moments.num_steps
         products, targets = products * np.outer(scale, scale), targets * scale
         weight = _ESTIMATE_WEIGHT * np.trace(products) / size / num_steps
         solution = non_negative(products + weight * np.eye(size), targets + weight * (estimate / scale))
-        return StepModel.of((solution * scale).tolist(), self._num_steps)
+        *others, beside, per_pair, saved = (solution * scale).tolist()
+        return StepModel.of((*others, beside + saved, per_pair, saved), self._num_steps)
+
+
+def _by_kind(coefficients: Sequence[float]) -> list[float]:
+    """Return a model's coefficients with the seconds per prompt token in any step, and those on top in one that doesn't
+    decode: neither is negative."""
+    *others, per_token, per_pair, saved = coefficients
+    return [*others, max(0.0, per_token - saved), per_pair, min(saved, per_token)]
 
 
 def non_negative(products: _Floats, targets: _Floats) -> _Floats:

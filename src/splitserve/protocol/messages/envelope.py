@@ -43,7 +43,7 @@ from splitserve.protocol.messages.requests import (
 from splitserve.protocol.messages.routers import AskRouter, RouterAnswer, RouterReport, SentPrefixes
 from splitserve.protocol.request import Party
 
-SCHEMA_VERSION = 24
+SCHEMA_VERSION = 25
 
 Body: TypeAlias = (
     Register

@@ -21,7 +21,7 @@ class StepWork(NamedTuple):
     prefill_pairs: float = 0.0  # pairs of a prompt token and a token that it attends to
 
 
-def pairs(start: int, count: int) -> float:
+def pairs(start: float, count: float) -> float:
     """Return the pairs of ``count`` tokens from position ``start`` on, each with itself and all tokens before it."""
     return count * (start + (count + 1) / 2)
 
@@ -29,7 +29,8 @@ def pairs(start: int, count: int) -> float:
 class StepModel(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
     """A linear model of a step's seconds, with non-negative coefficients.
 
-    ``num_steps``: number of steps that it was fitted on; 0 for an estimate.
+    A prompt token costs less in a step that decodes: such a step reads the weights anyway, and they hide a part of the
+    computing. ``num_steps``: number of steps that it was fitted on; 0 for an estimate.
     """
 
     base: Coefficient = 0.0  # per step
@@ -38,21 +39,28 @@ class StepModel(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
     per_token: Coefficient = 0.0  # per prompt token
     per_pair: Coefficient = 0.0  # per pair of tokens in the attention of prompts
     num_steps: Count = 0
+    saved_beside: Coefficient = 0.0  # of per_token, in a step that decodes
 
     @classmethod
     def of(cls, coefficients: Sequence[float], num_steps: int) -> "StepModel":
-        base, per_decode, per_context, per_token, per_pair = coefficients
-        return cls(base, per_decode, per_context, per_token, per_pair, num_steps)
+        base, per_decode, per_context, per_token, per_pair, saved_beside = coefficients
+        return cls(base, per_decode, per_context, per_token, per_pair, num_steps, saved_beside)
 
     @property
     def coefficients(self) -> tuple[float, ...]:
-        return (self.base, self.per_decode, self.per_context, self.per_token, self.per_pair)
+        return (self.base, self.per_decode, self.per_context, self.per_token, self.per_pair, self.saved_beside)
+
+    @property
+    def per_token_beside(self) -> float:
+        """Seconds per prompt token in a step that decodes."""
+        return self.per_token - self.saved_beside if self.per_token > self.saved_beside else 0.0
 
     def seconds(self, work: StepWork) -> float:
         """Return the predicted seconds of a step."""
         num_decodes, context, num_tokens, num_pairs = work
         of_decodes = self.per_decode * num_decodes + self.per_context * context
-        return self.base + of_decodes + self.per_token * num_tokens + self.per_pair * num_pairs
+        per_token = self.per_token_beside if num_decodes else self.per_token
+        return self.base + of_decodes + per_token * num_tokens + self.per_pair * num_pairs
 
     def prefill_seconds(self, start: int, num_tokens: int, chunk_tokens: int) -> float:
         """Return the seconds of ``num_tokens`` prompt tokens after ``start``, alone on a worker, in chunks."""
@@ -66,9 +74,15 @@ class StepModel(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
         """Return the seconds of a step of ``num_decodes`` sequences with ``context_tokens`` tokens in all."""
         return self.base + (self.per_decode * num_decodes + self.per_context * context_tokens)
 
+    def with_chunk(self, decode_seconds: float, start: int, count: int) -> float:
+        """Return the seconds of a step with ``count`` prompt tokens after ``start``, beside sequences whose step alone
+        takes ``decode_seconds``; 0.0: nothing decodes."""
+        per_token = self.per_token_beside if decode_seconds else self.per_token
+        return (decode_seconds or self.base) + per_token * count + self.per_pair * pairs(start, count)
+
     def prompt_tokens_within(self, seconds: float, start: int) -> int:
-        """Return the most prompt tokens after ``start`` that add at most ``seconds`` to a step."""
-        linear, half = self.per_token + self.per_pair * (start + 0.5), self.per_pair / 2
+        """Return the most prompt tokens after ``start`` that add at most ``seconds`` to a step that decodes."""
+        linear, half = self.per_token_beside + self.per_pair * (start + 0.5), self.per_pair / 2
         if seconds <= 0.0 or not linear:
             return 0
         return int(2 * seconds / (linear + math.sqrt(linear * linear + 4 * half * seconds)))

@@ -378,5 +378,5 @@ class SimRouter:
 def some_step_model(party: Party) -> StepModel:
     """Return a step-time model that has nothing to do with the worker's steps: no answer depends on predictions."""
     chosen = random.Random(str(party))
-    coefficients = [10.0 ** chosen.uniform(-9.0, -1.0) for _ in range(5)]
+    coefficients = [10.0 ** chosen.uniform(-9.0, -1.0) for _ in range(6)]
     return StepModel.of(coefficients, chosen.choice([0, 10, 1000]))

@@ -1,0 +1,1 @@
+"""Serving modes: aggregated or disaggregated, by what both hold."""

@@ -1,0 +1,66 @@
+"""The serving mode of a cluster with prefill and decode workers: disaggregated, or aggregated, where each worker does
+both phases of its requests. Pure."""
+
+import logging
+from collections.abc import Sequence
+
+from splitserve.protocol.request import Role
+from splitserve.router.placement.modes.arrangements import Arrangements, Pool, Sizes
+from splitserve.router.placement.modes.recent_sizes import RecentSizes
+from splitserve.router.placement.policies import WorkerView, of_role
+from splitserve.router.placement.step_models import TRUSTED_STEPS
+from splitserve.router.requests.objectives import Objectives
+
+GAIN, LOSS = 1.0, 0.95
+"""Rate that aggregated workers hold, over that of disaggregated ones, from which on, and below which no longer, serving
+is aggregated."""
+HIGH_LOAD, LOW_LOAD = 0.6, 0.5
+"""Recent rate over that which disaggregated workers hold, from which on, and down to which, serving is aggregated.
+Below, disaggregated workers hold the objectives as well, with shorter gaps."""
+REVIEW_SECONDS = 1.0
+MIN_PROMPTS = 20
+"""Requests whose sizes are known, at least."""
+
+log = logging.getLogger(__name__)
+
+
+class ServingMode:
+    """Decides on the mode from time to time, by what both hold at the sizes of recent requests."""
+
+    def __init__(self, objectives: Objectives) -> None:
+        self.is_aggregated = False
+        self._objectives = objectives
+        self._has_objectives = min(objectives.ttft_seconds, objectives.tpot_seconds) > 0.0
+        self._review_at = 0.0
+
+    def is_due(self, now: float) -> bool:
+        """Return whether :meth:`review` has something to do."""
+        return self._has_objectives and now >= self._review_at
+
+    def review(self, workers: Sequence[WorkerView], are_alike: bool, sizes: RecentSizes, now: float) -> None:
+        """Decide anew. ``are_alike``: the workers have the same model and device; others can't be compared."""
+        self._review_at = now + REVIEW_SECONDS
+        prefill, decode = of_role(workers, Role.PREFILL), of_role(workers, Role.DECODE)
+        comparable = are_alike and prefill and decode and len(prefill) + len(decode) == len(workers)
+        if not comparable or sizes.num_prompts < MIN_PROMPTS or not (_is_known(prefill) and _is_known(decode)):
+            self._set(False, "their steps are not known, or can't be compared")
+            return
+        found = Arrangements(Pool.of(prefill), Pool.of(decode), Sizes.of(sizes), self._objectives)
+        split, whole, rate = found.disaggregated(), found.aggregated(), sizes.rate(now)
+        gain, load = (LOSS, LOW_LOAD) if self.is_aggregated else (GAIN, HIGH_LOAD)
+        pays = whole >= gain * split and rate >= load * split
+        self._set(pays, f"{rate:.3g} requests/s come; aggregated {whole:.3g} can be held, disaggregated {split:.3g}")
+
+    def _set(self, is_aggregated: bool, why: str) -> None:
+        if is_aggregated != self.is_aggregated:
+            self.is_aggregated = is_aggregated
+            mode = (
+                "aggregated: each worker does both phases"
+                if is_aggregated
+                else "disaggregated: workers keep their roles"
+            )
+            log.info("serving is %s (%s)", mode, why)
+
+
+def _is_known(workers: Sequence[WorkerView]) -> bool:
+    return any(worker.step_model.num_steps >= TRUSTED_STEPS for worker in workers)
