@@ -14,6 +14,7 @@ from splitserve.router.placement.modes.recent_sizes import RecentSizes
 from splitserve.router.placement.modes.serving_mode import ServingMode
 from splitserve.router.placement.policies import (
     NoWorker,
+    Placed,
     Placement,
     Policy,
     PrefixSource,
@@ -79,8 +80,6 @@ class Placer:
             alone = local_placement(self.snapshot(request.hashes, now).workers, shape)
             return alone or self.place(shape, now, request.hashes)
         placement = self.place(shape, now, request.hashes)
-        if not isinstance(placement, NoWorker):
-            self.sizes.note_prompt(shape.num_prompt_tokens, placement.matched_tokens, now)
         if not isinstance(placement, NoWorker) or self.is_closing:
             return placement
         fallback = local_placement(self.snapshot(request.hashes, now).workers, shape)
@@ -118,6 +117,10 @@ class Placer:
             if num_tokens:
                 found.append(PrefixSource(party, num_tokens, worker.link_rates))
         return max(found, key=lambda source: (source.num_tokens, source.party.engine_id), default=None)
+
+    def note_begun(self, request: ActiveRequest, placement: Placed, now: float) -> None:
+        """Take into account that a request begins on these workers."""
+        self.sizes.note_prompt(request.shape_at(now).num_prompt_tokens, placement.matched_tokens, now)
 
     def note_computed(self, request: ActiveRequest) -> None:
         """Take into account that the worker of a request's prompt has computed it: its first token is out. Now decode

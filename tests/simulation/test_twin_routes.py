@@ -139,3 +139,20 @@ def test_where_workers_fit_their_models_a_new_load_is_placed_as_well() -> None:
         assert decode.times.model.seconds(work) == pytest.approx(H100Steps().seconds(work), rel=0.03)
     (always, gaps), (conditional, conditional_gaps) = times
     assert conditional < 1.1 * always and conditional_gaps < 1.05 * gaps
+
+
+@pytest.mark.parametrize(("rate", "itl_ms", "is_shared"), [(14.5, 20.0, True), (6.5, 10.0, False)])
+def test_both_workers_draw_long_outputs_where_that_holds_more(rate: float, itl_ms: float, is_shared: bool) -> None:
+    """With loose objectives for gaps, two GPUs that read KV hold more than one; with strict ones prompts get in the
+    way. Plain 1P1D draws tokens too late at the first rate, and holds the second."""
+    (cluster,) = clusters_of(parser().parse_args(["--gpu", "H100", "--cluster", "1P1D:cost"]))
+    workers = [replace(worker, law=H100Steps()) for worker in cluster.workers]
+    load = after_rest(make(Exact(2048, 512), rate, 450, seed=0))
+    found = {}
+    for policy in (ALWAYS, CONDITIONAL):
+        result = TwinCluster(TwinSpec(workers, cluster.calibration, policy, 500.0, itl_ms), 0).run(load, 0)
+        num_refused = sum(bool(turn.error) for turn in result.turns)
+        found[policy] = num_refused, *percentiles(result, 99)
+    (refused, _, gaps), (conditional_refused, ttft, conditional_gaps) = found[ALWAYS], found[CONDITIONAL]
+    assert conditional_refused == 0 and ttft < 500.0 and conditional_gaps < itl_ms
+    assert (refused > 0 or gaps > itl_ms) == is_shared

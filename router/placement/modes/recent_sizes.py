@@ -34,7 +34,7 @@ class RecentSizes:
         return self.computed_square / self.computed if self.computed else 0.0
 
     def note_prompt(self, num_tokens: int, num_matched: int, now: float) -> None:
-        """Take a placed request into account: its prompt, of which its worker has ``num_matched`` tokens."""
+        """Take a request that begins into account: its prompt, of which its worker has ``num_matched`` tokens."""
         computed = max(1, num_tokens - num_matched)
         self.num_prompts += 1
         weight = max(PROMPT_WEIGHT, 1.0 / self.num_prompts)
@@ -49,7 +49,7 @@ class RecentSizes:
         self.output += max(OUTPUT_WEIGHT, 1.0 / self._num_outputs) * (num_tokens - self.output)
 
     def rate(self, now: float) -> float:
-        """Return the placed requests per second of late. It comes up to that of a new load within
+        """Return the requests per second that began of late. It comes up to that of a new load within
         :data:`RATE_SECONDS`."""
         return self._count_at(now) / RATE_SECONDS
 

@@ -54,12 +54,10 @@ class ServingMode:
     def _set(self, is_aggregated: bool, why: str) -> None:
         if is_aggregated != self.is_aggregated:
             self.is_aggregated = is_aggregated
-            mode = (
-                "aggregated: each worker does both phases"
-                if is_aggregated
-                else "disaggregated: workers keep their roles"
-            )
-            log.info("serving is %s (%s)", mode, why)
+            if is_aggregated:
+                log.info("each worker does both phases from now on: %s", why)
+            else:
+                log.info("prefill and decode workers keep their roles from now on: %s", why)
 
 
 def _is_known(workers: Sequence[WorkerView]) -> bool:

@@ -110,6 +110,7 @@ class Gate:
             seconds = self._compute_seconds(request, placement)
             waited = now - request.arrived_at
             request.predicted_ttft_seconds = waited + self._queue_seconds(placement, now) + seconds if seconds else None
+        self._placer.note_begun(request, placement, now)
         self._begin(request, placement, now)
 
     def _refuse(self, request: ActiveRequest, objective: float) -> None:
