@@ -79,6 +79,15 @@ def test_objectives_that_no_worker_keeps_hold_nothing():
     assert found.disaggregated() == pytest.approx(0.0, abs=0.1) == found.aggregated()
 
 
+@pytest.mark.parametrize("seconds", [0.0, 1e-12, 1e6])
+def test_no_model_that_a_worker_can_send_stops_the_router(seconds):
+    liar = StepModel.of([seconds] * 6, 1000)
+    for prefill, decode in ((liar, DECODE), (PREFILL, liar), (liar, liar)):
+        workers = (worker("p", Role.PREFILL, step_model=prefill), worker("d", Role.DECODE, step_model=decode))
+        for sizes in (LONG_OUTPUTS, (1, 1)):
+            ServingMode(LOOSE).review(workers, True, *at_rate(12.0, sizes))
+
+
 def test_the_slow_waits_of_one_worker_with_equal_times():
     """Of an M/D/1 queue that is busy for eight tenths of the time, 1% wait longer than 10.4 times a service takes."""
     assert slow_wait(0.8, 1, 1.0) == pytest.approx(10.4, rel=0.07)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from statistics import fmean
 from typing import NamedTuple
 
-from splitserve.protocol.placement.chunk_bounds import LEAST_SHARE, OBJECTIVE_SHARE, longer_by
+from splitserve.protocol.placement.chunk_bounds import sized_tokens
 from splitserve.protocol.placement.step_model import StepModel, pairs
 from splitserve.router.placement.modes.recent_sizes import RecentSizes
 from splitserve.router.placement.policies import DEFAULT_CHUNK_TOKENS, WorkerView
@@ -29,7 +29,8 @@ MOST_BUSY = 0.95
 """Share of a worker's time that prompts can take, at most."""
 MAX_WORKERS = 32
 """Workers of a pool whose models make the usual worker's: enough, and a large pool costs no more than a small one."""
-_GRANULE = 16  # chunks below the fixed number are multiples of it
+LEAST_SECONDS = 1e-6
+"""Of a step or a prompt, whatever a worker's model says."""
 _HALVINGS = 12
 
 
@@ -81,11 +82,12 @@ class Pool(NamedTuple):
     def decode_step(self, num_sequences: float, sizes: Sizes) -> float:
         """Return the seconds of a step that decodes."""
         own = self.model
-        return own.base + num_sequences * (own.per_decode + own.per_context * sizes.context)
+        seconds = own.base + num_sequences * (own.per_decode + own.per_context * sizes.context)
+        return max(LEAST_SECONDS, seconds)
 
     def prompt(self, num_tokens: float) -> float:
         """Return the seconds of a prompt on a worker where nothing decodes."""
-        return self.model.prefill_seconds(0, int(num_tokens), self.chunk_tokens)
+        return max(LEAST_SECONDS, self.model.prefill_seconds(0, int(num_tokens), self.chunk_tokens))
 
 
 class _Mixed(NamedTuple):
@@ -178,17 +180,11 @@ class Arrangements:
     def _mixed(self, num_sequences: float) -> _Mixed:
         """Return a worker with so many sequences. Chunks are those of the middle of a prompt, as workers size them
         (:func:`splitserve.protocol.placement.chunk_bounds.sized_tokens`)."""
-        model, sizes = self._prefill.model, self._sizes
-        step, middle = self._decode.decode_step(num_sequences, sizes), sizes.computed / 2
-        room = max(OBJECTIVE_SHARE * self._gap - step, LEAST_SHARE * step)
-
-        def added(chunk: float) -> float:
-            return model.per_token_beside * chunk + model.per_pair * pairs(middle, chunk)
-
-        fixed, most = self._prefill.chunk_bounds
-        sized = (*reversed(range(fixed, most + 1, longer_by(fixed))), *reversed(range(_GRANULE, fixed, _GRANULE)))
-        chunk = min(float(next((each for each in sized if added(each) <= room), _GRANULE)), sizes.computed)
-        return _Mixed(step, step + added(chunk), sizes.computed / chunk, math.ceil(sizes.long / chunk))
+        model, sizes, bounds = self._prefill.model, self._sizes, self._prefill.chunk_bounds
+        step, middle = self._decode.decode_step(num_sequences, sizes), int(sizes.computed / 2)
+        chunk = min(float(sized_tokens(model, step, middle, self._gap, bounds)), sizes.computed)
+        added = model.per_token_beside * chunk + model.per_pair * pairs(middle, chunk)
+        return _Mixed(step, step + added, sizes.computed / chunk, math.ceil(sizes.long / chunk))
 
 
 def slow_wait(num_busy: float, number: int, seconds: float) -> float:
