@@ -91,6 +91,11 @@ class RouterMetrics:
             "Requests that wait for their turn, since the workers are full",
             registry=registry,
         )
+        self.serving_is_aggregated = Gauge(
+            "splitserve_serving_is_aggregated",
+            "1 while the policy cost lets prefill and decode workers do both phases of their requests",
+            registry=registry,
+        )
         self._add_histograms(registry)
         self.prompt_tokens = _counter(registry, "prompt_tokens", "Prompt tokens of placed requests")
         self.output_tokens = _counter(registry, "output_tokens", "Output tokens received and delivered in order")
@@ -174,6 +179,9 @@ class RouterMetrics:
         self.requests_in_flight.set_function(num_admitted)
         self.requests_waiting.set_function(num_waiting)
         self.requests_queued.set_function(num_queued)
+
+    def watch_mode(self, is_aggregated: Callable[[], bool]) -> None:
+        self.serving_is_aggregated.set_function(is_aggregated)
 
     def count_http(self, path: str, status: int) -> None:
         """Count an HTTP request by endpoint and status."""

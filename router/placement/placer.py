@@ -66,6 +66,11 @@ class Placer:
         self._membership = membership
         self._prefixes = prefixes
 
+    @property
+    def is_aggregated(self) -> bool:
+        """Whether prefill and decode workers do both phases of their requests."""
+        return self._mode.is_aggregated
+
     def place(self, shape: RequestShape, now: float, prompt: PromptHashes | None = None) -> Placement:
         """Return the policy's choice for a request of this shape, with this prompt."""
         if self.is_closing:

@@ -149,6 +149,7 @@ class Dispatcher:
             lambda: len(self.core.waiting_room),
             lambda: len(self.core.gate.queue),
         )
+        metrics.watch_mode(lambda: self.core.placer.is_aggregated)
 
     # ---- for the HTTP layer; times of arrival are the event loop's ----
 
