@@ -52,7 +52,8 @@ def beside(worker: WorkerView, num_tokens: int, alone: float, step: float, objec
     num_steps = -(-num_tokens // shared_chunk(worker, objective, step, num_tokens // 2))  # on average
     num_alone = -(-num_tokens // (worker.chunk_tokens or DEFAULT_CHUNK_TOKENS))
     model = worker.step_model
-    return alone - num_tokens * model.saved_beside + num_steps * step - num_alone * model.base
+    saved = num_tokens * (model.per_token - model.per_token_beside)
+    return alone - saved + num_steps * step - num_alone * model.base
 
 
 def stretch(worker: WorkerView, alone: float, step: float, objective: float) -> float:

@@ -146,9 +146,8 @@ class StepFit:
         if predicted > 0.0:
             scale, seconds = predicted, min(seconds, MAX_SURPRISE * predicted)
         alone = 0.0 if work.num_decodes else work.prefill_tokens
-        row = (
-            np.array([1.0, *work, alone]) / scale
-        )  # so that errors are relative: short steps count as much as long ones
+        # Relative to the scale, so that short steps count as much as long ones
+        row = np.array([1.0, *work, alone]) / scale
         kind = _Kind.of(work)
         self._present = kind.size or self._present
         if kind not in self._moments:
