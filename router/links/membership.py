@@ -238,6 +238,12 @@ class Membership:
         workers = self.usable(now)
         return all(_are_alike(workers[0], other) for other in workers[1:])
 
+    def of_all_routers(self) -> float:
+        """Return the requests in flight of all routers over those of this one; 1.0 if it has none."""
+        own = sum(record.num_requests for record in self._records.values())
+        every = sum(record.num_requests_of_all for record in self._records.values())
+        return every / own if own else 1.0
+
     def is_connected(self) -> bool:
         """Return whether a decode worker can read from a prefill worker now; else the first request has to wait."""
         ready = (record for record in self._records.values() if record.state is WorkerState.READY)

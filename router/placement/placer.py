@@ -98,7 +98,8 @@ class Placer:
         workers = self._membership.snapshot(now, worths).workers
         source = self._prefix_source(workers, prompt, matches) if matches else None
         if self._mode.is_due(now):
-            self._mode.review(workers, self._membership.are_alike(now), self.sizes, now)
+            alike, routers = self._membership.are_alike(now), self._membership.of_all_routers()
+            self._mode.review(workers, alike, self.sizes, now, routers=routers)
         return Snapshot(workers, self._objectives, self.sizes.output, source, self._mode.is_aggregated)
 
     def _prefix_source(

@@ -86,11 +86,13 @@ def test_a_handed_over_request_leaves_its_prefill_worker_with_its_first_token() 
 def test_requests_of_other_routers_are_seen_while_they_last() -> None:
     core = Core(ONE)
     record = record_of(core)
+    assert core.membership.of_all_routers() == 1.0
     core.submit("r")
     record.elsewhere = Elsewhere(num_requests=4, prefill_tokens=10, queue_seconds=1.5)
     for _ in range(2):
         view = record.view(core.now)
         assert (view.num_requests, view.prefill_tokens) == (5, 13) and view.queue_seconds >= 1.5
+    assert core.membership.of_all_routers() == 5.0
     core.membership.check_invariants()
     record.elsewhere = None
     assert record.view(core.now).num_requests == 1

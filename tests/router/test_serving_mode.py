@@ -117,6 +117,14 @@ def test_serving_is_aggregated_under_load_where_it_holds_more():
     assert not mode_at(4.0).is_aggregated, "disaggregated workers hold that, too, with shorter gaps"
 
 
+def test_a_router_counts_the_load_of_the_others():
+    mode, (recent, now) = ServingMode(LOOSE), at_rate(6.0)
+    mode.review(WORKERS, True, recent, now)
+    assert not mode.is_aggregated
+    mode.review(WORKERS, True, recent, now, routers=2.0)
+    assert mode.is_aggregated
+
+
 def test_what_cannot_be_compared_stays_disaggregated():
     young = worker("d", Role.DECODE, step_model=StepModel.of(DECODE.coefficients, 0))
     assert not mode_at(12.0, alike=False).is_aggregated

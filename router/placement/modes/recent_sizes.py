@@ -49,8 +49,8 @@ class RecentSizes:
         self.output += max(OUTPUT_WEIGHT, 1.0 / self._num_outputs) * (num_tokens - self.output)
 
     def rate(self, now: float) -> float:
-        """Return the requests per second that began of late. It comes up to that of a new load within
-        :data:`RATE_SECONDS`."""
+        """Return the requests per second that began of late: :data:`RATE_SECONDS` after a load's begin 0.63 of its
+        rate."""
         return self._count_at(now) / RATE_SECONDS
 
     def _count_at(self, now: float) -> float:

@@ -37,8 +37,11 @@ class ServingMode:
         """Return whether :meth:`review` has something to do."""
         return self._has_objectives and now >= self._review_at
 
-    def review(self, workers: Sequence[WorkerView], are_alike: bool, sizes: RecentSizes, now: float) -> None:
-        """Decide anew. ``are_alike``: the workers have the same model and device; others can't be compared."""
+    def review(
+        self, workers: Sequence[WorkerView], are_alike: bool, sizes: RecentSizes, now: float, *, routers: float = 1.0
+    ) -> None:
+        """Decide anew. ``are_alike``: the workers have the same model and device; others can't be compared.
+        ``routers``: requests of all routers in flight over this one's."""
         self._review_at = now + REVIEW_SECONDS
         prefill, decode = of_role(workers, Role.PREFILL), of_role(workers, Role.DECODE)
         comparable = are_alike and prefill and decode and len(prefill) + len(decode) == len(workers)
@@ -46,7 +49,7 @@ class ServingMode:
             self._set(False, "their steps are not known, or can't be compared")
             return
         found = Arrangements(Pool.of(prefill), Pool.of(decode), Sizes.of(sizes), self._objectives)
-        split, whole, rate = found.disaggregated(), found.aggregated(), sizes.rate(now)
+        split, whole, rate = found.disaggregated(), found.aggregated(), routers * sizes.rate(now)
         gain, load = (LOSS, LOW_LOAD) if self.is_aggregated else (GAIN, HIGH_LOAD)
         pays = whole >= gain * split and rate >= load * split
         self._set(pays, f"{rate:.3g} requests/s come; aggregated {whole:.3g} can be held, disaggregated {split:.3g}")
