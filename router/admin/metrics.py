@@ -92,9 +92,7 @@ class RouterMetrics:
             registry=registry,
         )
         self.serving_is_aggregated = Gauge(
-            "splitserve_serving_is_aggregated",
-            "1 while the policy cost lets prefill and decode workers do both phases of their requests",
-            registry=registry,
+            "splitserve_serving_is_aggregated", "1 while `cost` lets all workers do both phases", registry=registry
         )
         self._add_histograms(registry)
         self.prompt_tokens = _counter(registry, "prompt_tokens", "Prompt tokens of placed requests")
