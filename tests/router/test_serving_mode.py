@@ -136,7 +136,7 @@ def test_what_cannot_be_compared_stays_disaggregated():
 
 def test_the_mode_changes_back_when_the_load_falls_or_the_workers_change():
     mode = mode_at(12.0)
-    recent, now = at_rate(8.0, begin=30.0, recent=at_rate(12.0)[0])
+    recent, now = at_rate(9.5, begin=30.0, recent=at_rate(12.0)[0])
     mode.review(WORKERS, True, recent, now)
     assert mode.is_aggregated, "between the low and the high load it stays as it is"
     recent, now = at_rate(3.0, begin=60.0, seconds=6 * RATE_SECONDS, recent=recent)

@@ -126,7 +126,8 @@ def test_a_load_that_comes_to_an_idle_cluster_keeps_outputs_off_prefill() -> Non
 
 
 def test_where_workers_fit_their_models_a_new_load_is_placed_as_well() -> None:
-    """They begin with an estimate that is up to twice too slow, and learn from their steps."""
+    """They begin with an estimate that is up to twice too slow, and learn from their steps. At this rate both come to
+    do both phases: gaps are shorter, first tokens later, but in time."""
     (cluster,) = clusters_of(parser().parse_args(["--gpu", "H100", "--cluster", "1P1D:cost"]))
     workers = [replace(worker, law=H100Steps()) for worker in cluster.workers]
     load = after_rest(make(Exact(2048, 512), 13.0, 200, seed=3))
@@ -137,8 +138,8 @@ def test_where_workers_fit_their_models_a_new_load_is_placed_as_well() -> None:
         decode = twin.workers[Party("decode-0", 1)]
         work = StepWork(50, 50 * 2300)
         assert decode.times.model.seconds(work) == pytest.approx(H100Steps().seconds(work), rel=0.03)
-    (always, gaps), (conditional, conditional_gaps) = times
-    assert conditional < 1.1 * always and conditional_gaps < 1.05 * gaps
+    (_, gaps), (conditional, conditional_gaps) = times
+    assert conditional < 500.0 and conditional_gaps < min(gaps, 15.0)
 
 
 @pytest.mark.parametrize(("rate", "itl_ms", "is_shared"), [(14.5, 20.0, True), (6.5, 10.0, False)])

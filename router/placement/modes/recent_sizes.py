@@ -10,7 +10,7 @@ GUESS_OUTPUTS = 4
 """Outputs that the guess counts as: a few short ones, as of health checks, don't decide the mean."""
 PROMPT_WEIGHT = 0.02
 """Least weight of a prompt in the means of recent ones."""
-RATE_SECONDS = 10.0
+RATE_SECONDS = 5.0
 """Time after which a request counts 1/e in the rate."""
 
 

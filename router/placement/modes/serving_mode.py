@@ -14,7 +14,7 @@ from splitserve.router.requests.objectives import Objectives
 GAIN, LOSS = 1.0, 0.95
 """Rate that aggregated workers hold, over that of disaggregated ones, from which on, and below which no longer, serving
 is aggregated."""
-HIGH_LOAD, LOW_LOAD = 0.6, 0.5
+HIGH_LOAD, LOW_LOAD = 0.8, 0.6
 """Recent rate over that which disaggregated workers hold, from which on, and down to which, serving is aggregated.
 Below, disaggregated workers hold the objectives as well, with shorter gaps."""
 REVIEW_SECONDS = 1.0
