@@ -359,7 +359,7 @@ def _predict_local(prompt: _Prompt, decode: _Decode, request: _Request) -> _Pred
         chunk = shared_chunk(worker, request.gap, step, matched)
     chunk = min(chunk, num_missed)
     num_chunks = -(-num_missed // chunk)
-    gap = model.with_chunk(before, matched, chunk)
+    gap = (before or model.base) + model.chunk_seconds(matched, chunk, decodes=before > 0.0)
     delay = prompt.delay + decode.room * FULL
     harm = request.late(request.waited + delay)
     if not request.gap:

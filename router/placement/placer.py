@@ -68,7 +68,7 @@ class Placer:
 
     @property
     def is_aggregated(self) -> bool:
-        """Whether prefill and decode workers do both phases of their requests."""
+        """Return whether prefill and decode workers do both phases of their requests."""
         return self._mode.is_aggregated
 
     def place(self, shape: RequestShape, now: float, prompt: PromptHashes | None = None) -> Placement:

@@ -8,7 +8,6 @@ import math
 from typing import NamedTuple
 
 from splitserve.protocol.placement.chunk_bounds import sized_tokens
-from splitserve.protocol.placement.step_model import pairs
 from splitserve.protocol.request import Role
 from splitserve.router.placement.policies import DEFAULT_CHUNK_TOKENS, WorkerView
 from splitserve.router.placement.strain import strain_of
@@ -72,7 +71,7 @@ def chunk_seconds(worker: WorkerView, num_tokens: int, step: float, objective: f
     number is fixed."""
     model = worker.step_model
     chunk = min(shared_chunk(worker, objective, step, num_tokens), num_tokens)
-    return model.per_token_beside * chunk + model.per_pair * pairs(num_tokens - chunk, chunk)
+    return model.chunk_seconds(num_tokens - chunk, chunk)
 
 
 def usual_prompt_tokens(worker: WorkerView) -> int:

@@ -16,7 +16,7 @@ from statistics import fmean
 from typing import NamedTuple
 
 from splitserve.protocol.placement.chunk_bounds import sized_tokens
-from splitserve.protocol.placement.step_model import StepModel, pairs
+from splitserve.protocol.placement.step_model import StepModel
 from splitserve.router.placement.modes.recent_sizes import RecentSizes
 from splitserve.router.placement.policies import DEFAULT_CHUNK_TOKENS, WorkerView
 from splitserve.router.requests.objectives import Objectives
@@ -115,8 +115,8 @@ class _Mixed(NamedTuple):
 
 
 class Arrangements:
-    """What prefill and decode workers of the same model and device hold within the objectives, for requests of these
-    sizes, in requests per second."""
+    """Rates that prefill and decode workers of the same model and device hold within the objectives, for requests of
+    these sizes, in requests per second."""
 
     def __init__(self, prefill: Pool, decode: Pool, sizes: Sizes, objectives: Objectives) -> None:
         self._prefill, self._decode, self._sizes = prefill, decode, sizes
@@ -183,8 +183,9 @@ class Arrangements:
         model, sizes, bounds = self._prefill.model, self._sizes, self._prefill.chunk_bounds
         step, middle = self._decode.decode_step(num_sequences, sizes), int(sizes.computed / 2)
         chunk = min(float(sized_tokens(model, step, middle, self._gap, bounds)), sizes.computed)
-        added = model.per_token_beside * chunk + model.per_pair * pairs(middle, chunk)
-        return _Mixed(step, step + added, sizes.computed / chunk, math.ceil(sizes.long / chunk))
+        return _Mixed(
+            step, step + model.chunk_seconds(middle, chunk), sizes.computed / chunk, math.ceil(sizes.long / chunk)
+        )
 
 
 def slow_wait(num_busy: float, number: int, seconds: float) -> float:

@@ -74,11 +74,10 @@ class StepModel(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
         """Return the seconds of a step of ``num_decodes`` sequences with ``context_tokens`` tokens in all."""
         return self.base + (self.per_decode * num_decodes + self.per_context * context_tokens)
 
-    def with_chunk(self, decode_seconds: float, start: int, count: int) -> float:
-        """Return the seconds of a step with ``count`` prompt tokens after ``start``, beside sequences whose step alone
-        takes ``decode_seconds``; 0.0: nothing decodes."""
-        per_token = self.per_token_beside if decode_seconds else self.per_token
-        return (decode_seconds or self.base) + per_token * count + self.per_pair * pairs(start, count)
+    def chunk_seconds(self, start: int, count: float, *, decodes: bool = True) -> float:
+        """Return what ``count`` prompt tokens after ``start`` add to a step, in seconds; ``decodes``: it decodes, too."""
+        per_token = self.per_token_beside if decodes else self.per_token
+        return per_token * count + self.per_pair * pairs(start, count)
 
     def prompt_tokens_within(self, seconds: float, start: int) -> int:
         """Return the most prompt tokens after ``start`` that add at most ``seconds`` to a step that decodes."""
