@@ -89,7 +89,7 @@ def test_no_model_that_a_worker_can_send_stops_the_router(seconds):
 
 
 def test_the_slow_waits_of_one_worker_with_equal_times():
-    """One wait of a hundred is longer than 10.4 services in an M/D/1 queue that is busy for eight tenths of the time."""
+    """One wait of a hundred is longer than 10.4 services in an M/D/1 queue that is busy for 0.8 of the time."""
     assert slow_wait(0.8, 1, 1.0) == pytest.approx(10.4, rel=0.07)
     assert slow_wait(1.6, 2, 1.0) < slow_wait(0.8, 1, 1.0)
     assert slow_wait(0.001, 1, 1.0) == 0.0 and slow_wait(1.0, 1, 1.0) == float("inf")

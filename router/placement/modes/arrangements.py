@@ -183,9 +183,8 @@ class Arrangements:
         model, sizes, bounds = self._prefill.model, self._sizes, self._prefill.chunk_bounds
         step, middle = self._decode.decode_step(num_sequences, sizes), int(sizes.computed / 2)
         chunk = min(float(sized_tokens(model, step, middle, self._gap, bounds)), sizes.computed)
-        return _Mixed(
-            step, step + model.chunk_seconds(middle, chunk), sizes.computed / chunk, math.ceil(sizes.long / chunk)
-        )
+        mixed_step = step + model.chunk_seconds(middle, chunk)
+        return _Mixed(step, mixed_step, sizes.computed / chunk, math.ceil(sizes.long / chunk))
 
 
 def slow_wait(num_busy: float, number: int, seconds: float) -> float:

@@ -75,7 +75,7 @@ class StepModel(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
         return self.base + (self.per_decode * num_decodes + self.per_context * context_tokens)
 
     def chunk_seconds(self, start: int, count: float, *, decodes: bool = True) -> float:
-        """Return what ``count`` prompt tokens after ``start`` add to a step, in seconds; ``decodes``: it decodes, too."""
+        """Return what ``count`` prompt tokens after ``start`` add to a step, in seconds; ``decodes``: it does, too."""
         per_token = self.per_token_beside if decodes else self.per_token
         return per_token * count + self.per_pair * pairs(start, count)
 
