@@ -152,7 +152,7 @@ class SinkPart(Part):
             return
         sequence.token_ids.append(first_token.token_id)
         if sequence.num_remaining == 1:
-            self._scheduler.start_decoding(sequence)
+            self._scheduler.start_decoding(sequence, handed_over=True)
         else:
             self._scheduler.add_admitted(sequence)
 

@@ -52,6 +52,22 @@ class Overlapped:
             else:
                 self.scheduler.start_decoding(sequence)
 
+    def receive(self, name: str, *, itl_seconds: float = 0.0) -> None:
+        """Let a sequence decode that was handed over with its KV."""
+        sequence = make_sequence(name, 5, itl_seconds=itl_seconds)
+        assert self.blocks.reserve(sequence, headroom=0)
+        sequence.num_computed = 5
+        sequence.token_ids.append(1)
+        sequence.stage = Stage.PULLING
+        self.scheduler.start_decoding(sequence, handed_over=True)
+
+    def prompt_tokens_of_next_step(self) -> int:
+        """Launch a step, complete the one before it, and return the prompt tokens of the first."""
+        planned = self.launch()
+        while len(self.in_flight) > 1:
+            self.commit()
+        return sum(size for name, size in lengths(planned) if name == "prompt")
+
     def give_back(self, sequence: Sequence) -> None:
         if not sequence.launched.num_steps:
             self.blocks.give_back(sequence)
@@ -103,6 +119,25 @@ class TestMixedSteps:
         engine.launch()
         scheduler.add(make_sequence("prompt", 600))
         assert lengths(engine.launch())[-1] == ("prompt", tokens)
+
+    @pytest.mark.parametrize(("itl_seconds", "beside"), [(0.0, [0, 8, 8]), (10.0, [8, 8, 8])])
+    def test_prompts_give_way_to_what_was_handed_over(self, itl_seconds: float, beside: list[int]) -> None:
+        """It has waited for the step in flight. With an objective for gaps that alone sizes the prompts."""
+        engine = Overlapped(*make_decode(max_num_prefill_tokens=8, max_num_sized_tokens=8), budget=64)
+        engine.scheduler.step_model = StepModel(base=2.0, per_token=0.01, num_steps=1)
+        engine.scheduler.add(make_sequence("prompt", 40))
+        engine.receive("a", itl_seconds=itl_seconds)
+        found = [engine.prompt_tokens_of_next_step() for _ in beside]
+        assert found == beside
+
+    def test_they_give_way_in_every_second_step_at_most(self) -> None:
+        engine = Overlapped(*make_decode(max_num_seqs=9, max_num_prefill_tokens=8), budget=64)
+        engine.scheduler.add(make_sequence("prompt", 40))
+        found = []
+        for name in "abcdef":
+            engine.receive(name)
+            found.append(engine.prompt_tokens_of_next_step())
+        assert found == [0, 8, 0, 8, 0, 8]
 
     def test_a_step_that_decodes_has_as_many_prompts_as_its_graph(self) -> None:
         """Without sequences that decode there is no bound: the prompts that were left out come first then."""

@@ -27,13 +27,21 @@ class TestLaunchPace:
         assert pace.seconds_to_wait(batch(16)) == pytest.approx(0.004 - MARGIN_SECONDS)
         assert pace.seconds_to_wait(batch(64)) == 0.0
 
-    def test_steps_with_prompts_are_followed_at_once(self) -> None:
+    def test_steps_with_prompts_beside_are_known_by_the_number_of_tokens(self) -> None:
         pace = self.settled()
-        mixed = batch(16, (320, 512))
         for _ in range(FEWEST):
-            pace.note_step(mixed, 0.5)
-        assert pace.seconds_to_wait(mixed) == 0.0
+            assert pace.seconds_to_wait(batch(16, (320, 512))) == 0.0
+            pace.note_step(batch(16, (320, 512)), 0.015)
+            pace.note_step(batch(16, (64, 832)), 0.007)
+        assert pace.seconds_to_wait(batch(17, (300, 0), (15, 0))) == pytest.approx(0.014 - MARGIN_SECONDS)
+        assert pace.seconds_to_wait(batch(16, (50, 0))) == pytest.approx(0.006 - MARGIN_SECONDS)
         assert pace.seconds_to_wait(batch(16)) == pytest.approx(0.004 - MARGIN_SECONDS)
+
+    def test_steps_of_prompts_alone_are_followed_at_once(self) -> None:
+        pace = self.settled()
+        for _ in range(FEWEST):
+            pace.note_step(batch(0, (2048, 0)), 0.05)
+        assert pace.seconds_to_wait(batch(0, (2048, 0))) == 0.0
 
     def test_the_shortest_step_and_the_slow_launches_count(self) -> None:
         pace = self.settled()

@@ -93,6 +93,8 @@ class StepScheduler:
         self.decodes = decodes
         self.budget = budget
         self.step_model = StepModel()
+        self._has_newcomer = False  # a sequence that was handed over has joined those that decode since the last plan
+        self._gave_way = False  # prompts had no part in the last step because of one
 
     def add(self, sequence: Sequence, *, first: bool = False) -> None:
         """Queue a sequence whose known tokens have yet to be computed here."""
@@ -102,12 +104,14 @@ class StepScheduler:
         """Add a sequence that holds all its blocks, and has KV for some of its known tokens."""
         self.prompts.add_admitted(sequence)
 
-    def start_decoding(self, sequence: Sequence) -> None:
-        """Let a sequence draw a token in each step from now on. No effect on one that does."""
+    def start_decoding(self, sequence: Sequence, *, handed_over: bool = False) -> None:
+        """Let a sequence draw a token in each step from now on. No effect on one that does. One that was
+        ``handed_over`` got its first token elsewhere, and has waited for its KV and for the step in flight since."""
         if sequence not in self.decodes.running:
             assert sequence.num_remaining == 1, f"{sequence.key}, which is to decode, isn't computed"
             self.prompts.remove(sequence)
             self.decodes.add([sequence])
+            self._has_newcomer |= handed_over
 
     def requeue(self, sequence: Sequence) -> None:
         """Let a sequence that gave its blocks back start anew, before all others."""
@@ -152,16 +156,21 @@ class StepScheduler:
         for preempted in self.decodes.take_preempted():
             self.prompts.add(preempted, first=True)
         left -= len(planned)
+        self._gave_way = bool(planned) and self._has_newcomer and not self._gave_way
+        self._has_newcomer = False
         left = min(left, self._prompt_tokens_beside(planned, arriving))
         planned += self.prompts.plan(left, self.num_running)
         return planned
 
     def _prompt_tokens_beside(self, decodes: list[Planned], arriving: Collection[Sequence]) -> int:
-        """Return the most prompt tokens of a step with ``decodes``. The strictest objective counts."""
+        """Return the most prompt tokens of a step with ``decodes``. The strictest objective counts. Without one prompts
+        give way to a sequence that was just handed over, but not twice in a row."""
         bounds = self.budget.beside_decode
         sequences = itertools.chain((sequence for sequence, _ in decodes), arriving)
         objectives = [sequence.itl_seconds for sequence in sequences if sequence.itl_seconds]
         prompt = next(itertools.chain(self.prompts.active, self.prompts.waiting), None)
+        if not objectives and self._gave_way:
+            return 0
         if not objectives or prompt is None:
             return bounds.fixed if decodes or arriving else self.budget.max_num_batched_tokens
         context = sum([chunk.start + 1 for _, chunk in decodes])

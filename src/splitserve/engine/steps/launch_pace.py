@@ -1,10 +1,11 @@
-"""The time to launch the next decode step while one runs. Pure: times come in as arguments.
+"""The time to launch the next step while one that decodes runs. Pure: times come in as arguments.
 
 A step that is planned as soon as the step before it runs leaves out requests that arrive before it begins, and these
 wait for two steps. So each step is planned just in time: as late as the host can still launch it without a gap.
 """
 
 from collections import deque
+from typing import NamedTuple
 
 from splitserve.protocol.step import StepPlan
 
@@ -12,23 +13,38 @@ MARGIN_SECONDS = 0.0001
 """A device that waits for its next step costs all sequences, one step's wait for a newcomer costs one."""
 FEWEST = 16
 _REMEMBERED_STEPS = 32
+_TOKENS_ALIKE = 64
 _REMEMBERED_LAUNCHES = 128
 _SELDOM = 0.03  # launches may take longer than expected as often as that
 
 
+class _Size(NamedTuple):
+    """What steps that take about as long have in common: sequences that decode, to the next power of two, and prompt
+    tokens, in :data:`_TOKENS_ALIKE`."""
+
+    decodes: int
+    prompts: int
+
+
+def _size(plan: StepPlan) -> _Size:
+    num_decodes = sum([len(chunk.token_ids) == 1 for chunk in plan.chunks])
+    return _Size(num_decodes.bit_length(), -(-(plan.num_tokens - num_decodes) // _TOKENS_ALIKE))
+
+
 class LaunchPace:
     """The estimate of a step's and a launch's duration. A step takes at least the time of the fastest recent step of
-    its size, a launch at most the time of nearly all recent ones. The durations of steps that compute prompts predict
-    nothing, so a launch beside them isn't delayed."""
+    its size, a launch at most the time of nearly all recent ones. Steps of prompts alone have any size, so a launch
+    beside them isn't delayed."""
 
     def __init__(self) -> None:
-        self._step_seconds: dict[int, deque[float]] = {}
+        self._step_seconds: dict[_Size, deque[float]] = {}
         self._launch_seconds: deque[float] = deque(maxlen=_REMEMBERED_LAUNCHES)
 
     def note_step(self, plan: StepPlan, seconds: float) -> None:
         """Note the time that a step took on the device."""
-        if _only_decodes(plan):
-            self._like(plan).append(seconds)
+        size = _size(plan)
+        if size.decodes:
+            self._like(size).append(seconds)
 
     def note_launch(self, seconds: float) -> None:
         """Note the time from when a step could be planned until its forward pass was on the device, while another step
@@ -37,16 +53,13 @@ class LaunchPace:
 
     def seconds_to_wait(self, plan: StepPlan) -> float:
         """Return the time from the beginning of a step until the next one is to be planned; 0.0 for at once."""
-        like = self._like(plan)
-        if not _only_decodes(plan) or len(like) < FEWEST or len(self._launch_seconds) < FEWEST:
+        size = _size(plan)
+        like = self._like(size)
+        if not size.decodes or len(like) < FEWEST or len(self._launch_seconds) < FEWEST:
             return 0.0
         launches = sorted(self._launch_seconds)
         launch = launches[-1 - int(len(launches) * _SELDOM)]
         return max(0.0, min(like) - launch - MARGIN_SECONDS)
 
-    def _like(self, plan: StepPlan) -> deque[float]:
-        return self._step_seconds.setdefault(len(plan.chunks).bit_length(), deque(maxlen=_REMEMBERED_STEPS))
-
-
-def _only_decodes(plan: StepPlan) -> bool:
-    return plan.num_tokens == len(plan.chunks)
+    def _like(self, size: _Size) -> deque[float]:
+        return self._step_seconds.setdefault(size, deque(maxlen=_REMEMBERED_STEPS))
