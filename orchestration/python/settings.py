@@ -89,7 +89,7 @@ class Settings(TypedDict, total=False):
     enforce_eager: bool
     # capture CUDA graphs of steps with a small prefill as well, beside decode or alone
     capture_mixed_steps: bool
-    # launch the steps of a GPU that decodes just in time, so that newly arrived requests join them
+    # launch steps of a GPU that decodes just in time, so that newly arrived requests join them
     late_launch: bool
     # keep workers on GPUs to half of the cores, and those awake while there are requests: sooner tokens, for machines
     # that do nothing else

@@ -181,7 +181,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = True
     late_launch: Annotated[
         bool,
-        Meta(description="Launch the steps of a GPU that decodes just in time, so that newly arrived requests join them."),
+        Meta(description="Launch steps of a GPU that decodes just in time, so that newly arrived requests join them."),
         Setting(flags=("--late-launch",), group=ENGINE),
     ] = True
     keep_cores_awake: Annotated[
