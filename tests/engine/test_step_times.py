@@ -37,11 +37,14 @@ class TestLaunchPace:
         assert pace.seconds_to_wait(batch(16, (50, 0))) == pytest.approx(0.006 - MARGIN_SECONDS)
         assert pace.seconds_to_wait(batch(16)) == pytest.approx(0.004 - MARGIN_SECONDS)
 
-    def test_steps_of_prompts_alone_are_followed_at_once(self) -> None:
+    def test_long_prompts_are_followed_at_once(self) -> None:
+        """Where a hand-over is on its way, steps of a prompt alone are as short as beside outputs, and known as well."""
         pace = self.settled()
         for _ in range(FEWEST):
             pace.note_step(batch(0, (2048, 0)), 0.05)
+            pace.note_step(batch(0, (320, 0)), 0.01)
         assert pace.seconds_to_wait(batch(0, (2048, 0))) == 0.0
+        assert pace.seconds_to_wait(batch(0, (320, 2048))) == pytest.approx(0.009 - MARGIN_SECONDS)
 
     def test_the_shortest_step_and_the_slow_launches_count(self) -> None:
         pace = self.settled()

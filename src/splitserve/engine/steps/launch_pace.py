@@ -1,4 +1,4 @@
-"""The time to launch the next step while one that decodes runs. Pure: times come in as arguments.
+"""The time to launch the next step while one runs. Pure: times come in as arguments.
 
 A step that is planned as soon as the step before it runs leaves out requests that arrive before it begins, and these
 wait for two steps. So each step is planned just in time: as late as the host can still launch it without a gap.
@@ -14,6 +14,7 @@ MARGIN_SECONDS = 0.0001
 FEWEST = 16
 _REMEMBERED_STEPS = 32
 _TOKENS_ALIKE = 64
+_MOST_TOKENS = 640
 _REMEMBERED_LAUNCHES = 128
 _SELDOM = 0.03  # launches may take longer than expected as often as that
 
@@ -26,15 +27,19 @@ class _Size(NamedTuple):
     prompts: int
 
 
-def _size(plan: StepPlan) -> _Size:
+def _size(plan: StepPlan) -> _Size | None:
+    """Return a step's size, or None if it says nothing of its time."""
     num_decodes = sum([len(chunk.token_ids) == 1 for chunk in plan.chunks])
-    return _Size(num_decodes.bit_length(), -(-(plan.num_tokens - num_decodes) // _TOKENS_ALIKE))
+    num_prompt_tokens = plan.num_tokens - num_decodes
+    if num_prompt_tokens > _MOST_TOKENS:
+        return None
+    return _Size(num_decodes.bit_length(), -(-num_prompt_tokens // _TOKENS_ALIKE))
 
 
 class LaunchPace:
     """The estimate of a step's and a launch's duration. A step takes at least the time of the fastest recent step of
-    its size, a launch at most the time of nearly all recent ones. Steps of prompts alone have any size, so a launch
-    beside them isn't delayed."""
+    its size, a launch at most the time of nearly all recent ones. Steps with more prompt tokens than are computed beside
+    outputs predict nothing, so a launch beside them isn't delayed."""
 
     def __init__(self) -> None:
         self._step_seconds: dict[_Size, deque[float]] = {}
@@ -43,7 +48,7 @@ class LaunchPace:
     def note_step(self, plan: StepPlan, seconds: float) -> None:
         """Note the time that a step took on the device."""
         size = _size(plan)
-        if size.decodes:
+        if size is not None:
             self._like(size).append(seconds)
 
     def note_launch(self, seconds: float) -> None:
@@ -54,8 +59,8 @@ class LaunchPace:
     def seconds_to_wait(self, plan: StepPlan) -> float:
         """Return the time from the beginning of a step until the next one is to be planned; 0.0 for at once."""
         size = _size(plan)
-        like = self._like(size)
-        if not size.decodes or len(like) < FEWEST or len(self._launch_seconds) < FEWEST:
+        like = () if size is None else self._like(size)
+        if len(like) < FEWEST or len(self._launch_seconds) < FEWEST:
             return 0.0
         launches = sorted(self._launch_seconds)
         launch = launches[-1 - int(len(launches) * _SELDOM)]
