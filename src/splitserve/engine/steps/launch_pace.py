@@ -11,7 +11,7 @@ from splitserve.protocol.step import StepPlan
 
 MARGIN_SECONDS = 0.0001
 """A device that waits for its next step costs all sequences, one step's wait for a newcomer costs one."""
-FEWEST = 16
+FEWEST = 4
 _REMEMBERED_STEPS = 32
 _TOKENS_ALIKE = 64
 _MOST_TOKENS = 640
@@ -38,8 +38,8 @@ def _size(plan: StepPlan) -> _Size | None:
 
 class LaunchPace:
     """The estimate of a step's and a launch's duration. A step takes at least the time of the fastest recent step of
-    its size, a launch at most the time of nearly all recent ones. Steps with more prompt tokens than are computed beside
-    outputs predict nothing, so a launch beside them isn't delayed."""
+    its size, a launch at most the time of nearly all recent ones. Steps with more prompt tokens than beside outputs
+    predict nothing, so a launch beside them isn't delayed."""
 
     def __init__(self) -> None:
         self._step_seconds: dict[_Size, deque[float]] = {}
