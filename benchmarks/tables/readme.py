@@ -61,9 +61,13 @@ def arrangements_of(runs: Sequence[Run]) -> list[str]:
 
 
 def newest_loaded(runs: Sequence[Run]) -> list[Run]:
-    """Return the runs under load that the README shows: of each load the newest commit's sampled ones of several
-    arrangements."""
-    sampled = [run for run in of_bench(runs, "isolation") if run.is_sampled and len(arrangements_of([run])) > 1]
+    """Return the runs under load that the README shows: of each load the sampled ones of the newest commit that has
+    1P1D beside mixed workers."""
+    sampled = [
+        run
+        for run in of_bench(runs, "isolation")
+        if run.is_sampled and {"1P1D", "2 mixed"} <= {*arrangements_of([run])}
+    ]
     newest_commits = {isolation_load(run): run.commit for run in sampled}
     return [run for run in sampled if run.commit == newest_commits[isolation_load(run)]]
 

@@ -120,14 +120,16 @@ def test_documentation_shows_one_kind_of_gpu_and_the_results_page_names_each() -
     assert {row[2] for row in results_sections.isolation(runs).rows} == {"2 x H200", "2 x H100 80GB HBM3"}
 
 
-def test_the_readme_has_each_loads_newest_commit() -> None:
-    results = [loaded(name, 12.0) | {"kept_up": True} for name in ("1P1D", "2 mixed")]
+def test_the_readme_has_each_loads_newest_commit_with_split_beside_mixed() -> None:
+    results = [loaded(name, 12.0) | {"kept_up": True} for name in ("1P1D", "2 mixed", "conditional")]
     runs = [
         run(
             "isolation", f"1123T00000{number}", "--prompt-rate", rate, "--prompt-input-len", "8", "--prompt-output-len",
-            "4", "--temperature", "0.8", results=results, versions={"commit": commit},
+            "4", "--temperature", "0.8", results=results[first:], versions={"commit": commit},
         )
-        for number, (rate, commit) in enumerate((("3", "old"), ("16", "old"), ("3", "new"), ("3", "new")))
+        for number, (rate, commit, first) in enumerate(
+            (("3", "old", 0), ("16", "old", 0), ("3", "new", 0), ("3", "new", 0), ("3", "newest", 1))
+        )
     ]  # fmt: skip
     assert [each.label[-1] for each in results_readme.newest_loaded(runs)] == ["1", "2", "3"]
 
