@@ -14,21 +14,20 @@ MARGIN_SECONDS = 0.0001
 FEWEST = 4
 _REMEMBERED_STEPS = 32
 _TOKENS_ALIKE = 64
-_MOST_TOKENS = 640
+_MOST_TOKENS = 640  # of prompts in a step; more are never computed beside outputs, and take any time
 _REMEMBERED_LAUNCHES = 128
 _SELDOM = 0.03  # launches may take longer than expected as often as that
 
 
 class _Size(NamedTuple):
-    """What steps that take about as long have in common: sequences that decode, to the next power of two, and prompt
-    tokens, in :data:`_TOKENS_ALIKE`."""
+    """What steps that take about as long have in common."""
 
-    decodes: int
-    prompts: int
+    decodes: int  # bits of the number of sequences that decode
+    prompts: int  # prompt tokens in units of _TOKENS_ALIKE, rounded up
 
 
 def _size(plan: StepPlan) -> _Size | None:
-    """Return a step's size, or None if it says nothing of its time."""
+    """Return a step's size, or None of one with a long prompt."""
     num_decodes = sum([len(chunk.token_ids) == 1 for chunk in plan.chunks])
     num_prompt_tokens = plan.num_tokens - num_decodes
     if num_prompt_tokens > _MOST_TOKENS:
@@ -38,8 +37,8 @@ def _size(plan: StepPlan) -> _Size | None:
 
 class LaunchPace:
     """The estimate of a step's and a launch's duration. A step takes at least the time of the fastest recent step of
-    its size, a launch at most the time of nearly all recent ones. Steps with more prompt tokens than beside outputs
-    predict nothing, so a launch beside them isn't delayed."""
+    its size, a launch at most the time of nearly all recent ones. The durations of long prompts predict nothing, so a
+    launch beside them isn't delayed."""
 
     def __init__(self) -> None:
         self._step_seconds: dict[_Size, deque[float]] = {}
