@@ -14,7 +14,7 @@ MARGIN_SECONDS = 0.0001
 FEWEST = 4
 _REMEMBERED_STEPS = 32
 _TOKENS_ALIKE = 64
-_MOST_TOKENS = 640  # of prompts in a step; more are never computed beside outputs, and take any time
+_MOST_TOKENS = 640  # of prompts in a step: more than are computed beside outputs by default
 _REMEMBERED_LAUNCHES = 128
 _SELDOM = 0.03  # launches may take longer than expected as often as that
 
