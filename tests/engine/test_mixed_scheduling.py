@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduled_sequences import BLOCK_SIZE, lengths, make_decode, make_sequence, plan
+from scheduled_sequences import BLOCK_SIZE, lengths, make_computed, make_decode, make_sequence, plan
 from splitserve.engine.block_manager import BlockManager
 from splitserve.engine.scheduling import Planned, StepScheduler
 from splitserve.engine.sequence import Sequence
@@ -54,11 +54,7 @@ class Overlapped:
 
     def receive(self, name: str, *, itl_seconds: float = 0.0) -> None:
         """Let a sequence decode that was handed over with its KV."""
-        sequence = make_sequence(name, 5, itl_seconds=itl_seconds)
-        assert self.blocks.reserve(sequence, headroom=0)
-        sequence.num_computed = 5
-        sequence.token_ids.append(1)
-        sequence.stage = Stage.PULLING
+        sequence = make_computed(self.blocks, name, 5, itl_seconds=itl_seconds)
         self.scheduler.start_decoding(sequence, handed_over=True)
 
     def prompt_tokens_of_next_step(self) -> int:

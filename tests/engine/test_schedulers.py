@@ -9,6 +9,7 @@ from scheduled_sequences import (
     complete,
     lengths,
     make_blocks,
+    make_computed,
     make_decode,
     make_prefill,
     make_sequence,
@@ -17,7 +18,6 @@ from scheduled_sequences import (
 from splitserve.engine.block_manager import BlockManager
 from splitserve.engine.scheduling import Planned, StepScheduler
 from splitserve.engine.sequence import Sequence
-from splitserve.engine.stage import Stage
 from splitserve.kvconnector.blocks.pool import BlockState
 from splitserve.prefill.scheduler import TAIL_SPLIT_FACTOR
 
@@ -156,13 +156,7 @@ class TestDecode:
         return make_decode(num_blocks, max_num_seqs)
 
     def start(self, blocks: BlockManager, scheduler: StepScheduler, name: str, num_prompt_tokens: int) -> Sequence:
-        """A sequence whose prompt is computed and whose first token is drawn."""
-        sequence = make_sequence(name, num_prompt_tokens)
-        assert blocks.reserve(sequence)
-        sequence.num_computed = num_prompt_tokens
-        blocks.publish_computed(sequence)
-        sequence.token_ids.append(1)
-        sequence.stage = Stage.PULLING
+        sequence = make_computed(blocks, name, num_prompt_tokens)
         scheduler.start_decoding(sequence)
         return sequence
 

@@ -38,7 +38,7 @@ class TestLaunchPace:
         assert pace.seconds_to_wait(batch(16)) == pytest.approx(0.004 - MARGIN_SECONDS)
 
     def test_long_prompts_are_followed_at_once(self) -> None:
-        """Where a hand-over is on its way, a prompt alone gets few tokens a step, and such steps are known."""
+        """Steps of a prompt alone are short while a hand-over is on its way, and known like others."""
         pace = self.settled()
         for _ in range(FEWEST):
             pace.note_step(batch(0, (2048, 0)), 0.05)

@@ -8,6 +8,7 @@ from splitserve.decode.scheduler import DecodeScheduler
 from splitserve.engine.block_manager import BlockManager
 from splitserve.engine.scheduling import Planned, StepBudget, StepScheduler
 from splitserve.engine.sequence import Sequence
+from splitserve.engine.stage import Stage
 from splitserve.kvconnector.blocks.pool import BlockPool
 from splitserve.kvconnector.tiers.tiers import Tiers
 from splitserve.prefill.scheduler import PrefillScheduler
@@ -44,6 +45,17 @@ def make_sequence(
         itl_seconds=itl_seconds,
         decodes_here=decodes_here,
     )
+
+
+def make_computed(blocks: BlockManager, name: str, num_prompt_tokens: int, *, itl_seconds: float = 0.0) -> Sequence:
+    """A sequence whose prompt is computed and whose first token is drawn."""
+    sequence = make_sequence(name, num_prompt_tokens, itl_seconds=itl_seconds)
+    assert blocks.reserve(sequence)
+    sequence.num_computed = num_prompt_tokens
+    blocks.publish_computed(sequence)
+    sequence.token_ids.append(1)
+    sequence.stage = Stage.PULLING
+    return sequence
 
 
 def complete(blocks: BlockManager, planned: list[Planned]) -> None:
