@@ -94,7 +94,9 @@ class StepScheduler:
         self.budget = budget
         self.step_model = StepModel()
         self._has_newcomer = False  # a sequence that was handed over has joined those that decode since the last plan
-        self._gave_way = False  # prompts had no part in the last step because of one
+        self._gave_way = (
+            False  # it was so at the last plan: prompts had no part in the step, unless objectives size them
+        )
 
     def add(self, sequence: Sequence, *, first: bool = False) -> None:
         """Queue a sequence whose known tokens have yet to be computed here."""

@@ -20,7 +20,7 @@ _SELDOM = 0.03  # launches may take longer than expected as often as that
 
 
 class _Size(NamedTuple):
-    """What steps that take about as long have in common."""
+    """The size of a step. Those of the same size take about as long."""
 
     decodes: int  # bits of the number of sequences that decode
     prompts: int  # prompt tokens in units of _TOKENS_ALIKE, rounded up
@@ -28,8 +28,9 @@ class _Size(NamedTuple):
 
 def _size(plan: StepPlan) -> _Size | None:
     """Return a step's size, or None of one with a long prompt."""
-    num_decodes = sum([len(chunk.token_ids) == 1 for chunk in plan.chunks])
-    num_prompt_tokens = plan.num_tokens - num_decodes
+    lengths = [len(chunk.token_ids) for chunk in plan.chunks]
+    num_decodes = lengths.count(1)
+    num_prompt_tokens = sum(lengths) - num_decodes
     if num_prompt_tokens > _MOST_TOKENS:
         return None
     return _Size(num_decodes.bit_length(), -(-num_prompt_tokens // _TOKENS_ALIKE))
