@@ -279,14 +279,27 @@ def conditions(runs: Sequence[Run]) -> str:
 
 
 RUN_NAMES = "Runs are called by month, day and time, as in the names of their files in `benchmarks/results/`."
-LOADED_CONDITIONS = (
-    "Under load, in milliseconds: requests arrive at random for 12 s, prefix caching is off. The greedy 1P1D ran "
-    f"{BOTH} and with a last chunk of 512 or 1024; everything else by default. In the sampled runs (top-p 0.95, five "
-    "rounds by turns) all arrangements are up on the same GPUs, the others idle. The lowest worst figure of a row is "
-    "bold."
-)
-README_LOADED_CONDITIONS = (
-    "Under load, in milliseconds: requests arrive at random for 12 s, prefix caching is off, top-p 0.95; five rounds "
-    "by turns, the other arrangements idle on the same GPUs. 1P1D hands every request over, 1P1D conditional those "
-    "for which that is predicted to pay. The lowest worst figure of a row is bold."
-)
+
+
+def loaded_conditions(runs: Sequence[Run]) -> str:
+    """Return the conditions of the runs under load that docs/benchmarks shows."""
+    return (
+        "Under load, in milliseconds: requests arrive at random for 12 s, prefix caching is off. The greedy 1P1D ran "
+        f"{BOTH} and with a last chunk of 512 or 1024; everything else by default. In the sampled runs (top-p 0.95, "
+        f"{_rounds(runs)} by turns) all arrangements are up on the same GPUs, the others idle. The lowest worst figure "
+        "of a row is bold."
+    )
+
+
+def readme_loaded_conditions(runs: Sequence[Run]) -> str:
+    """Return the conditions of the runs under load that the README shows."""
+    return (
+        "Under load, in milliseconds: requests arrive at random for 12 s, prefix caching is off, top-p 0.95; "
+        f"{_rounds(runs)} by turns, the other arrangements idle on the same GPUs. 1P1D hands every request over, 1P1D "
+        "conditional those for which that is predicted to pay. The lowest worst figure of a row is bold."
+    )
+
+
+def _rounds(runs: Sequence[Run]) -> str:
+    found = {int(run.option("--rounds") or 1) for run in of_bench(runs, "isolation") if run.is_sampled}
+    return " to ".join(str(number) for number in sorted({min(found), max(found)})) + " rounds"

@@ -125,16 +125,17 @@ def loaded_table(runs: Sequence[Run], *, with_runs: bool) -> str:
 
 def readme_block(runs: Sequence[Run]) -> str:
     """Return the README's two tables and their conditions, without the names of runs."""
-    loaded = loaded_table(results_readme.newest_loaded(runs), with_runs=False)
+    shown = results_readme.newest_loaded(runs)
+    loaded = loaded_table(shown, with_runs=False)
     rest = markdown(results_readme.HEADERS[:-1], results_readme.readme_rows(runs))
-    return "\n\n".join([results_readme.conditions(runs), results_readme.README_LOADED_CONDITIONS, loaded, rest])
+    return "\n\n".join([results_readme.conditions(runs), results_readme.readme_loaded_conditions(shown), loaded, rest])
 
 
 def users_block(runs: Sequence[Run]) -> str:
     loaded = loaded_table(runs, with_runs=True)
     rest = markdown(results_readme.HEADERS, results_readme.user_rows(runs))
     conditions = f"{results_readme.conditions(runs)} {results_readme.RUN_NAMES}"
-    parts = [conditions, "### Under load", results_readme.LOADED_CONDITIONS, loaded, "### Others", rest]
+    parts = [conditions, "### Under load", results_readme.loaded_conditions(runs), loaded, "### Others", rest]
     if rows := goodputs.user_rows(runs):
         parts += ["### Goodput", goodputs.CONDITIONS, markdown(goodputs.HEADERS, rows)]
     if rows := simulations.user_rows(runs):
