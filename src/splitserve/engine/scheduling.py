@@ -94,9 +94,7 @@ class StepScheduler:
         self.budget = budget
         self.step_model = StepModel()
         self._has_newcomer = False  # a sequence that was handed over has joined those that decode since the last plan
-        self._gave_way = (
-            False  # it was so at the last plan: prompts had no part in the step, unless objectives size them
-        )
+        self._gave_way = False  # that was so at the last plan, and is not to count twice in a row
 
     def add(self, sequence: Sequence, *, first: bool = False) -> None:
         """Queue a sequence whose known tokens have yet to be computed here."""
