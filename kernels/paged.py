@@ -1,7 +1,8 @@
 """A :class:`PagedBatch` as flat arrays, the form that GPU backends use."""
 
+from array import array
 from dataclasses import dataclass
-from itertools import chain
+from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
@@ -23,13 +24,13 @@ class FlatTables:
 
 def flat_tables(batch: PagedBatch, block_size: int, first: int = 0) -> FlatTables:
     """Return the tables of the sequences from ``first`` on."""
-    context_lens = np.asarray(batch.context_lens[first:], dtype=np.int32)
-    counts = -(-context_lens // block_size)
-    indptr = np.zeros(len(counts) + 1, dtype=np.int32)
-    np.cumsum(counts, out=indptr[1:])
-    tables = (table[:count] for table, count in zip(batch.block_tables[first:], counts.tolist(), strict=True))
-    indices = np.fromiter(chain.from_iterable(tables), dtype=np.int32, count=int(indptr[-1]))
-    return FlatTables(indptr, indices, context_lens)
+    context_lens = batch.context_lens[first:]
+    counts = [-(-length // block_size) for length in context_lens]
+    indices = array("i")  # takes half the time of numpy to read lists
+    for table, count in zip(batch.block_tables[first:], counts, strict=True):
+        indices.extend(table[:count])
+    indptr = np.array([0, *accumulate(counts)], dtype=np.int32)
+    return FlatTables(indptr, np.array(indices, dtype=np.int32), np.array(context_lens, dtype=np.int32))
 
 
 def num_leading_decodes(batch: PagedBatch) -> int:
