@@ -22,9 +22,9 @@ from splitserve.engine.io.membership_client import MembershipClient
 from splitserve.engine.io.sockets import WorkerSockets
 from splitserve.engine.io.waker import Waker
 from splitserve.engine.loop import WorkerIO, WorkerLoop
-from splitserve.engine.steps.executor import OverlappedExecutor
 from splitserve.engine.steps.failures import always_works
 from splitserve.engine.steps.launch_pace import LaunchPace
+from splitserve.engine.steps.overlapped import OverlappedExecutor
 from splitserve.kvconnector.layout.memory import KVMemory
 from splitserve.kvconnector.tiers.copies import LocalTierCopier
 from splitserve.kvconnector.transfer.inproc import InprocConnector, InprocRegistry

@@ -21,7 +21,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -30,16 +29,13 @@ from splitserve.models.decoder import ForwardBatch, RunnableModel
 from splitserve.models.layers.step import BeforeLayer
 from splitserve.models.runner.graph_sizes import MAX_MIXED_CHUNKS, MixedSize, batch_sizes, least_tokens
 from splitserve.models.runner.graphs import DecodeGraph, MixedGraph
-from splitserve.models.runner.launched import Gates, PendingStep, StepBefore
+from splitserve.models.runner.inputs import StepInputs, num_leading_decodes
+from splitserve.models.runner.launched import Gates, LaunchedForward, PendingStep, StepBefore
 from splitserve.models.runner.runner import ModelRunner
 from splitserve.models.sampling.logprobs import PromptRows
 from splitserve.protocol.step import ChunkTable, LaunchingRunner, SampleSpec, ScheduledChunk, StepOutput, StepPlan
 
-Int64Array = npt.NDArray[np.int64]
-
 _WARM_UP_RUNS = 2
-_NO_ROW = -1
-_NO_BLOCK = -1
 _GREEDY = SampleSpec(temperature=0.0, top_k=0, top_p=1.0, seed=0, choice=0, position=1)
 
 
@@ -66,11 +62,12 @@ class CudaRunner(ModelRunner):
         self._stream = torch.cuda.Stream(model.device)  # type: ignore[no-untyped-call]
         self._stream.wait_stream(torch.cuda.current_stream(model.device))
         self._drawn = torch.zeros(2 * max_num_seqs, dtype=torch.int64, device=model.device)  # of the last launched step
-        self._row_of_chunk: dict[int, int] = {}  # row of _drawn, for each chunk of the last launched step
+        self._inputs = StepInputs(self.cache)
         self._before = StepBefore(None, {})  # that step
         self._pool = torch.cuda.graph_pool_handle()
         self._graphs: dict[int, DecodeGraph] = {}
         self._mixed_graphs: dict[MixedSize, MixedGraph] = {}
+        self._last_replay: tuple[Tensor, FixedLayerPlans, Sequence[ScheduledChunk], int] | None = None
 
     @property
     def launcher(self) -> LaunchingRunner | None:
@@ -90,32 +87,53 @@ class CudaRunner(ModelRunner):
         """See :meth:`ModelRunner.run`."""
         return self.launch(plan).wait()
 
-    @torch.inference_mode()
     def launch(self, plan: StepPlan) -> PendingStep:
         """Queue the step behind those launched before, and return at once. A step that waits for copies on the device
         returns when these are queued, too; one with grammars waits for the tokens of the step before, and makes its
         masks while the device computes its logits."""
+        return self._launch_forward(plan).launch_draws()
+
+    def launch_forward(self, plan: StepPlan) -> LaunchedForward | None:
+        """See :class:`splitserve.protocol.step.TwoPartRunner`: for replays of decodes without sampling features."""
+        is_plain = not plan.released and all(_is_plain(chunk) for chunk in plan.chunks)
+        return self._launch_forward(plan) if is_plain and self._graph_size(plan.chunks) is not None else None
+
+    @torch.inference_mode()
+    def rehearse(self) -> None:
+        """See :class:`splitserve.protocol.step.TwoPartRunner`: fills the inputs of the last replay once more, in the
+        stream's order. Each replay fills its own."""
+        if self._last_replay is not None:
+            with torch.cuda.stream(self._stream):
+                self._inputs.fill(*self._last_replay)
+
+    @torch.inference_mode()
+    def _launch_forward(self, plan: StepPlan) -> LaunchedForward:
         before, self._before = self._before, StepBefore(None, {})
-        sampled = tuple(index for index, chunk in enumerate(plan.chunks) if chunk.sample is not None)
         with torch.cuda.stream(self._stream):
             self.sampler.prepare(plan)
             self.cache.copy_blocks(plan.chunks)
             prompts = self._prompts(plan)
             logits = self._logits(plan.chunks, prompts)
-            queued_at = time.monotonic()
+        return LaunchedForward(self._launch_draws, plan, before, prompts, logits, time.monotonic())
+
+    @torch.inference_mode()
+    def _launch_draws(self, forward: LaunchedForward) -> PendingStep:
+        plan, logits = forward.plan, forward.logits
+        sampled = tuple(index for index, chunk in enumerate(plan.chunks) if chunk.sample is not None)
+        with torch.cuda.stream(self._stream):
             drawn = None
             if logits is not None:
-                drawn = self.sampler.draw(logits, plan.chunks, before.tokens)
+                drawn = self.sampler.draw(logits, plan.chunks, forward.before.tokens)
                 self._drawn[: len(sampled)].copy_(drawn[: len(sampled)])
-            numbers, scores = self._results(drawn, prompts)
+            numbers, scores = self._results(drawn, forward.prompts)
             host = torch.empty(numbers.shape, dtype=torch.int64, pin_memory=True)
             host.copy_(numbers, non_blocking=True)
             done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             done.record(self._stream)
         errors = {} if logits is None else self.sampler.errors
-        pending = PendingStep(plan, host, scores, done, errors, queued_at)
-        self._row_of_chunk = {chunk: row for row, chunk in enumerate(sampled)}
-        self._before = StepBefore(pending, self._row_of_chunk)
+        pending = PendingStep(plan, host, scores, done, errors, forward.queued_at)
+        self._inputs.row_of_chunk = {chunk: row for row, chunk in enumerate(sampled)}
+        self._before = StepBefore(pending, self._inputs.row_of_chunk)
         return pending
 
     def _logits(self, chunks: Sequence[ScheduledChunk], prompts: PromptRows | None) -> Tensor | None:
@@ -164,8 +182,8 @@ class CudaRunner(ModelRunner):
     ) -> Tensor | None:
         """Run a step of any size, kernel by kernel."""
         num_tokens = sum(len(chunk.token_ids) for chunk in chunks)
-        flat = np.empty((self._num_rows, num_tokens), dtype=np.int64)
-        rows = self._flatten(chunks, flat)
+        flat = np.empty((self._inputs.num_rows, num_tokens), dtype=np.int64)
+        rows = self._inputs.flatten(chunks, flat)
         if prompts is not None:
             rows = np.concatenate((rows, np.array(prompts.rows, dtype=np.int64)))
         packed = torch.from_numpy(np.concatenate((flat.ravel(), rows))).pin_memory()
@@ -175,35 +193,6 @@ class CudaRunner(ModelRunner):
         batch = self._forward_batch(inputs, on_device[flat.size :], plan)
         batch = replace(batch, scored=prompts)
         return self._forward(batch, self._waiting(gates))
-
-    def _flatten(self, chunks: Sequence[ScheduledChunk], out: Int64Array) -> Int64Array:
-        """Fill ``out`` [4 + N, T] as described in :class:`DecodeGraph`; return the rows that draw."""
-        rows, first = [], 0
-        for chunk in chunks:
-            end = first + len(chunk.token_ids)
-            positions = np.arange(chunk.start, chunk.start + end - first)
-            out[0, first:end] = chunk.token_ids
-            out[1, first:end] = positions
-            out[2, first:end] = np.asarray(chunk.block_ids)[positions // self.block_size]
-            out[3, first:end] = self._previous_row(chunk)
-            for row, table in enumerate(chunk.other_tables, 4):
-                out[row, first:end] = np.asarray(table.block_ids)[positions // self.block_size - table.first_number]
-            if chunk.sample is not None:
-                rows.append(end - 1)
-            first = end
-        return np.array(rows, dtype=np.int64)
-
-    def _previous_row(self, chunk: ScheduledChunk) -> int:
-        """Return the row in ``_drawn`` of the token that ``chunk`` continues. After a failed launch any row will do,
-        since its sequences end."""
-        if chunk.previous_chunk is None:
-            return _NO_ROW
-        return self._row_of_chunk.get(chunk.previous_chunk, 0)
-
-    @property
-    def _num_rows(self) -> int:
-        """The rows of a step's inputs: see :class:`DecodeGraph`."""
-        return 3 + self.cache.num_groups
 
     def _forward_batch(self, inputs: Tensor, rows: Tensor | None, plan: LayerPlans | FixedLayerPlans) -> ForwardBatch:
         """Return the model's inputs. ``inputs`` [4 + N, T] are on the device, as in :class:`DecodeGraph`."""
@@ -222,27 +211,16 @@ class CudaRunner(ModelRunner):
 
     def _replay(self, chunks: Sequence[ScheduledChunk], size: int) -> Tensor:
         graph = self._graphs[size]
-        self._fill(graph.inputs, graph.plan, chunks, size)
+        self._last_replay = graph.inputs, graph.plan, chunks, size
+        self._inputs.fill(*self._last_replay)
         graph.graph.replay()
         return graph.logits[: len(chunks)]
-
-    def _fill(self, inputs: Tensor, plan: FixedLayerPlans, chunks: Sequence[ScheduledChunk], size: int) -> None:
-        padded = [*chunks, *[chunks[-1]] * (size - len(chunks))]
-        numbers = [
-            [chunk.token_ids[0] for chunk in padded],
-            [chunk.start for chunk in padded],
-            [chunk.block_ids[chunk.start // self.block_size] for chunk in padded],
-            [self._previous_row(chunk) for chunk in padded],
-        ]
-        numbers += [[chunk.table(group).block_ids[-1] for chunk in padded] for group in range(1, self.cache.num_groups)]
-        inputs.copy_(torch.tensor(numbers, dtype=torch.int64).pin_memory(), non_blocking=True)
-        plan.update(self.cache.batches(padded))
 
     def _mixed_size(self, chunks: Sequence[ScheduledChunk]) -> MixedSize | None:
         """Return the captured size that serves these chunks, or None."""
         if not self._mixed_graphs:
             return None
-        num_decodes = _num_leading_decodes(chunks)
+        num_decodes = num_leading_decodes(chunks)
         longer = chunks[num_decodes:]
         if not 0 < len(longer) <= MAX_MIXED_CHUNKS:
             return None
@@ -258,27 +236,11 @@ class CudaRunner(ModelRunner):
 
     def _replay_mixed(self, chunks: Sequence[ScheduledChunk], size: MixedSize, gates: Sequence[int]) -> Tensor:
         graph = self._mixed_graphs[size]
-        self._fill_mixed(graph.inputs, graph.plan, chunks, size)
+        self._inputs.fill_mixed(graph.inputs, graph.plan, chunks, size)
         for first_layer, part in graph.parts.items():
             self._wait_for_copies(gates, first_layer)
             part.replay()
         return graph.logits[: sum(chunk.sample is not None for chunk in chunks)]
-
-    def _fill_mixed(
-        self, inputs: Tensor, plan: FixedLayerPlans, chunks: Sequence[ScheduledChunk], size: MixedSize
-    ) -> None:
-        num_decodes = _num_leading_decodes(chunks)
-        decodes, longer = chunks[:num_decodes], chunks[num_decodes:]
-        repeated = [decodes[-1]] * (size.num_decodes - num_decodes) if decodes else []
-        padded = [*decodes, *repeated, *longer]
-        flat = np.zeros((self._num_rows, sum(size)), dtype=np.int64)
-        flat[2], flat[3], flat[4:] = _NO_BLOCK, _NO_ROW, _NO_BLOCK
-        rows = self._flatten(padded, flat)
-        drawing = np.concatenate((rows[:num_decodes], rows[size.num_decodes :]))
-        left_over = inputs.shape[0] - flat.size - len(drawing)
-        packed = np.concatenate((flat.ravel(), drawing, np.zeros(left_over, dtype=np.int64)))
-        inputs.copy_(torch.from_numpy(packed).pin_memory(), non_blocking=True)
-        plan.update(self.cache.batches(padded))
 
     @torch.inference_mode()
     def capture(self, sizes: Sequence[int] | None = None) -> float:
@@ -311,10 +273,10 @@ class CudaRunner(ModelRunner):
 
     def _capture_size(self, size: int) -> DecodeGraph:
         chunks = [self._trial(1)] * size
-        inputs = torch.zeros((self._num_rows, size), dtype=torch.int64, device=self.model.device)
+        inputs = torch.zeros((self._inputs.num_rows, size), dtype=torch.int64, device=self.model.device)
         plan = self.cache.attention.make_decode_plan(size, self._max_blocks)
         for _ in range(_WARM_UP_RUNS if not self._graphs else 1):  # compiles kernels, sets libraries up
-            self._fill(inputs, plan, chunks, size)
+            self._inputs.fill(inputs, plan, chunks, size)
             self._forward(self._forward_batch(inputs, None, plan))
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
@@ -325,19 +287,19 @@ class CudaRunner(ModelRunner):
     def _capture_mixed_size(self, size: MixedSize, logits: Tensor) -> MixedGraph:
         num_tokens, num_rows = sum(size), size.num_decodes + MAX_MIXED_CHUNKS
         chunks = [*[self._trial(1)] * size.num_decodes, self._trial(size.num_tokens)]
-        num_numbers = self._num_rows * num_tokens
+        num_numbers = self._inputs.num_rows * num_tokens
         inputs = torch.zeros(num_numbers + num_rows, dtype=torch.int64, device=self.model.device)
         plan = self.cache.attention.make_mixed_plan(*size, MAX_MIXED_CHUNKS, self._max_blocks)
         logits = logits[:num_rows]
 
         def run(before_layer: BeforeLayer | None = None) -> None:
-            tokens = inputs[:num_numbers].view(self._num_rows, num_tokens)
+            tokens = inputs[:num_numbers].view(self._inputs.num_rows, num_tokens)
             batch = self._forward_batch(tokens, inputs[num_numbers:], plan)
             result = self._forward(batch, before_layer)
             assert result is not None
             logits.copy_(result)
 
-        self._fill_mixed(inputs, plan, chunks, size)
+        self._inputs.fill_mixed(inputs, plan, chunks, size)
         run()
         parts = self._capture_parts(run, self._first_layers if size.num_decodes == 0 else [0])
         return MixedGraph(parts, inputs, plan, logits)
@@ -391,9 +353,7 @@ class CudaRunner(ModelRunner):
         return parts
 
 
-def _num_leading_decodes(chunks: Sequence[ScheduledChunk]) -> int:
-    """Return the number of leading chunks that have one token and draw."""
-    for index, chunk in enumerate(chunks):
-        if len(chunk.token_ids) != 1 or chunk.sample is None:
-            return index
-    return len(chunks)
+def _is_plain(chunk: ScheduledChunk) -> bool:
+    """Return whether nothing but a forward pass is to be queued before the draws of ``chunk``."""
+    has_features = chunk.sample is not None and chunk.sample.features is not None
+    return not (has_features or chunk.others or chunk.gates or chunk.copies or chunk.scored)

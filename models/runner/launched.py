@@ -1,6 +1,6 @@
 """Steps that a CUDA device runs: the part that waits for them, and the events for which they wait."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from splitserve.models.runner.runner import output_of_step
-from splitserve.models.sampling.logprobs import StepScores
+from splitserve.models.sampling.logprobs import PromptRows, StepScores
 from splitserve.protocol.step import StepOutput, StepPlan
 
 
@@ -39,6 +39,22 @@ class PendingStep:
         """Block until the step has completed. Raises :class:`NonFiniteLogitsError`, or the device's own error."""
         self.done.synchronize()
         return output_of_step(self.plan, self.numbers.numpy(), self.scores, self.errors)
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchedForward:
+    """A step whose forward pass is queued, and whose draws aren't.
+    Implements :class:`splitserve.protocol.step.LaunchedForward`."""
+
+    launch: Callable[["LaunchedForward"], PendingStep]
+    plan: StepPlan
+    before: "StepBefore"
+    prompts: PromptRows | None
+    logits: Tensor | None  # [R, vocab]; None: no chunk draws
+    queued_at: float
+
+    def launch_draws(self) -> PendingStep:
+        return self.launch(self)
 
 
 @dataclass(frozen=True, slots=True)

@@ -190,7 +190,11 @@ class WorkerLoop:
                     return
         elif not connector.awaits_beside_steps:
             connector.leave()
-        self._sockets.wait(0.0 if executor.is_about_to_have_room else self._seconds_until_due())
+        if executor.is_about_to_have_room:
+            executor.rehearse()
+            self._sockets.wait(0.0)
+        else:
+            self._sockets.wait(self._seconds_until_due())
 
     def _on_dismissal(self) -> None:
         """Drain, as an operator asked. A second request has no effect."""

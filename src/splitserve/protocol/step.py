@@ -5,7 +5,7 @@ sequences.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import msgspec
 
@@ -191,3 +191,24 @@ class LaunchingRunner(Protocol):
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """Queue a step behind those that were launched before, and return at once: only a draw that needs the token
         before it on the host waits for the step that draws that one, while the device computes the logits."""
+
+
+class LaunchedForward(Protocol):
+    """A step whose forward pass is queued, and whose draws aren't."""
+
+    def launch_draws(self) -> LaunchedStep:
+        """Queue the draws, before anything else is launched."""
+
+
+@runtime_checkable
+class TwoPartRunner(LaunchingRunner, Protocol):
+    """A launching runner that can queue a forward pass in a fraction of a millisecond: the engine loop does so itself,
+    since another thread would have to wake up, and to share the interpreter with it."""
+
+    def launch_forward(self, plan: StepPlan) -> LaunchedForward | None:
+        """Queue a step's forward pass behind what was launched before; return None, without an effect, if that might
+        take longer."""
+
+    def rehearse(self) -> None:
+        """Prepare a step like the last one, for nothing: the next launch then finds code and data in the core's
+        caches."""

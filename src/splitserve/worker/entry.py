@@ -22,8 +22,9 @@ from splitserve.engine.io.sockets import WorkerSockets
 from splitserve.engine.io.waker import Waker
 from splitserve.engine.loop import WorkerIO, WorkerLoop
 from splitserve.engine.profiling.step_profiler import NoProfiler, ProfiledLaunchingRunner, ProfiledRunner, StepProfiler
-from splitserve.engine.steps.executor import Executor, OverlappedExecutor, StepExecutor
+from splitserve.engine.steps.executor import Executor, StepExecutor
 from splitserve.engine.steps.launch_pace import LaunchPace
+from splitserve.engine.steps.overlapped import OverlappedExecutor
 from splitserve.kvconnector.blocks.digest import FirstDigests, digests_of, no_digests
 from splitserve.kvconnector.cuda.memory import make_context_current
 from splitserve.kvconnector.layout.memory import KVMemory

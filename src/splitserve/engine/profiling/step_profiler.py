@@ -24,7 +24,14 @@ from torch.profiler import ProfilerActivity, profile
 
 from splitserve.engine.profiling.trace import NOT_BUSY, Busy, read_busy
 from splitserve.engine.steps.executor import Runner
-from splitserve.protocol.step import LaunchedStep, LaunchingRunner, StepOutput, StepPlan
+from splitserve.protocol.step import (
+    LaunchedForward,
+    LaunchedStep,
+    LaunchingRunner,
+    StepOutput,
+    StepPlan,
+    TwoPartRunner,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -126,6 +133,11 @@ class StepProfiler:
         with suppress(queue.Empty):
             return self._results.get_nowait()
         return None
+
+    @property
+    def is_wanted(self) -> bool:
+        """Return whether steps are to be recorded."""
+        return self._state in (ProfilerState.ARMED, ProfilerState.RECORDING)
 
     @property
     def is_late(self) -> bool:
@@ -246,3 +258,13 @@ class ProfiledLaunchingRunner:
         pending = self._runner.launch(plan)
         self._profiler.after_step()
         return pending
+
+    def launch_forward(self, plan: StepPlan) -> LaunchedForward | None:
+        """Steps that are recorded are launched as a whole."""
+        if self._profiler.is_wanted or not isinstance(self._runner, TwoPartRunner):
+            return None
+        return self._runner.launch_forward(plan)
+
+    def rehearse(self) -> None:
+        if isinstance(self._runner, TwoPartRunner):
+            self._runner.rehearse()

@@ -29,7 +29,7 @@ class RankedRunner:
 
 
 class RankedLauncher:
-    """The launching runner of all ranks, for the :class:`~splitserve.engine.steps.executor.OverlappedExecutor`. See
+    """The launching runner of all ranks, for the :class:`~splitserve.engine.steps.overlapped.OverlappedExecutor`. See
     :class:`RankedRunner`.
 
     The other ranks receive a step when it is launched here, and ranks wait for each other on the devices alone.
