@@ -93,7 +93,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--input-len", type=positive, default=1024, metavar="TOKENS", help="length of each prompt")
     add("--output-len", type=positive, default=512, metavar="TOKENS", help="length of each answer")
     add("--step-ms", type=positive_seconds, default=6.5, help="time of a decode step on the device")
-    add("--launch-us", type=finite, default=300.0, help="host time of a launch")
+    add("--launch-us", type=finite, default=300.0, help="host time to launch a forward pass")
+    add("--draws-us", type=finite, default=300.0, help="host time to launch the draws of a step")
     add_result_options(parser, always=True)
     return parser
 
@@ -121,6 +122,7 @@ def _worker(
 ) -> Iterator["subprocess.Popen[str]"]:
     arguments = ["--membership", membership, "--vocab-size", str(vocab_size), "--step-ms", str(options.step_ms)]
     arguments += ["--max-num-seqs", str(max(64, options.streams + 1)), "--launch-us", str(options.launch_us)]
+    arguments += ["--draws-us", str(options.draws_us)]
     arguments += ["--late-launch" if launch == "late" else "--no-late-launch"]
     with child_process(_WORKER_MODULE, *arguments) as worker:
         yield worker

@@ -45,16 +45,28 @@ class _Pending:
         return self.output
 
 
+@dataclass(frozen=True, slots=True)
+class _Forward:
+    pending: _Pending
+    draw_seconds: float
+
+    def launch_draws(self) -> _Pending:
+        _hold(self.draw_seconds)
+        return self.pending
+
+
 @dataclass(slots=True)
 class PacedRunner:
-    """Launching runner (:class:`splitserve.protocol.step.LaunchingRunner`) whose device is a timer.
+    """Runner (:class:`splitserve.protocol.step.TwoPartRunner`) whose device is a timer.
 
-    Launching holds the interpreter for ``launch_seconds``. ``steps``: the steps that it ran.
+    To launch a forward pass, or rehearse it, holds the interpreter for ``launch_seconds``, to launch draws for
+    ``draw_seconds``. ``steps``: the steps that it ran.
     """
 
     model: StepModel  # of the steps' times
     vocab_size: int
     launch_seconds: float = 0.0
+    draw_seconds: float = 0.0
     loop_clock: int = time.CLOCK_PROCESS_CPUTIME_ID
     free_at: float = 0.0
     steps: list[_Step] = field(default_factory=list)
@@ -62,9 +74,17 @@ class PacedRunner:
 
     def launch(self, plan: StepPlan) -> _Pending:
         """Queue a step; it takes the model's time."""
-        ready = time.perf_counter() + self.launch_seconds
-        while time.perf_counter() < ready:
-            pass
+        return self._forward(plan).launch_draws()
+
+    def launch_forward(self, plan: StepPlan) -> _Forward | None:
+        """Queue a step of decodes alone, as replays are on a GPU."""
+        return None if work_of(plan).prefill_tokens else self._forward(plan)
+
+    def rehearse(self) -> None:
+        _hold(self.launch_seconds)
+
+    def _forward(self, plan: StepPlan) -> _Forward:
+        _hold(self.launch_seconds)
         work = work_of(plan)
         launched = time.perf_counter()
         begin = max(launched, self.free_at)
@@ -81,7 +101,7 @@ class PacedRunner:
             )
         )
         drawn = [None if chunk.sample is None else next(self.tokens) % self.vocab_size for chunk in plan.chunks]
-        return _Pending(StepOutput.of(drawn), time.monotonic(), self.free_at)
+        return _Forward(_Pending(StepOutput.of(drawn), time.monotonic(), self.free_at), self.draw_seconds)
 
     def report(self) -> DeviceReport | None:
         """Report on the longest run of decode steps with the largest number of sequences; None without one."""
@@ -104,3 +124,10 @@ class PacedRunner:
             loop_cpu_us=1e6 * (last.loop_cpu_seconds - first.loop_cpu_seconds) / count,
             process_cpu_us=1e6 * (last.process_cpu_seconds - first.process_cpu_seconds) / count,
         )
+
+
+def _hold(seconds: float) -> None:
+    """Hold the interpreter."""
+    ready = time.perf_counter() + seconds
+    while time.perf_counter() < ready:
+        pass

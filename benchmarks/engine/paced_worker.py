@@ -1,8 +1,8 @@
 """A mixed worker whose device is a timer: engine loop, core, sockets and executor are the real ones.
 
 A step takes as long as it would on a GPU, ``--step-ms`` plus ``--prefill-us-per-token``, and draws arbitrary tokens;
-launching it holds the interpreter for ``--launch-us``, like building and launching a real step. The rest is the host's
-work. Run one with ``python -m splitserve.benchmarks.engine.paced_worker --membership tcp://127.0.0.1:PORT``.
+launching it holds the interpreter for ``--launch-us`` and ``--draws-us``, like building and launching a real step. The
+rest is the host's work. Run one with ``python -m splitserve.benchmarks.engine.paced_worker --membership tcp://127.0.0.1:PORT``.
 On SIGTERM it ends and prints one line of JSON: a :class:`splitserve.benchmarks.engine.paced_runner.DeviceReport`.
 """
 
@@ -101,7 +101,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--membership", required=True, help="the router's membership endpoint")
     parser.add_argument("--step-ms", type=float, default=6.5, help="time of a decode step")
     parser.add_argument("--prefill-us-per-token", type=float, default=20.0)
-    parser.add_argument("--launch-us", type=float, default=300.0, help="host time to launch a step")
+    parser.add_argument("--launch-us", type=float, default=300.0, help="host time to launch a forward pass")
+    parser.add_argument("--draws-us", type=float, default=300.0, help="host time to launch its draws")
     parser.add_argument("--max-num-seqs", type=int, default=256)
     parser.add_argument("--vocab-size", type=int, default=1000)
     parser.add_argument("--late-launch", action=argparse.BooleanOptionalAction, default=True)
@@ -110,6 +111,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         model=StepModel(base=options.step_ms / 1e3, per_token=options.prefill_us_per_token / 1e6),
         vocab_size=options.vocab_size,
         launch_seconds=options.launch_us / 1e6,
+        draw_seconds=options.draws_us / 1e6,
         loop_clock=time.pthread_getcpuclockid(threading.get_ident()),
     )
     loop, where = build_loop(

@@ -174,10 +174,6 @@ def test_after_the_device_is_lost_every_failure_is_its() -> None:
     assert much_later.cause is first and much_later.device_lost
 
 
-ALLOWANCE = 0.25
-"""Seconds before the expected end of a step at which the next one is planned."""
-
-
 class SetPace(LaunchPace):
     """Says what it is told to, and remembers what it hears."""
 
@@ -189,12 +185,8 @@ class SetPace(LaunchPace):
     def note_launch(self, seconds: float) -> None:
         self.launches.append(seconds)
 
-    def expected_seconds(self, plan: StepPlan) -> float | None:
-        return self.wait + ALLOWANCE
-
-    @property
-    def allowance(self) -> float | None:
-        return ALLOWANCE
+    def seconds_to_wait(self, plan: StepPlan) -> float:
+        return self.wait
 
 
 class TestLateLaunch:
@@ -236,8 +228,7 @@ class TestLateLaunch:
         driver.release(2)
         driver.release(3)
         assert [driver.result().outcome for _ in range(2)] == [StepOutput.of([6]), StepOutput.of([7])]
-        early, in_time = (ALLOWANCE - launched for launched in pace.launches)
-        assert early > -0.02 and in_time > -0.03, "they were on the device before its steps ended"
+        assert len(pace.launches) == 2 and min(pace.launches) > 0.0
 
     @pytest.mark.parametrize(("wait", "awake"), [(0.007, 0.0008), (0.001, 0.0002)])
     def test_the_loop_stays_awake_right_before(

@@ -50,8 +50,7 @@ def course(machine: Machine, *, paced: bool) -> Course:
     idle, lead = [], []
     free = ended = noticed = before_noticed = 0.0  # of the thread that launches; of the last step; of the one before it
     for step in range(NUM_STEPS):
-        expected, allowance = pace.expected_seconds(PLAN), pace.allowance
-        wait = max(0.0, expected - allowance) if paced and expected is not None and allowance is not None else 0.0
+        wait = pace.seconds_to_wait(PLAN) if paced else 0.0
         room = before_noticed + wait
         planned = room + takes(machine.planning)
         queued = max(planned, free) + takes(machine.queueing)
@@ -60,10 +59,9 @@ def course(machine: Machine, *, paced: bool) -> Course:
         idle.append(began - ended)
         lead.append(began - planned)
         ended = max(began + 1e-3 * machine.forward * chance.uniform(1.0, 1.02), free)
-        if expected is not None:
-            pace.note_launch(before_noticed + expected - room + queued - noticed)
         before_noticed, noticed = noticed, max(noticed, ended + takes(machine.noticing))
         pace.note_step(PLAN, noticed - before_noticed if step else 1e-3 * machine.forward)
+        pace.note_launch(queued - room)
     return Course(*(1e3 * mean(each[WARM_UP:]) for each in (idle, lead)), period=1e3 * ended / NUM_STEPS)
 
 

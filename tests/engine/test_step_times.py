@@ -16,25 +16,26 @@ def batch(num_decodes: int, *prefills: tuple[int, int]) -> StepPlan:
 
 
 class TestLaunchPace:
-    def test_nothing_is_expected_before_enough_is_known(self) -> None:
+    def test_nothing_is_waited_for_before_enough_is_known(self) -> None:
         pace = LaunchPace()
         for _ in range(FEWEST):
-            assert pace.expected_seconds(batch(16)) is None and pace.allowance is None
+            assert pace.seconds_to_wait(batch(16)) == 0.0
             pace.note_step(batch(16), 0.005)
+        assert pace.seconds_to_wait(batch(16)) == 0.0
+        for _ in range(FEWEST):
             pace.note_launch(0.001)
-        assert pace.expected_seconds(batch(16)) == 0.005
-        assert pace.allowance == pytest.approx(0.001 + MARGIN_SECONDS)
-        assert pace.expected_seconds(batch(64)) is None
+        assert pace.seconds_to_wait(batch(16)) == pytest.approx(0.004 - MARGIN_SECONDS)
+        assert pace.seconds_to_wait(batch(64)) == 0.0
 
     def test_steps_with_prompts_beside_are_known_by_the_number_of_tokens(self) -> None:
         pace = self.settled()
         for _ in range(FEWEST):
-            assert pace.expected_seconds(batch(16, (320, 512))) is None
+            assert pace.seconds_to_wait(batch(16, (320, 512))) == 0.0
             pace.note_step(batch(16, (320, 512)), 0.015)
             pace.note_step(batch(16, (64, 832)), 0.007)
-        assert pace.expected_seconds(batch(17, (300, 0), (15, 0))) == 0.015
-        assert pace.expected_seconds(batch(16, (50, 0))) == 0.007
-        assert pace.expected_seconds(batch(16)) == 0.005
+        assert pace.seconds_to_wait(batch(17, (300, 0), (15, 0))) == pytest.approx(0.014 - MARGIN_SECONDS)
+        assert pace.seconds_to_wait(batch(16, (50, 0))) == pytest.approx(0.006 - MARGIN_SECONDS)
+        assert pace.seconds_to_wait(batch(16)) == pytest.approx(0.004 - MARGIN_SECONDS)
 
     def test_long_prompts_are_followed_at_once(self) -> None:
         """Steps of a prompt alone are short while a hand-over is on its way, and known like others."""
@@ -42,32 +43,31 @@ class TestLaunchPace:
         for _ in range(FEWEST):
             pace.note_step(batch(0, (2048, 0)), 0.05)
             pace.note_step(batch(0, (320, 0)), 0.01)
-        assert pace.expected_seconds(batch(0, (2048, 0))) is None
-        assert pace.expected_seconds(batch(0, (320, 2048))) == 0.01
+        assert pace.seconds_to_wait(batch(0, (2048, 0))) == 0.0
+        assert pace.seconds_to_wait(batch(0, (320, 2048))) == pytest.approx(0.009 - MARGIN_SECONDS)
 
     def test_the_shortest_step_and_the_slow_launches_count(self) -> None:
         pace = self.settled()
         pace.note_step(batch(18), 0.0045)
         for _ in range(8):
             pace.note_launch(0.002)
-        assert pace.expected_seconds(batch(17)) == 0.0045
-        assert pace.allowance == pytest.approx(0.002 + MARGIN_SECONDS)
-
-    def test_a_few_slow_launches_do_not_count(self) -> None:
-        pace = self.settled()
-        for _ in range(2):
-            pace.note_launch(0.05)
-        assert pace.allowance == pytest.approx(0.001 + MARGIN_SECONDS)
+        assert pace.seconds_to_wait(batch(17)) == pytest.approx(0.0045 - 0.002 - MARGIN_SECONDS)
 
     def test_recent_steps_of_as_many_sequences_are_preferred(self) -> None:
         pace = self.settled()
         for seconds in (0.0052, 0.0051, 0.0053, 0.0054):
             pace.note_step(batch(17), seconds)
             pace.note_step(batch(16), 0.005)
-        assert pace.expected_seconds(batch(17)) == 0.0051
+        assert pace.seconds_to_wait(batch(17)) == pytest.approx(0.0051 - 0.001 - MARGIN_SECONDS)
         for _ in range(8):
             pace.note_step(batch(17), 0.006)
-        assert pace.expected_seconds(batch(17)) == 0.006, "contexts have grown"
+        assert pace.seconds_to_wait(batch(17)) == pytest.approx(0.006 - 0.001 - MARGIN_SECONDS), "contexts have grown"
+
+    def test_launches_that_take_longer_than_a_step_are_begun_at_once(self) -> None:
+        pace = self.settled()
+        for _ in range(10):
+            pace.note_launch(0.006)
+        assert pace.seconds_to_wait(batch(16)) == 0.0
 
     @staticmethod
     def settled() -> LaunchPace:

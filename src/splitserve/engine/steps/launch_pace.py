@@ -17,7 +17,7 @@ _MOST_ALIKE = 8  # steps of the same number of sequences: later ones have longer
 _TOKENS_ALIKE = 64
 _MOST_TOKENS = 640  # of prompts in a step: more than are computed beside outputs by default
 _REMEMBERED_LAUNCHES = 128
-_SELDOM = 0.02  # launches may come too late as often as that
+_SELDOM = 0.03  # launches may take longer than expected as often as that
 
 
 class _Size(NamedTuple):
@@ -32,47 +32,6 @@ class _Step(NamedTuple):
     seconds: float
 
 
-class LaunchPace:
-    """The estimate of a step's duration, and of the time that a launch needs before the end of the step beside it.
-
-    A step takes at least the time of the fastest recent step of its size, of those with as many sequences if there are
-    enough. Launches begin so early that nearly all recent ones would have been in time, by those estimates. The
-    durations of long prompts predict nothing, so a launch beside them isn't delayed.
-    """
-
-    def __init__(self) -> None:
-        self._steps: dict[_Size, deque[_Step]] = {}
-        self._needed: deque[float] = deque(maxlen=_REMEMBERED_LAUNCHES)
-
-    def note_step(self, plan: StepPlan, seconds: float) -> None:
-        """Note the time that a step took on the device."""
-        num_decodes, size = _size(plan)
-        if size is not None:
-            self._steps.setdefault(size, deque(maxlen=_REMEMBERED_STEPS)).append(_Step(num_decodes, seconds))
-
-    def note_launch(self, seconds: float) -> None:
-        """Note how long before the expected end of a step the next one should have been planned, for its forward pass
-        to be on the device at the true end. Its draws are queued while that pass runs."""
-        self._needed.append(seconds)
-
-    def expected_seconds(self, plan: StepPlan) -> float | None:
-        """Return the time from the beginning of a step to its end, or None if it isn't known."""
-        num_decodes, size = _size(plan)
-        steps = () if size is None else self._steps.get(size, ())
-        alike = [step.seconds for step in steps if step.num_decodes == num_decodes][-_MOST_ALIKE:]
-        known = alike if len(alike) >= FEWEST else [step.seconds for step in steps]
-        return min(known) if len(known) >= FEWEST else None
-
-    @property
-    def allowance(self) -> float | None:
-        """The time before the expected end of a step at which the next one is to be planned, or None if it isn't
-        known."""
-        if len(self._needed) < FEWEST:
-            return None
-        needed = sorted(self._needed)
-        return needed[-1 - int(len(needed) * _SELDOM)] + MARGIN_SECONDS
-
-
 def _size(plan: StepPlan) -> tuple[int, _Size | None]:
     """Return a step's number of sequences that decode and its size, or None of one with a long prompt."""
     lengths = [len(chunk.token_ids) for chunk in plan.chunks]
@@ -81,3 +40,41 @@ def _size(plan: StepPlan) -> tuple[int, _Size | None]:
     if num_prompt_tokens > _MOST_TOKENS:
         return num_decodes, None
     return num_decodes, _Size(num_decodes.bit_length(), -(-num_prompt_tokens // _TOKENS_ALIKE))
+
+
+class LaunchPace:
+    """The estimate of a step's and a launch's duration. A step takes at least the time of the fastest recent step of
+    its size, of those with as many sequences if there are enough, a launch at most the time of nearly all recent ones.
+    The durations of long prompts predict nothing, so a launch beside them isn't delayed."""
+
+    def __init__(self) -> None:
+        self._steps: dict[_Size, deque[_Step]] = {}
+        self._launch_seconds: deque[float] = deque(maxlen=_REMEMBERED_LAUNCHES)
+
+    def note_step(self, plan: StepPlan, seconds: float) -> None:
+        """Note the time that a step took on the device."""
+        num_decodes, size = _size(plan)
+        if size is not None:
+            self._steps.setdefault(size, deque(maxlen=_REMEMBERED_STEPS)).append(_Step(num_decodes, seconds))
+
+    def note_launch(self, seconds: float) -> None:
+        """Note the time from when a step could be planned until its forward pass was on the device, while another step
+        ran there. Its draws are queued while that pass runs."""
+        self._launch_seconds.append(seconds)
+
+    def seconds_to_wait(self, plan: StepPlan) -> float:
+        """Return the time from the beginning of a step until the next one is to be planned; 0.0 for at once."""
+        expected = self._least_seconds(plan)
+        if expected is None or len(self._launch_seconds) < FEWEST:
+            return 0.0
+        launches = sorted(self._launch_seconds)
+        launch = launches[-1 - int(len(launches) * _SELDOM)]
+        return max(0.0, expected - launch - MARGIN_SECONDS)
+
+    def _least_seconds(self, plan: StepPlan) -> float | None:
+        """Return the time that a step takes at least, or None if it isn't known."""
+        num_decodes, size = _size(plan)
+        steps = () if size is None else self._steps.get(size, ())
+        alike = [step.seconds for step in steps if step.num_decodes == num_decodes][-_MOST_ALIKE:]
+        known = alike if len(alike) >= FEWEST else [step.seconds for step in steps]
+        return min(known) if len(known) >= FEWEST else None

@@ -55,11 +55,11 @@ class _Launched:
 
 @dataclass(frozen=True, slots=True)
 class _StepInFlight:
-    """``ahead``: seconds from when it could have been planned to the expected end of the step before it; None without
-    one whose end was expected, where a launch waits for copies, and where it was put off."""
+    """``room_at``: since when it could have been launched beside the step before it; None without one, where a launch
+    waits for copies, and where it was put off."""
 
     plan: StepPlan
-    ahead: float | None
+    room_at: float | None
 
 
 class _Alarm:
@@ -118,9 +118,7 @@ class OverlappedExecutor:
         self._in_flight: deque[_StepInFlight] = deque()
         self._pace = pace
         self._alarm = _Alarm(wake)
-        self._ended = 0.0  # when the last step did whose result was returned
-        self._expected_end: float | None = None  # of the step in flight
-        self._room_at = 0.0  # when a second step may be launched beside it
+        self._room_at = 0.0  # when a second step may be launched beside the one in flight
         self._awake_at = 0.0  # since when the loop stays awake for that
         self._latest_at = 0.0  # until when that launch can be put off
         self._wakes_at = 0.0  # the time that the alarm was set to last
@@ -170,10 +168,8 @@ class OverlappedExecutor:
     def launch(self, plan: StepPlan) -> None:
         assert len(self._in_flight) < MAX_STEPS_IN_FLIGHT
         is_beside = len(self._in_flight) > 0 and not (plan.gates or self._in_flight[0].plan.gates)
-        ahead = None
-        if is_beside and self._expected_end is not None and not self._was_put_off:
-            ahead = self._expected_end - self._room_at
-        self._in_flight.append(_StepInFlight(plan, ahead))
+        tells = is_beside and not self._was_put_off
+        self._in_flight.append(_StepInFlight(plan, self._room_at if tells else None))
         self._was_put_off = self._is_rehearsed = False
         self._give(self._forward(plan) or plan)
         if len(self._in_flight) == 1:
@@ -212,22 +208,18 @@ class OverlappedExecutor:
         if self._results.empty():
             return None
         result = self._results.get()
-        ahead = self._in_flight.popleft().ahead
+        room_at = self._in_flight.popleft().room_at
         if self._pace is not None:
             self._pace.note_step(result.plan, result.seconds)
-            if ahead is not None:
-                self._pace.note_launch(ahead + result.on_device - self._ended)
-        self._ended = result.ended
+            if room_at is not None:
+                self._pace.note_launch(result.on_device - room_at)
         if self._in_flight:
             self._find_room(result.ended)
         return result
 
     def _find_room(self, began: float) -> None:
         """Set the time at which a second step may be launched beside the one that began on the device at ``began``."""
-        wait, self._expected_end = 0.0, None
-        if self._pace is not None and (expected := self._pace.expected_seconds(self._in_flight[0].plan)) is not None:
-            self._expected_end = began + expected
-            wait = 0.0 if (allowance := self._pace.allowance) is None else max(0.0, expected - allowance)
+        wait = 0.0 if self._pace is None else self._pace.seconds_to_wait(self._in_flight[0].plan)
         self._room_at = began + wait
         self._awake_at = self._room_at - min(AWAKE_SECONDS, AWAKE_SHARE * wait)
         self._latest_at = self._room_at + min(PUT_OFF_SECONDS, PUT_OFF_SHARE * wait)
