@@ -23,13 +23,15 @@ class FlatTables:
 
 
 def flat_tables(batch: PagedBatch, block_size: int, first: int = 0) -> FlatTables:
-    """Return the tables of the sequences from ``first`` on."""
+    """Return the tables of the sequences from ``first`` on. Raises ValueError if a table doesn't cover its context."""
     context_lens = batch.context_lens[first:]
     counts = [-(-length // block_size) for length in context_lens]
     indices = array("i")  # takes half the time of numpy to read lists
     for table, count in zip(batch.block_tables[first:], counts, strict=True):
-        indices.extend(table[:count])
+        indices.fromlist(list(table[:count]))
     indptr = np.array([0, *accumulate(counts)], dtype=np.int32)
+    if len(indices) != indptr[-1]:
+        raise ValueError("a block table is shorter than its context")
     return FlatTables(indptr, np.array(indices, dtype=np.int32), np.array(context_lens, dtype=np.int32))
 
 

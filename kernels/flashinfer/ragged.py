@@ -20,7 +20,7 @@ from splitserve.kernels.triton.sampling import to_device
 
 MIN_QUERY_TOKENS = 512  # per step: with fewer, gathering takes longer than it saves
 MAX_CONTEXT_TOKENS = 1 << 16  # per step: bounds the memory for gathered keys and values
-_NUM_PINNED = 4  # plans in flight at once, plus one
+_NUM_PINNED = 5  # plans of two steps in flight and of the rehearsals before them, plus one
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,7 +46,7 @@ class LaunchedForward:
     """A step whose forward pass is queued, and whose draws aren't.
     Implements :class:`splitserve.protocol.step.LaunchedForward`."""
 
-    launch: Callable[["LaunchedForward"], PendingStep]
+    draw: Callable[["LaunchedForward"], PendingStep]
     plan: StepPlan
     before: "StepBefore"
     prompts: PromptRows | None
@@ -54,7 +54,7 @@ class LaunchedForward:
     queued_at: float
 
     def launch_draws(self) -> PendingStep:
-        return self.launch(self)
+        return self.draw(self)
 
 
 @dataclass(frozen=True, slots=True)

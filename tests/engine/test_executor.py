@@ -8,11 +8,10 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
-from gated_runner import ILLEGAL, Driver, plan_of
+from gated_runner import ILLEGAL, Driver, SetPace, plan_of
 from splitserve.engine.steps import overlapped
 from splitserve.engine.steps.executor import StepExecutor
 from splitserve.engine.steps.failures import Failures, StepFailure
-from splitserve.engine.steps.launch_pace import LaunchPace
 from splitserve.engine.steps.overlapped import OverlappedExecutor
 from splitserve.protocol.step import MAX_STEPS_IN_FLIGHT, StepOutput, StepPlan
 from waiting import PATIENCE_SECONDS, wait_until
@@ -172,21 +171,6 @@ def test_after_the_device_is_lost_every_failure_is_its() -> None:
     first = failures.failure(3, RuntimeError(ILLEGAL))
     much_later = failures.failure(3 + 10 * MAX_STEPS_IN_FLIGHT, RuntimeError("?"))
     assert much_later.cause is first and much_later.device_lost
-
-
-class SetPace(LaunchPace):
-    """Says what it is told to, and remembers what it hears."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.wait = 0.0
-        self.launches: list[float] = []
-
-    def note_launch(self, seconds: float) -> None:
-        self.launches.append(seconds)
-
-    def seconds_to_wait(self, plan: StepPlan) -> float:
-        return self.wait
 
 
 class TestLateLaunch:

@@ -113,6 +113,20 @@ def test_a_worker_without_anything_to_do_stays_awake_for_a_read_that_is_about_to
     assert connector.has_left == (state == "a step runs" and not beside)
 
 
+def test_right_before_a_launch_the_loop_rehearses_and_stays_awake() -> None:
+    calls: list[float | str] = []
+    executor = SimpleNamespace(
+        is_idle=False, is_put_off=False, is_about_to_have_room=True, rehearse=lambda: calls.append("rehearsal")
+    )
+    loop = object.__new__(WorkerLoop)
+    loop._sockets = SimpleNamespace(wait=calls.append)  # type: ignore[assignment]
+    loop._io = SimpleNamespace(  # type: ignore[assignment]
+        connector=Awaited(0, awaits_beside_steps=True), executor=executor
+    )
+    loop._wait()
+    assert calls == ["rehearsal", 0.0]
+
+
 def test_heartbeats_count_what_could_not_be_delivered_and_what_was_no_message() -> None:
     with running(FaultyRunner()) as run:
         with zmq.Context() as context, context.socket(zmq.DEALER) as link:

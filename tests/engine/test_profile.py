@@ -107,6 +107,21 @@ class Adding:
         return StepOutput.of([1])
 
 
+class AddingInTwoParts(Adding):
+    """Launches forward passes apart, and counts rehearsals."""
+
+    num_rehearsals = 0
+
+    def launch_forward(self, plan: StepPlan) -> "AddingInTwoParts":
+        return self
+
+    def launch_draws(self) -> "Adding":
+        return self.launch(PLAN)
+
+    def rehearse(self) -> None:
+        self.num_rehearsals += 1
+
+
 class TestRecorder:
     @pytest.fixture
     def woken(self) -> threading.Semaphore:
@@ -140,6 +155,26 @@ class TestRecorder:
         assert len(products) == 3 * 4, "of these steps, and of no other"
         assert Path(result.trace).name.startswith("mixed.mixed-0-")
         assert profiler.result() is None
+
+    def test_recorded_steps_are_launched_as_a_whole(self, profiler: StepProfiler, woken: threading.Semaphore) -> None:
+        assert ProfiledLaunchingRunner(Adding(), profiler).launch_forward(PLAN) is None
+        runner = AddingInTwoParts()
+        launching = ProfiledLaunchingRunner(runner, profiler)
+        for num_rehearsals in (1, 2):
+            forward = launching.launch_forward(PLAN)
+            assert forward is not None and forward.launch_draws().wait() == StepOutput.of([1])
+            launching.rehearse()
+            assert runner.num_rehearsals == num_rehearsals
+            if num_rehearsals == 1:
+                assert profiler.begin(2, 60.0) == ""
+                for _ in range(2):
+                    assert launching.launch_forward(PLAN) is None
+                    launching.rehearse()
+                    launching.launch(PLAN).wait()
+                assert woken.acquire(timeout=PATIENCE_SECONDS)
+                result = profiler.result()
+                assert result is not None and (result.error, result.num_steps) == ("", 2)
+                assert runner.num_rehearsals == 1
 
     def test_one_at_a_time(self, profiler: StepProfiler, woken: threading.Semaphore) -> None:
         runner = ProfiledRunner(Adding(), profiler)

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import pytest
 
-from gated_runner import ILLEGAL, Driver, GatedRunner, Step
+from gated_runner import ILLEGAL, Driver, GatedRunner, SetPace, Step
 from splitserve.engine.steps.overlapped import OverlappedExecutor
 from splitserve.protocol.step import StepOutput, StepPlan
-from waiting import PATIENCE_SECONDS
+from waiting import PATIENCE_SECONDS, wait_until
 
 
 class TwoParts(GatedRunner):
@@ -17,6 +17,7 @@ class TwoParts(GatedRunner):
 
     def __init__(self) -> None:
         super().__init__()
+        self.draw_errors: dict[int, Exception] = {}
         self.threads: list[tuple[str, int]] = []  # that ran each part, and a rehearsal
         self.may_draw = threading.Event()
         self.may_draw.set()
@@ -34,6 +35,9 @@ class TwoParts(GatedRunner):
     def launch(self, plan: StepPlan) -> Step:
         assert self.may_draw.wait(PATIENCE_SECONDS)
         self.threads.append(("draws", threading.get_ident()))
+        (token,) = plan.chunks[0].token_ids
+        if token in self.draw_errors:
+            raise self.draw_errors[token]
         return super().launch(plan)
 
     def rehearse(self) -> None:
@@ -57,11 +61,15 @@ class TestTwoParts:
         return TwoParts()
 
     @pytest.fixture
-    def driver(self, runner: TwoParts) -> Iterator[Driver]:
+    def pace(self) -> SetPace:
+        return SetPace()
+
+    @pytest.fixture
+    def driver(self, runner: TwoParts, pace: SetPace) -> Iterator[Driver]:
         driver = Driver()
         driver.executor.close(10)
         driver.runner = runner
-        driver.executor = OverlappedExecutor(runner, driver.woken.release)
+        driver.executor = OverlappedExecutor(runner, driver.woken.release, pace=pace)
         yield driver
         runner.may_draw.set()
         driver.close()
@@ -99,16 +107,55 @@ class TestTwoParts:
         driver.launch(11)
         driver.release(1)
         assert driver.result().outcome == StepOutput.of([11])
+        assert [part for part, _ in runner.threads] == ["forward", "forward", "draws"]
 
-    def test_a_launch_is_rehearsed_once_and_its_errors_are_left_to_the_launch(
-        self, driver: Driver, runner: TwoParts
+    def test_draws_that_fail_fail_their_step_alone(self, driver: Driver, runner: TwoParts) -> None:
+        runner.draw_errors[10] = ValueError("no such row")
+        driver.launch(10)
+        failure = driver.failure()
+        assert failure.step == 1 and str(failure.error) == "no such row"
+        driver.launch(11)
+        driver.release(1)
+        assert driver.result().outcome == StepOutput.of([11])
+        assert [part for part, _ in runner.threads] == ["forward", "draws", "forward", "draws"]
+
+    def test_the_loop_rehearses_its_own_launches_once(self, driver: Driver, runner: TwoParts, pace: SetPace) -> None:
+        pace.wait = 3600.0
+        for number, (token, parts) in enumerate([(9, ["draws"]), (10, ["forward", "draws", "rehearsal"])], start=1):
+            driver.executor.rehearse()
+            runner.threads.clear()
+            driver.launch(token)
+            runner.wait_launched(number)
+            wait_until(lambda done=number: driver.executor._num_done == done)  # type: ignore[attr-defined]
+            driver.executor.rehearse()
+            driver.executor.rehearse()
+            assert [part for part, _ in runner.threads] == parts
+            driver.release(number)
+            assert driver.result().outcome == StepOutput.of([token])
+        assert runner.threads[-1] == ("rehearsal", threading.get_ident())
+
+    def test_without_the_time_for_it_nothing_is_rehearsed(
+        self, driver: Driver, runner: TwoParts, pace: SetPace
     ) -> None:
-        runner.rehearsal_error = RuntimeError(ILLEGAL)
-        driver.executor.rehearse()
-        driver.executor.rehearse()
-        assert runner.threads == [("rehearsal", threading.get_ident())]
+        pace.wait = 0.0
         driver.launch(10)
         driver.release(1)
-        assert driver.result().outcome == StepOutput.of([10])
         driver.executor.rehearse()
-        assert [part for part, _ in runner.threads] == ["rehearsal", "forward", "draws", "rehearsal"]
+        assert driver.result().outcome == StepOutput.of([10])
+        assert [part for part, _ in runner.threads] == ["forward", "draws"]
+
+    def test_after_a_rehearsal_that_fails_the_thread_launches_alone(
+        self, driver: Driver, runner: TwoParts, pace: SetPace, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        pace.wait, runner.rehearsal_error = 3600.0, RuntimeError(ILLEGAL)
+        driver.launch(10)
+        runner.wait_launched(1)
+        wait_until(lambda: driver.executor._num_done == 1)  # type: ignore[attr-defined]
+        driver.executor.rehearse()
+        assert "can't be rehearsed" in caplog.text
+        for number, token in enumerate((10, 11), start=1):
+            driver.release(number)
+            assert driver.result().outcome == StepOutput.of([token])
+            if token == 10:
+                driver.launch(11)
+        assert [part for part, _ in runner.threads] == ["forward", "draws", "rehearsal", "draws"]

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from splitserve.kernels.api import AttentionShape, PagedBatch
+from splitserve.kernels.paged import flat_tables
 from splitserve.kernels.reference import attend, attention
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -134,3 +135,10 @@ def test_the_portable_form_of_attention_agrees_with_the_fused_one() -> None:
         portable = attend.attend_portable(query, keys, values, mask, 0.25)
         for left, right in zip(fused, portable, strict=True):
             torch.testing.assert_close(left, right, rtol=1e-5, atol=1e-5)
+
+
+def test_a_table_that_does_not_cover_its_context_is_refused() -> None:
+    tables = flat_tables(PagedBatch([1, 1], [65, 3], [[3, 4, 5], (7,)]), 64)
+    assert (tables.indptr.tolist(), tables.indices.tolist()) == ([0, 2, 3], [3, 4, 7])
+    with pytest.raises(ValueError, match="shorter than its context"):
+        flat_tables(PagedBatch([1], [65], [[3]]), 64)

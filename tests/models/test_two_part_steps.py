@@ -12,7 +12,7 @@ from host_runner import HostRunner
 from splitserve.kernels.registry import select_kernels
 from splitserve.models.config import load_model_config
 from splitserve.models.runner.cuda import CudaRunner
-from splitserve.models.runner.launched import PendingStep
+from splitserve.models.runner.launched import LaunchedForward, PendingStep, StepBefore
 from splitserve.models.weights.loader import load_model
 from splitserve.protocol.request import SamplingParams
 from splitserve.protocol.step import (
@@ -30,16 +30,15 @@ PROMPTS = [[(37 * number + 11 * index) % 400 for number in range(20 + index)] fo
 NUM_NEW = 40
 
 
-def decode(index: int, position: int, token: int | None) -> ScheduledChunk:
-    """A chunk whose token is at ``position``; None: the step before draws it. Every other one is drawn at random."""
+def decode(index: int, position: int, token: int | None, previous: int | None = None) -> ScheduledChunk:
+    """A chunk of sequence ``index`` whose token is at ``position``; None: chunk ``previous`` of the step before draws
+    it. Every other sequence draws at random."""
     spec = SampleSpec(0.9 * (index % 2), 0, 0.95, index, 0, position + 1)
     blocks = list(range(8 * index, 8 * index + position // BLOCK_SIZE + 1))
-    return ScheduledChunk(
-        [UNKNOWN_TOKEN if token is None else token], position, blocks, spec, index if token is None else None
-    )
+    return ScheduledChunk([UNKNOWN_TOKEN if token is None else token], position, blocks, spec, previous)
 
 
-def test_steps_that_may_take_longer_are_launched_as_a_whole(tiny_qwen3: Path) -> None:
+def test_steps_that_may_take_longer_are_launched_as_a_whole(tiny_qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = load_model_config(tiny_qwen3)
     device = torch.device("cpu")
     kernels = select_kernels(device, torch.float32, {}, config.head_dim)
@@ -64,6 +63,9 @@ def test_steps_that_may_take_longer_are_launched_as_a_whole(tiny_qwen3: Path) ->
         assert runner.launch_forward(StepPlan([plain, chunk])) is None
     assert runner.launch_forward(StepPlan([plain], released=(7,))) is None
     assert runner.launch_forward(StepPlan([plain] * 5)) is None, "no graph is as large"
+    launched = LaunchedForward(runner._launch_draws, StepPlan([]), StepBefore(None, {}), None, None, 0.0)
+    monkeypatch.setattr(runner, "_launch_forward", lambda plan: launched)
+    assert runner.launch_forward(StepPlan([plain] * 3)) is launched
     runner.rehearse()  # without a step before it there is nothing to do
 
 
@@ -81,26 +83,31 @@ def test_two_parts_draw_what_whole_launches_draw(tiny_qwen3: Path) -> None:
 
 
 def outputs(runner: CudaRunner, draws: ThreadPoolExecutor | None) -> list[list[int]]:
-    """Decode with each step launched during the one before, with sequences that leave. ``draws``: the thread that
-    launches the draws; None: steps are launched as a whole."""
+    """Decode with each step launched during the one before; the first sequences leave in between. ``draws``: the thread
+    that launches the draws, while the device is held up; None: steps are launched as a whole."""
     fill = [ScheduledChunk(prompt[:-1], 0, [8 * i, 8 * i + 1, 8 * i + 2], None) for i, prompt in enumerate(PROMPTS)]
     runner.run(StepPlan(fill))
 
     def launch(plan: StepPlan) -> PendingStep:
         if draws is None:
             return runner.launch(plan)
+        with torch.cuda.stream(runner._stream):
+            torch.cuda._sleep(1_000_000)  # clock cycles: the rehearsal's copies wait behind the step before
         runner.rehearse()
         forward = runner.launch_forward(plan)
         assert forward is not None
         return draws.submit(forward.launch_draws).result()
 
-    found: list[list[int]] = [[] for _ in PROMPTS]
-    steps = [launch(StepPlan([decode(i, len(p) - 1, p[-1]) for i, p in enumerate(PROMPTS)]))]
+    last = list(range(len(PROMPTS)))
+    steps = [(last, launch(StepPlan([decode(i, len(PROMPTS[i]) - 1, PROMPTS[i][-1]) for i in last])))]
     for number in range(1, NUM_NEW):
-        staying = [i for i in range(len(PROMPTS)) if i < 2 or number < 20]
-        steps.append(launch(StepPlan([decode(i, len(PROMPTS[i]) - 1 + number, None) for i in staying])))
-    for step in steps:
-        for output, draw in zip(found, step.wait().draws, strict=False):
+        staying = [i for i in last if number < 20 or i >= 3]
+        plan = [decode(i, len(PROMPTS[i]) - 1 + number, None, last.index(i)) for i in staying]
+        steps.append((staying, launch(StepPlan(plan))))
+        last = staying
+    found: list[list[int]] = [[] for _ in PROMPTS]
+    for sequences, step in steps:
+        for index, draw in zip(sequences, step.wait().draws, strict=True):
             assert draw is not None
-            output.append(draw.token_id)
+            found[index].append(draw.token_id)
     return found

@@ -5,6 +5,7 @@ import time
 
 from splitserve.engine.steps.executor import Executor, StepResult
 from splitserve.engine.steps.failures import StepFailure
+from splitserve.engine.steps.launch_pace import LaunchPace
 from splitserve.engine.steps.overlapped import OverlappedExecutor
 from splitserve.protocol.step import SampleSpec, ScheduledChunk, StepOutput, StepPlan
 from waiting import PATIENCE_SECONDS
@@ -106,3 +107,18 @@ class Driver:
         outcome = self.result().outcome
         assert isinstance(outcome, StepFailure)
         return outcome
+
+
+class SetPace(LaunchPace):
+    """Says what it is told to, and remembers what it hears."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wait = 0.0
+        self.launches: list[float] = []
+
+    def note_launch(self, seconds: float) -> None:
+        self.launches.append(seconds)
+
+    def seconds_to_wait(self, plan: StepPlan) -> float:
+        return self.wait

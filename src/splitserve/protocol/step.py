@@ -202,8 +202,9 @@ class LaunchedForward(Protocol):
 
 @runtime_checkable
 class TwoPartRunner(LaunchingRunner, Protocol):
-    """A launching runner that can queue a forward pass in a fraction of a millisecond: the engine loop does so itself,
-    since another thread would have to wake up, and to share the interpreter with it."""
+    """A launching runner that can queue a forward pass in a fraction of a millisecond, or a little more with many long
+    contexts: the engine loop does so itself, since another thread would have to wake up, and to share the interpreter
+    with it."""
 
     def launch_forward(self, plan: StepPlan) -> LaunchedForward | None:
         """Queue a step's forward pass behind what was launched before; return None, without an effect, if that might

@@ -247,10 +247,14 @@ class ProfiledRunner:
 
 
 class ProfiledLaunchingRunner:
-    """A launching runner that calls ``profiler`` before its steps. The end of a recording waits for the device."""
+    """A launching runner that calls ``profiler`` before its steps. The end of a recording waits for the device.
+
+    Steps that are recorded are launched as a whole (:class:`splitserve.protocol.step.TwoPartRunner`).
+    """
 
     def __init__(self, runner: LaunchingRunner, profiler: StepProfiler) -> None:
         self._runner = runner
+        self._two_part = runner if isinstance(runner, TwoPartRunner) else None
         self._profiler = profiler
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
@@ -260,11 +264,8 @@ class ProfiledLaunchingRunner:
         return pending
 
     def launch_forward(self, plan: StepPlan) -> LaunchedForward | None:
-        """Steps that are recorded are launched as a whole."""
-        if self._profiler.is_wanted or not isinstance(self._runner, TwoPartRunner):
-            return None
-        return self._runner.launch_forward(plan)
+        return None if self._two_part is None or self._profiler.is_wanted else self._two_part.launch_forward(plan)
 
     def rehearse(self) -> None:
-        if isinstance(self._runner, TwoPartRunner):
-            self._runner.rehearse()
+        if self._two_part is not None and not self._profiler.is_wanted:
+            self._two_part.rehearse()

@@ -1,6 +1,6 @@
 """Runs steps on a device that computes by itself: the next one is launched while one runs, just in time."""
 
-import contextlib
+import logging
 import queue
 import threading
 import time
@@ -32,6 +32,11 @@ PUT_OFF_SECONDS = 0.0005
 step. Launches are mostly faster than planned for, so the device waits for little of it."""
 PUT_OFF_SHARE = 0.1
 """Largest share of the time without room by which a launch is put off."""
+REHEARSAL_SECONDS = 0.0004
+"""Time that a rehearsal takes before one was measured."""
+_FORGOTTEN = 0.9  # of the time of the last rehearsal, each time that there is too little for another one
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +117,8 @@ class OverlappedExecutor:
         self._plans: queue.SimpleQueue[StepPlan | _Forward | Callable[[], None] | None] = queue.SimpleQueue()
         self._num_given = 0  # plans and functions, to the thread that launches
         self._num_done = 0  # of them, by that thread
-        self._is_rehearsed = False
+        self._rehearses = False  # for the next launch, once
+        self._rehearsal_seconds = REHEARSAL_SECONDS
         self._launched: queue.SimpleQueue[_Launched | None] = queue.SimpleQueue()
         self._results: queue.SimpleQueue[StepResult] = queue.SimpleQueue()
         self._in_flight: deque[_StepInFlight] = deque()
@@ -170,8 +176,10 @@ class OverlappedExecutor:
         is_beside = len(self._in_flight) > 0 and not (plan.gates or self._in_flight[0].plan.gates)
         tells = is_beside and not self._was_put_off
         self._in_flight.append(_StepInFlight(plan, self._room_at if tells else None))
-        self._was_put_off = self._is_rehearsed = False
-        self._give(self._forward(plan) or plan)
+        self._was_put_off = False
+        forward = self._forward(plan)
+        self._rehearses = forward is not None
+        self._give(forward or plan)
         if len(self._in_flight) == 1:
             self._find_room(time.monotonic())
 
@@ -196,12 +204,20 @@ class OverlappedExecutor:
         return None if launched is None else _Forward(plan, started, launched)
 
     def rehearse(self) -> None:
-        """See :class:`Executor`."""
-        if self._is_rehearsed or (launcher := self._own_launcher) is None:
+        """See :class:`Executor`: if the last launch was this thread's, and there is time left."""
+        if not self._rehearses or (launcher := self._own_launcher) is None:
             return
-        self._is_rehearsed = True
-        with contextlib.suppress(Exception):  # of a device that fails: the launch finds it, too
+        self._rehearses = False
+        began = time.monotonic()
+        if self._room_at - began < self._rehearsal_seconds:
+            self._rehearsal_seconds *= _FORGOTTEN
+            return
+        try:
             launcher.rehearse()
+        except Exception:
+            logger.exception("a launch can't be rehearsed: from now on the thread that launches does so alone")
+            self._two_part = None
+        self._rehearsal_seconds = time.monotonic() - began
 
     def result(self) -> StepResult | None:
         """Return the oldest launched step's result; None while it runs."""
@@ -245,11 +261,10 @@ class OverlappedExecutor:
 
     def _launch(self) -> None:
         while (work := self._plans.get()) is not None:
-            if isinstance(work, StepPlan | _Forward):
-                self._launched.put(self._launch_step(work))
-            else:
-                work()
-            self._num_done += 1
+            launched = self._launch_step(work) if isinstance(work, StepPlan | _Forward) else work()
+            self._num_done += 1  # before the step can end, after which the loop may launch
+            if launched is not None:
+                self._launched.put(launched)
         self._launched.put(None)
 
     def _launch_step(self, work: StepPlan | _Forward) -> _Launched:
