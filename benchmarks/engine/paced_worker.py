@@ -2,7 +2,8 @@
 
 A step takes as long as it would on a GPU, ``--step-ms`` plus ``--prefill-us-per-token``, and draws arbitrary tokens;
 launching it holds the interpreter for ``--launch-us`` and ``--draws-us``, like building and launching a real step. The
-rest is the host's work. Run one with ``python -m splitserve.benchmarks.engine.paced_worker --membership tcp://127.0.0.1:PORT``.
+rest is the host's work. Run one with
+``python -m splitserve.benchmarks.engine.paced_worker --membership tcp://127.0.0.1:PORT``.
 On SIGTERM it ends and prints one line of JSON: a :class:`splitserve.benchmarks.engine.paced_runner.DeviceReport`.
 """
 

@@ -211,8 +211,8 @@ class CudaRunner(ModelRunner):
 
     def _replay(self, chunks: Sequence[ScheduledChunk], size: int) -> Tensor:
         graph = self._graphs[size]
-        self._last_replay = graph.inputs, graph.plan, chunks, size
-        self._inputs.fill(*self._last_replay)
+        self._inputs.fill(graph.inputs, graph.plan, chunks, size)
+        self._last_replay = graph.inputs, graph.plan, chunks, size  # which could be filled: so can a rehearsal
         graph.graph.replay()
         return graph.logits[: len(chunks)]
 

@@ -140,6 +140,7 @@ class TestTwoParts:
         pace.wait = 0.0
         driver.launch(10)
         driver.release(1)
+        wait_until(lambda: driver.executor._num_done == 1)  # type: ignore[attr-defined]
         driver.executor.rehearse()
         assert driver.result().outcome == StepOutput.of([10])
         assert [part for part, _ in runner.threads] == ["forward", "draws"]
