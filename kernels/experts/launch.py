@@ -8,11 +8,17 @@ import torch
 from splitserve.kernels.tuning.parameters import shape_key, tuned
 
 OPERATION = "experts"
+MAX_STREAMED = 16
+"""Pairs of a tile that the kernels of :mod:`splitserve.kernels.experts.triton.streamed` take."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertLaunch:
-    """Launch parameters of both products of a layer's experts."""
+    """Launch parameters of both products of a layer's experts.
+
+    Tiles of few pairs in MXFP4 ignore ``block_k``; their ``num_stages`` are blocks of 128 elements that are asked for
+    before they are needed.
+    """
 
     block_m: int = 16  # pairs of a tile; 1: a program for each pair, without sorting
     block_n: int = 32  # outputs of gate and of up
@@ -41,7 +47,7 @@ _PLAIN = _Defaults(
 )
 _PACKED = _Defaults(
     8,
-    ExpertLaunch(1, 32, 256, 64, 256, down_split_k=2),
+    ExpertLaunch(1, 8, 128, 16, 128, 1, down_split_k=2),
     (
         (16, ExpertLaunch(16, 64, 128, 128, 128)),
         (64, ExpertLaunch(32, 64, 128, 128, 128)),

@@ -10,14 +10,20 @@ from splitserve.kernels.experts.spec import MXFP4_GROUP
 
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _BIAS = 127
-QUARTER_BITS = ((15, 8, 7, 6), (12, 5, 4, 3), (9, 2, 1, 0), (14, 13, 11, 10))
-"""The bits of a word, from the sign to the fraction, that hold its element of each quarter of a group."""
+ROTATIONS = (0, 4, 10, 14)
+"""By quarter: the rotation to the left by which its elements' bits of a pair of words come to their places. In the last
+quarter the fractions come by ``FRACTION_ROTATION``."""
+FRACTION_ROTATION = 6
+PLACES = (15, 8, 7, 6)
+"""Of an element's sign, exponent and fraction in a bfloat16 that is ``2 ** 126`` times too small."""
 SCALE_SHIFT = 62
 """What is added to scales: with it, ``2 ** -126`` times an element times its scale is ``2 ** -64`` times its value."""
 MAX_EXPONENT = 254
 """Of a finite number in bfloat16."""
 BLOCK = 128
-"""Elements of a row whose quarters lie side by side in words."""
+"""Elements of a row that are beside each other in words."""
+LANES = 4
+"""Parts of a block's row, each of neighbouring elements; a scale's group is one of them, two or four."""
 
 
 def dequantised(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
@@ -34,41 +40,46 @@ def padded_size(size: int) -> int:
 
 
 def by_quarters(blocks: Tensor) -> Tensor:
-    """Return ``blocks`` uint8 [N, R, K / 2] in the order that the Triton kernels read, int16 [N, R, P / 4].
+    """Return ``blocks`` uint8 [N, R, K / 2] in the order that the Triton kernels read, int32 [N, R, P / 8].
 
     P is :func:`padded_size`; the padding is zeros. A matrix is divided into blocks of B elements of each row, 128 or
     what is left. They lie one after the other, each with all rows, whatever the shape says: so what a tile of rows
-    reads at once is one piece of memory. Word ``i`` of a row's block has elements ``i``, ``B / 4 + i``, ``B / 2 + i``
-    and ``3 * B / 4 + i``. An element of the first three quarters lies such that a shift and a mask leave it as a
-    bfloat16 that is ``2 ** 126`` times too small.
+    reads at once is one piece of memory. A row's block has four lanes of ``B / 4`` neighbours, each in four quarters;
+    pair ``i`` of a lane's 16-bit words has elements ``2 * i`` and ``2 * i + 1`` of its quarters. A rotation and a mask
+    leave a quarter's two elements as two bfloat16 in a register.
     """
     num_rows, size = blocks.shape[1], 2 * blocks.shape[-1]
     padded = padded_size(size)
     whole = padded // BLOCK * BLOCK
-    ordered = torch.empty((len(blocks), num_rows * padded // 4), dtype=torch.int16, device=blocks.device)
+    ordered = torch.empty((len(blocks), num_rows * padded // 8), dtype=torch.int32, device=blocks.device)
     for source, target in zip(blocks, ordered, strict=True):  # one matrix at a time: memory for all may not be there
         numbers = torch.stack((source & 15, source >> 4), -1).flatten(-2)  # [R, K]
         numbers = torch.nn.functional.pad(numbers, (0, padded - size))
-        first = num_rows * whole // 4
-        target[:first] = _words(numbers[:, :whole], BLOCK)
-        target[first:] = _words(numbers[:, whole:], max(padded - whole, 4))
-    return ordered.view(len(blocks), num_rows, padded // 4)
+        first = num_rows * whole // 8
+        target[:first] = _pairs(numbers[:, :whole], BLOCK)
+        target[first:] = _pairs(numbers[:, whole:], max(padded - whole, MXFP4_GROUP))
+    return ordered.view(len(blocks), num_rows, padded // 8)
 
 
-def _words(numbers: Tensor, block: int) -> Tensor:
-    """Return the words int16 [K / block * R * block / 4] of ``numbers`` [R, K], block by block."""
-    quarters = numbers.reshape(len(numbers), -1, 4, block // 4)  # [R, K / block, 4, block / 4]
-    words = torch.zeros_like(quarters[..., 0, :], dtype=torch.int32)
-    for quarter, bits in enumerate(QUARTER_BITS):
-        for place, bit in zip((3, 2, 1, 0), bits, strict=True):
-            words |= (quarters[..., quarter, :].int() >> place & 1) << bit
-    return words.transpose(0, 1).flatten().to(torch.int16)  # the highest bit becomes the sign
+def _pairs(numbers: Tensor, block: int) -> Tensor:
+    """Return the pairs of words int32 [K / block * R * block / 8] of ``numbers`` [R, K], block by block."""
+    # [R, K / block, lanes, quarters, pairs of a lane, 2]
+    parts = numbers.reshape(len(numbers), -1, LANES, len(ROTATIONS), block // (8 * LANES), 2)
+    pairs = torch.zeros_like(parts[..., 0, :, 0], dtype=torch.int32)
+    for quarter, rotation in enumerate(ROTATIONS):
+        for half in range(2):
+            element = parts[..., quarter, :, half].int()
+            for bit, place in zip((3, 2, 1, 0), PLACES, strict=True):
+                is_last = quarter == len(ROTATIONS) - 1 and bit == 0
+                source = (place + 16 * half - (FRACTION_ROTATION if is_last else rotation)) % 32
+                pairs |= (element >> bit & 1) << source
+    return pairs.transpose(0, 1).flatten()
 
 
 def shifted_scales(scales: Tensor) -> Tensor:
     """Return ``scales`` uint8 [N, R, K / 32] as the Triton kernels read them, int32 [N, blocks, R].
 
-    The bytes of a number, from the lowest one on, are the scales of its block's quarters, plus ``SCALE_SHIFT``.
+    The bytes of a number, from the lowest one on, are the scales of its block's lanes, plus ``SCALE_SHIFT``.
 
     Raises ValueError for a scale above ``2 ** 65``.
     """
@@ -85,5 +96,5 @@ def shifted_scales(scales: Tensor) -> Tensor:
     if rest:
         last = scales[..., whole:] + SCALE_SHIFT
         groups = torch.cat((groups, last.repeat_interleave(BLOCK // rest, -1)), -1)
-    quarters = groups.reshape(*groups.shape[:2], -1, 4)  # [N, R, blocks, 4]
-    return quarters.transpose(1, 2).contiguous().view(torch.int32).squeeze(-1)
+    lanes = groups.reshape(*groups.shape[:2], -1, LANES)  # [N, R, blocks, 4]
+    return lanes.transpose(1, 2).contiguous().view(torch.int32).squeeze(-1)

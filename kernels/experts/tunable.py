@@ -7,11 +7,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from splitserve.kernels.experts.launch import ExpertLaunch, expert_launch, experts_key
+from splitserve.kernels.experts.launch import MAX_STREAMED, ExpertLaunch, expert_launch, experts_key
 from splitserve.kernels.experts.mxfp4 import dequantised
 from splitserve.kernels.experts.reference import LoopedExperts, route
 from splitserve.kernels.experts.spec import MXFP4_GROUP, GatedActivation
 from splitserve.kernels.experts.triton.experts import TritonExperts
+from splitserve.kernels.experts.triton.streamed import ROWS_OF_WARP
 from splitserve.kernels.experts.weights import ExpertWeights
 from splitserve.kernels.fp8.linear import fp8_unavailable_reason
 from splitserve.kernels.fp8.triton_quantise import FP8
@@ -40,9 +41,9 @@ _STARTS = (
 _PACKED_STARTS = tuple(
     replace(launch, down_num_warps=launch.num_warps, down_num_stages=launch.num_stages)
     for launch in (
-        ExpertLaunch(1, 32, 256, 64, 256, down_split_k=2),
-        ExpertLaunch(8, 64, 128, 64, 256),
-        ExpertLaunch(16, 64, 128, 128, 128),
+        ExpertLaunch(1, 8, 128, 16, 128, 1, down_split_k=2),
+        ExpertLaunch(8, 32, 128, 32, 128),
+        ExpertLaunch(16, 64, 128, 64, 128),
         ExpertLaunch(32, 64, 128, 128, 128),
         ExpertLaunch(64, 128, 128, 256, 128, num_warps=8),
         ExpertLaunch(128, 128, 128, 256, 128, num_warps=8, num_stages=2),
@@ -132,6 +133,8 @@ class ExpertsCase:
             value = getattr(launch, name)
             if self._is_fp8 and launch.block_m > 1 and name.endswith("block_k"):
                 continue  # tiles take a group at a time
+            if self._is_mxfp4 and launch.block_m <= MAX_STREAMED and name.endswith("block_k"):
+                continue  # they take a block at a time
             if name != "block_m" or value > 1:
                 found += [replace(launch, **{name: step}) for step in (value // 2, value * 2)]
         counted = _COUNTED + (_COUNTED_OF_PACKED if self._is_mxfp4 else ())
@@ -156,18 +159,24 @@ class ExpertsCase:
         return launch.num_stages * columns * item_bytes <= _MAX_SHARED_BYTES
 
     def _fits_packed(self, launch: ExpertLaunch) -> bool:
-        """A quarter of a tile's columns is a matrix instruction's; words and vectors wait in shared memory."""
+        """A quarter of a tile's columns is a matrix instruction's; words and vectors wait in shared memory, or, of few
+        pairs, in registers."""
         if (launch.block_m == 1 and self._rows > 64) or not (launch.block_m == 1 or 8 <= launch.block_m <= 128):
+            return False
+        if not 1 <= launch.down_split_k <= _MAX_SPLIT_K:
             return False
         down_warps, down_stages = launch.down_num_warps or launch.num_warps, launch.down_num_stages or launch.num_stages
         tiles = (
             (2 * launch.block_n, launch.block_k, launch.num_warps, launch.num_stages),
             (launch.down_block_n, launch.down_block_k, down_warps, down_stages),
         )
+        if launch.block_m <= MAX_STREAMED:
+            return all(
+                1 <= warps <= 8 and 1 <= stages <= 6 and 1 <= rows // (ROWS_OF_WARP * warps) <= 4
+                for rows, _, warps, stages in tiles
+            )
         held = max(rows * (columns // 2 + 4 * launch.block_m) for rows, columns, _, _ in tiles)
-        if not (1 <= launch.down_split_k <= _MAX_SPLIT_K and held <= 1 << 16):
-            return False
-        return all(
+        return held <= 1 << 16 and all(
             64 <= rows <= 256
             and 128 <= columns <= 512
             and 4 <= warps <= 8

@@ -92,7 +92,8 @@ def _stages_until(last: str) -> Any:
     def add_stages(self: Any, stages: dict[str, Any], *args: Any) -> None:
         real(self, stages, *args)
         names = list(stages)
-        for name in names[names.index(last) + 1 :]:
+        kept = names.index(last) if last in names else 0  # Gluon has no ttir
+        for name in names[kept + 1 :]:
             del stages[name]
 
     return add_stages

@@ -29,10 +29,12 @@ def packed_product(
     is_row = row < ROWS
     WORDS: tl.constexpr = BLOCK_K // 4
     BLOCKS: tl.constexpr = BLOCK_K // 128
-    REST: tl.constexpr = PADDED % 128
+    REST: tl.constexpr = PADDED % 128 // 16  # words of a lane in a last, shorter block
     PART_K: tl.constexpr = (PADDED + SPLIT_K * BLOCK_K - 1) // (SPLIT_K * BLOCK_K) * BLOCK_K
     ALL_WORDS: tl.constexpr = PADDED == SPLIT_K * PART_K
     ALL_BLOCKS: tl.constexpr = (PADDED + 127) // 128 * 128 == SPLIT_K * PART_K
+    # Copies of 16 bytes would pass by the L1 cache, where other programs of the expert find the line
+    RUN: tl.constexpr = 2 if REST == 2 else 4
     words, blocks = tl.arange(0, WORDS), tl.arange(0, BLOCKS)
     if PAIRED:
         total *= 1 / _TWO_TO_64
@@ -41,31 +43,36 @@ def packed_product(
         block = start
         if BLOCKS > 1:
             block += words // 32 * 128
-        width = 32
+        lane, width, in_lane = words % 32 // 8, 32, words % 8
         if REST > 0:
-            width = tl.where(block + 128 <= PADDED, 32, REST // 4)
+            is_whole = block + 128 <= PADDED
+            lane = tl.where(is_whole, lane, tl.minimum(words % 32 // REST, 3))
+            width = tl.where(is_whole, 32, 4 * REST)
+            in_lane = tl.where(is_whole, in_lane, words % REST)
         has_word = words < (PADDED - start) // 4
         at = ((block // 4 * ROWS) + words % 32)[None, :] + row[:, None] * (width + words * 0)[None, :]
         at = tl.max_contiguous(tl.multiple_of(at, [1, 8]), [1, 8])
         packed = _load(words_ptr + at, is_row[:, None], has_word[None, :], ALL_ROWS, ALL_WORDS)
+        if not PAIRED:
+            packed = _with_other(words_ptr, at, packed, words, is_row[:, None] & has_word[None, :])
         number = start // 128 + blocks
         scales_at = scales_ptr + row[:, None] + number[None, :] * ROWS
         has_block = number < (PADDED + 127) // 128
-        all_scales = _load(scales_at, is_row[:, None], has_block[None, :], ALL_ROWS, ALL_BLOCKS)
+        scales = _load(scales_at, is_row[:, None], has_block[None, :], ALL_ROWS, ALL_BLOCKS)
+        scales = tl.reshape(tl.broadcast_to(scales[:, :, None], (NUM_ROWS, BLOCKS, 32)), (NUM_ROWS, WORDS))
+        scales = (scales >> (8 * lane)[None, :]) & 255
+        scales = scales * 0x00800080 if PAIRED else (scales << 23).to(tl.float32, bitcast=True)
         for quarter in tl.static_range(4):
-            # Copies of 16 bytes would pass by the L1 cache, where other programs of the expert find the line
-            at = tl.max_contiguous(tl.multiple_of(block + width * quarter + words % 32, 4), 4)
+            at = block + lane * width + quarter * (width // 4) + in_lane
+            at = tl.max_contiguous(tl.multiple_of(at, RUN), RUN)
             in_x = has_word
             if SIZE != PADDED:
                 in_x &= at < SIZE
             x = _load(x_at[None, :] + at[:, None], in_x[:, None], in_x[:, None], ALL_WORDS and SIZE == PADDED, True)
-            scales = (all_scales >> (8 * quarter)) & 255
-            scales = scales * 0x00800080 if PAIRED else (scales << 23).to(tl.float32, bitcast=True)
-            scales = tl.reshape(tl.broadcast_to(scales[:, :, None], (NUM_ROWS, BLOCKS, 32)), (NUM_ROWS, WORDS))
             if PAIRED:
                 total = tl.dot(_paired(packed, scales, quarter), x, total)
             else:
-                weight = _wide(packed, scales, quarter).to(x.dtype)
+                weight = _wide(packed, scales, (words % 2 * 16)[None, :], quarter).to(x.dtype)
                 total = tl.dot(weight, x, total, input_precision="ieee")
     if PAIRED:
         total *= _TWO_TO_64
@@ -99,30 +106,43 @@ def _paired(words, scales, QUARTER: tl.constexpr):
         )  # fmt: skip
     elif QUARTER == 1:
         values = tl.inline_asm_elementwise(
-            "{ .reg .b32 t; shl.b32 t, $1, 3; and.b32 t, t, 0x81C081C0; mul.rn.bf16x2 $0, t, $2; }",
+            "{ .reg .b32 t; shl.b32 t, $1, 4; and.b32 t, t, 0x81C081C0; mul.rn.bf16x2 $0, t, $2; }",
             "=r,r,r,r", [words, scales], dtype=tl.bfloat16, is_pure=True, pack=2,
         )  # fmt: skip
     elif QUARTER == 2:
         values = tl.inline_asm_elementwise(
-            "{ .reg .b32 t; shl.b32 t, $1, 6; and.b32 t, t, 0x81C081C0; mul.rn.bf16x2 $0, t, $2; }",
+            "{ .reg .b32 t; shf.l.wrap.b32 t, $1, $1, 10; and.b32 t, t, 0x81C081C0; mul.rn.bf16x2 $0, t, $2; }",
             "=r,r,r,r", [words, scales], dtype=tl.bfloat16, is_pure=True, pack=2,
         )  # fmt: skip
     else:
         values = tl.inline_asm_elementwise(
-            "{ .reg .b32 t, u; shl.b32 t, $1, 1; and.b32 t, t, 0x80008000; shr.b32 u, $1, 4; and.b32 u, u, 0x00C000C0; "
-            "or.b32 t, t, u; shr.b32 u, $1, 5; and.b32 u, u, 0x01000100; or.b32 t, t, u; mul.rn.bf16x2 $0, t, $2; }",
+            "{ .reg .b32 t, u; shf.l.wrap.b32 t, $1, $1, 14; shl.b32 u, $1, 6; and.b32 u, u, 0x00400040; "
+            "lop3.b32 t, t, 0x81808180, u, 0xEA; mul.rn.bf16x2 $0, t, $2; }",
             "=r,r,r,r", [words, scales], dtype=tl.bfloat16, is_pure=True, pack=2,
         )  # fmt: skip
     return values
 
 
 @triton.jit
-def _wide(words, scales, QUARTER: tl.constexpr):
-    """Return a quarter's elements times ``scales`` in float32. 0.5 is a subnormal number until it is made larger, as it
-    is in E2M1."""
-    words = words.to(tl.int32)
-    if QUARTER < 3:
-        bits = (words << (3 * QUARTER)) & 0x81C0
+def _with_other(words_ptr, at, packed, words, mask):
+    """Return the pairs uint32 of which ``packed`` are one word each."""
+    own = packed.to(tl.uint32) & 0xFFFF
+    other = tl.load(words_ptr + (at ^ 1), mask=mask, other=0).to(tl.uint32) & 0xFFFF
+    is_second = (words % 2 == 1)[None, :]
+    return tl.where(is_second, (own << 16) | other, (other << 16) | own)
+
+
+@triton.jit
+def _wide(pairs, scales, half, QUARTER: tl.constexpr):
+    """Return a quarter's elements times ``scales`` in float32, of each pair those from bit ``half`` on. 0.5 is a
+    subnormal number until it is made larger, as it is in E2M1."""
+    if QUARTER == 0:
+        bits = pairs
+    elif QUARTER == 1:
+        bits = pairs << 4
+    elif QUARTER == 2:
+        bits = (pairs << 10) | (pairs >> 22)
     else:
-        bits = ((words << 1) & 0x8000) | ((words >> 4) & 0x00C0) | ((words >> 5) & 0x0100)
+        bits = (((pairs << 14) | (pairs >> 18)) & 0x81808180) | ((pairs << 6) & 0x00400040)
+    bits = (bits >> half) & 0x81C0
     return (bits << 16).to(tl.float32, bitcast=True) * _TWO_TO_126 * (scales / (_TWO_TO_64 / 4))

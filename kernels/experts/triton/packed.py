@@ -1,7 +1,8 @@
 """Products of pairs with their experts' weights in MXFP4: a program has a tile of sorted pairs, or one pair.
 
 Sums have one order, as in :mod:`splitserve.kernels.experts.triton.grouped`. Few pairs are not sorted: an expert that
-several tokens have chosen is read for each of them, from the cache.
+several tokens have chosen is read for each of them, from the cache. Small tiles in bfloat16 have kernels of their own
+(:mod:`splitserve.kernels.experts.triton.streamed`).
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
@@ -12,8 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from splitserve.kernels.experts.launch import ExpertLaunch
+from splitserve.kernels.experts.launch import MAX_STREAMED, ExpertLaunch
 from splitserve.kernels.experts.mxfp4 import padded_size
+from splitserve.kernels.experts.triton import streamed
 from splitserve.kernels.experts.triton.activation import ACTIVATION_NUMBERS, activate
 from splitserve.kernels.experts.triton.mxfp4 import packed_product
 from splitserve.kernels.experts.triton.sorting import SortedPairs
@@ -32,17 +34,20 @@ def packed_gate_up(
     them.
     """
     inner_size, hidden_size, activation = weights.inner_size, x.shape[1], weights.activation
-    bias, scales, words = weights.gate_up_bias, weights.gate_up_scales, weights.gate_up.view(torch.int16)
+    bias, scales = weights.gate_up_bias, weights.gate_up_scales
     assert scales is not None
     out = torch.empty((experts.numel(), inner_size), dtype=x.dtype, device=x.device)
     num_tiles, tiles = _tiles(experts, ordered)
-    _gate_up_kernel[(triton.cdiv(inner_size, launch.block_n), num_tiles)](
+    is_streamed = _is_streamed(x, launch)
+    words = weights.gate_up.view(torch.int32 if is_streamed else torch.int16)
+    kernel = streamed.gate_up_kernel if is_streamed else _gate_up_kernel
+    kernel[(triton.cdiv(inner_size, launch.block_n), num_tiles)](
         x, words, scales, x if bias is None else bias, out, experts.numel(), weights.first,
         weights.num_experts, activation.limit or 0.0, activation.sigmoid_factor, activation.up_offset, **tiles,
-        HIDDEN=hidden_size, PADDED=padded_size(hidden_size), INNER=inner_size, TOP_K=experts.shape[1],
-        HAS_BIAS=bias is not None, INTERLEAVED=activation.interleaved, HAS_LIMIT=activation.limit is not None,
-        FUNCTION=ACTIVATION_NUMBERS[activation.function], PAIRED=_is_paired(x), BLOCK_N=launch.block_n,
-        BLOCK_K=launch.block_k, num_warps=launch.num_warps, num_stages=launch.num_stages, **overlapped(x.device),
+        HIDDEN=hidden_size, INNER=inner_size, TOP_K=experts.shape[1], HAS_BIAS=bias is not None,
+        INTERLEAVED=activation.interleaved, HAS_LIMIT=activation.limit is not None,
+        FUNCTION=ACTIVATION_NUMBERS[activation.function], BLOCK_N=launch.block_n,
+        **_constants(x, launch, launch.block_k, launch.num_warps, launch.num_stages), **overlapped(x.device),
     )  # fmt: skip
     return out
 
@@ -56,18 +61,19 @@ def packed_down(
     or there are parts, else in the dtype of ``inner``."""
     num_pairs, inner_size = inner.shape
     hidden_size, bias, split_k = weights.down.shape[1], weights.down_bias, launch.down_split_k
-    scales, words = weights.down_scales, weights.down.view(torch.int16)
+    scales, is_streamed = weights.down_scales, _is_streamed(inner, launch)
     assert scales is not None
     dtype = torch.float32 if ordered is None or split_k > 1 else inner.dtype
     out = torch.empty((num_pairs * split_k, hidden_size), dtype=dtype, device=inner.device)
     num_tiles, tiles = _tiles(experts, ordered)
-    _down_kernel[(triton.cdiv(hidden_size, launch.down_block_n), num_tiles, split_k)](
-        inner, words, scales, inner if bias is None else bias, factors, out, num_pairs,
-        weights.first, weights.num_experts, **tiles, HIDDEN=hidden_size, INNER=inner_size,
-        PADDED=padded_size(inner_size), HAS_BIAS=bias is not None, PAIRED=_is_paired(inner),
-        BLOCK_N=launch.down_block_n, BLOCK_K=launch.down_block_k, SPLIT_K=split_k,
-        num_warps=launch.down_num_warps or launch.num_warps,
-        num_stages=launch.down_num_stages or launch.num_stages, **overlapped(inner.device),
+    num_warps, num_stages = launch.down_num_warps or launch.num_warps, launch.down_num_stages or launch.num_stages
+    words = weights.down.view(torch.int32 if is_streamed else torch.int16)
+    kernel = streamed.down_kernel if is_streamed else _down_kernel
+    kernel[(triton.cdiv(hidden_size, launch.down_block_n), num_tiles, split_k)](
+        inner, words, scales, inner if bias is None else bias, factors, out, num_pairs, weights.first,
+        weights.num_experts, **tiles, HIDDEN=hidden_size, INNER=inner_size, HAS_BIAS=bias is not None,
+        BLOCK_N=launch.down_block_n, SPLIT_K=split_k,
+        **_constants(inner, launch, launch.down_block_k, num_warps, num_stages), **overlapped(inner.device),
     )  # fmt: skip
     return out
 
@@ -81,9 +87,21 @@ def _tiles(experts: Tensor, ordered: SortedPairs | None) -> tuple[int, dict[str,
     return ordered.tile_experts.numel(), {**tiles, "BLOCK_M": ordered.block_m}
 
 
+def _is_streamed(x: Tensor, launch: ExpertLaunch) -> bool:
+    return _is_paired(x) and launch.block_m <= MAX_STREAMED
+
+
 def _is_paired(x: Tensor) -> bool:
     """Return whether the kernels unpack two elements at once, which the interpreter can't."""
     return x.dtype == torch.bfloat16 and isinstance(_gate_up_kernel, triton.JITFunction)
+
+
+def _constants(x: Tensor, launch: ExpertLaunch, block_k: int, num_warps: int, num_stages: int) -> dict[str, Any]:
+    """Return those of the kernel that multiplies ``x``."""
+    if _is_streamed(x, launch):
+        return {"AHEAD": num_stages, "WARPS": num_warps, "num_warps": num_warps}
+    unpacking = {"PADDED": padded_size(x.shape[1]), "PAIRED": _is_paired(x)}
+    return {**unpacking, "BLOCK_K": block_k, "num_warps": num_warps, "num_stages": num_stages}
 
 
 @triton.jit
