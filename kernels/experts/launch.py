@@ -8,7 +8,7 @@ import torch
 from splitserve.kernels.tuning.parameters import shape_key, tuned
 
 OPERATION = "experts"
-MAX_STREAMED = 16
+MAX_STREAMED = 8
 """Pairs of a tile that the kernels of :mod:`splitserve.kernels.experts.triton.streamed` take."""
 
 

@@ -43,7 +43,7 @@ _PACKED_STARTS = tuple(
     for launch in (
         ExpertLaunch(1, 8, 128, 16, 128, 1, down_split_k=2),
         ExpertLaunch(8, 32, 128, 32, 128),
-        ExpertLaunch(16, 64, 128, 64, 128),
+        ExpertLaunch(16, 64, 128, 128, 128),
         ExpertLaunch(32, 64, 128, 128, 128),
         ExpertLaunch(64, 128, 128, 256, 128, num_warps=8),
         ExpertLaunch(128, 128, 128, 256, 128, num_warps=8, num_stages=2),
