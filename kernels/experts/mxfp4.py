@@ -21,9 +21,7 @@ SCALE_SHIFT = 62
 MAX_EXPONENT = 254
 """Of a finite number in bfloat16."""
 BLOCK = 128
-"""Elements of a row that are beside each other in words."""
-LANES = 4
-"""Parts of a block's row, each of neighbouring elements; a scale's group is one of them, two or four."""
+"""Elements of a row whose quarters lie side by side in words."""
 
 
 def dequantised(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
@@ -44,9 +42,9 @@ def by_quarters(blocks: Tensor) -> Tensor:
 
     P is :func:`padded_size`; the padding is zeros. A matrix is divided into blocks of B elements of each row, 128 or
     what is left. They lie one after the other, each with all rows, whatever the shape says: so what a tile of rows
-    reads at once is one piece of memory. A row's block has four lanes of ``B / 4`` neighbours, each in four quarters;
-    pair ``i`` of a lane's 16-bit words has elements ``2 * i`` and ``2 * i + 1`` of its quarters. A rotation and a mask
-    leave a quarter's two elements as two bfloat16 in a register.
+    reads at once is one piece of memory. Pair ``i`` of a row's words of 16 bits in a block has elements ``2 * i`` and
+    ``2 * i + 1`` of each of the row's four quarters there. A rotation and a mask leave a quarter's two as bfloat16 in
+    one register, ``2 ** 126`` times too small.
     """
     num_rows, size = blocks.shape[1], 2 * blocks.shape[-1]
     padded = padded_size(size)
@@ -63,12 +61,11 @@ def by_quarters(blocks: Tensor) -> Tensor:
 
 def _pairs(numbers: Tensor, block: int) -> Tensor:
     """Return the pairs of words int32 [K / block * R * block / 8] of ``numbers`` [R, K], block by block."""
-    # [R, K / block, lanes, quarters, pairs of a lane, 2]
-    parts = numbers.reshape(len(numbers), -1, LANES, len(ROTATIONS), block // (8 * LANES), 2)
-    pairs = torch.zeros_like(parts[..., 0, :, 0], dtype=torch.int32)
+    quarters = numbers.reshape(len(numbers), -1, len(ROTATIONS), block // 8, 2)  # [R, K / block, 4, pairs, 2]
+    pairs = torch.zeros_like(quarters[..., 0, :, 0], dtype=torch.int32)
     for quarter, rotation in enumerate(ROTATIONS):
         for half in range(2):
-            element = parts[..., quarter, :, half].int()
+            element = quarters[..., quarter, :, half].int()
             for bit, place in zip((3, 2, 1, 0), PLACES, strict=True):
                 is_last = quarter == len(ROTATIONS) - 1 and bit == 0
                 source = (place + 16 * half - (FRACTION_ROTATION if is_last else rotation)) % 32
@@ -79,7 +76,7 @@ def _pairs(numbers: Tensor, block: int) -> Tensor:
 def shifted_scales(scales: Tensor) -> Tensor:
     """Return ``scales`` uint8 [N, R, K / 32] as the Triton kernels read them, int32 [N, blocks, R].
 
-    The bytes of a number, from the lowest one on, are the scales of its block's lanes, plus ``SCALE_SHIFT``.
+    The bytes of a number, from the lowest one on, are the scales of its block's quarters, plus ``SCALE_SHIFT``.
 
     Raises ValueError for a scale above ``2 ** 65``.
     """
@@ -96,5 +93,5 @@ def shifted_scales(scales: Tensor) -> Tensor:
     if rest:
         last = scales[..., whole:] + SCALE_SHIFT
         groups = torch.cat((groups, last.repeat_interleave(BLOCK // rest, -1)), -1)
-    lanes = groups.reshape(*groups.shape[:2], -1, LANES)  # [N, R, blocks, 4]
-    return lanes.transpose(1, 2).contiguous().view(torch.int32).squeeze(-1)
+    quarters = groups.reshape(*groups.shape[:2], -1, 4)  # [N, R, blocks, 4]
+    return quarters.transpose(1, 2).contiguous().view(torch.int32).squeeze(-1)

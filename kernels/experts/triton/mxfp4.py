@@ -29,12 +29,10 @@ def packed_product(
     is_row = row < ROWS
     WORDS: tl.constexpr = BLOCK_K // 4
     BLOCKS: tl.constexpr = BLOCK_K // 128
-    REST: tl.constexpr = PADDED % 128 // 16  # words of a lane in a last, shorter block
+    REST: tl.constexpr = PADDED % 128
     PART_K: tl.constexpr = (PADDED + SPLIT_K * BLOCK_K - 1) // (SPLIT_K * BLOCK_K) * BLOCK_K
     ALL_WORDS: tl.constexpr = PADDED == SPLIT_K * PART_K
     ALL_BLOCKS: tl.constexpr = (PADDED + 127) // 128 * 128 == SPLIT_K * PART_K
-    # Copies of 16 bytes would pass by the L1 cache, where other programs of the expert find the line
-    RUN: tl.constexpr = 2 if REST == 2 else 4
     words, blocks = tl.arange(0, WORDS), tl.arange(0, BLOCKS)
     if PAIRED:
         total *= 1 / _TWO_TO_64
@@ -43,12 +41,9 @@ def packed_product(
         block = start
         if BLOCKS > 1:
             block += words // 32 * 128
-        lane, width, in_lane = words % 32 // 8, 32, words % 8
+        width = 32
         if REST > 0:
-            is_whole = block + 128 <= PADDED
-            lane = tl.where(is_whole, lane, tl.minimum(words % 32 // REST, 3))
-            width = tl.where(is_whole, 32, 4 * REST)
-            in_lane = tl.where(is_whole, in_lane, words % REST)
+            width = tl.where(block + 128 <= PADDED, 32, REST // 4)
         has_word = words < (PADDED - start) // 4
         at = ((block // 4 * ROWS) + words % 32)[None, :] + row[:, None] * (width + words * 0)[None, :]
         at = tl.max_contiguous(tl.multiple_of(at, [1, 8]), [1, 8])
@@ -58,17 +53,17 @@ def packed_product(
         number = start // 128 + blocks
         scales_at = scales_ptr + row[:, None] + number[None, :] * ROWS
         has_block = number < (PADDED + 127) // 128
-        scales = _load(scales_at, is_row[:, None], has_block[None, :], ALL_ROWS, ALL_BLOCKS)
-        scales = tl.reshape(tl.broadcast_to(scales[:, :, None], (NUM_ROWS, BLOCKS, 32)), (NUM_ROWS, WORDS))
-        scales = (scales >> (8 * lane)[None, :]) & 255
-        scales = scales * 0x00800080 if PAIRED else (scales << 23).to(tl.float32, bitcast=True)
+        all_scales = _load(scales_at, is_row[:, None], has_block[None, :], ALL_ROWS, ALL_BLOCKS)
         for quarter in tl.static_range(4):
-            at = block + lane * width + quarter * (width // 4) + in_lane
-            at = tl.max_contiguous(tl.multiple_of(at, RUN), RUN)
+            # Copies of 16 bytes would pass by the L1 cache, where other programs of the expert find the line
+            at = tl.max_contiguous(tl.multiple_of(block + width * quarter + words % 32, 4), 4)
             in_x = has_word
             if SIZE != PADDED:
                 in_x &= at < SIZE
             x = _load(x_at[None, :] + at[:, None], in_x[:, None], in_x[:, None], ALL_WORDS and SIZE == PADDED, True)
+            scales = (all_scales >> (8 * quarter)) & 255
+            scales = scales * 0x00800080 if PAIRED else (scales << 23).to(tl.float32, bitcast=True)
+            scales = tl.reshape(tl.broadcast_to(scales[:, :, None], (NUM_ROWS, BLOCKS, 32)), (NUM_ROWS, WORDS))
             if PAIRED:
                 total = tl.dot(_paired(packed, scales, quarter), x, total)
             else:

@@ -49,10 +49,20 @@ def _padded(size):
 
 @gluon.jit
 def _wait(OVERLAPPED: gl.constexpr):
-    """Wait for the end of the previous kernel; the next one starts when this one ends."""
+    """Wait for the end of the previous kernel."""
     if OVERLAPPED:
         gl.inline_asm_elementwise(
             "griddepcontrol.wait; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+        )
+
+
+@gluon.jit
+def _let_next_start(OVERLAPPED: gl.constexpr):
+    """Let the next kernel start once all programs are here. Had it few of them, they would crowd on the multiprocessors
+    that become free first if they came sooner."""
+    if OVERLAPPED:
+        gl.inline_asm_elementwise(
+            "griddepcontrol.launch_dependents; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
         )
 
 
@@ -91,19 +101,23 @@ def _unpacked(pairs, scales, QUARTER: gl.constexpr):
 @gluon.jit
 def _vectors(x_at):
     """Load the vectors' elements of a block, by quarter."""
-    return (gl.load(x_at), gl.load(x_at + 8), gl.load(x_at + 16), gl.load(x_at + 24))
+    return (gl.load(x_at), gl.load(x_at + 32), gl.load(x_at + 64), gl.load(x_at + 96))
 
 
 @gluon.jit
-def _add_block(total, pairs, scales, vectors, lane):
-    """Return ``total`` plus the products of a block; ``lane``: that of each pair of words."""
+def _add_block(total, pairs, scales, vectors):
+    """Return ``total`` plus the products of a block."""
     ROWS: gl.constexpr = total.shape[0]
     COLUMNS: gl.constexpr = total.shape[1]
     SUMS: gl.constexpr = total.type.layout
-    scales = ((scales[:, None] >> (8 * lane)[None, :]) & 255) * 0x00800080
     for quarter in gl.static_range(4):
+        # A byte is taken twice, and comes to a bfloat16's exponent
+        doubled = gl.inline_asm_elementwise(
+            "{ .reg .b32 t; prmt.b32 t, $1, 0, $2; shl.b32 $0, t, 7; }",
+            "=r,r,n", [scales, 0x4040 + 0x0101 * quarter], dtype=gl.int32, is_pure=True, pack=1,
+        )  # fmt: skip
         # A lane's elements in one order in both: those that a matrix instruction takes at once are neighbours
-        weight = gl.reshape(_unpacked(pairs, scales, quarter), [ROWS, 4, 2, 2, 2])
+        weight = gl.reshape(_unpacked(pairs, doubled[:, None] + gl.zeros_like(pairs), quarter), [ROWS, 4, 2, 2, 2])
         weight = gl.reshape(gl.permute(weight, (0, 3, 1, 2, 4)), [ROWS, 32])
         x = gl.permute(gl.reshape(vectors[quarter], [4, 2, 2, 2, COLUMNS]), (2, 0, 1, 3, 4))
         x = gl.reshape(x, [32, COLUMNS])
@@ -129,9 +143,8 @@ def _product(
     LEFT: gl.constexpr = SIZE // 128 % SPLIT_K
     REST: gl.constexpr = _padded(SIZE) // 16 - SIZE // 128 * 8  # words of a lane in a last, shorter block
     pair, k = gl.arange(0, 16, layout=gl.SliceLayout(0, WORDS)), gl.arange(0, 32, layout=gl.SliceLayout(1, VECTORS))
-    lane = pair // 4
     words_at = words_ptr + (row[:, None] * 16 + pair[None, :])
-    vectors_at = x_at[None, :] + (k // 8 * 32 + k % 8)[:, None]
+    vectors_at = x_at[None, :] + k[:, None]
     first = part * BLOCKS
     if BLOCKS > 0:
         words, scales = (), ()
@@ -147,7 +160,7 @@ def _product(
         left_words += (gl.load(words_at + number * (NUM_ROWS * 16), mask=is_last[None, :], other=0),)
         left_scales += (gl.load(scales_ptr + row + number * NUM_ROWS),)
     if REST > 0:
-        rest_at = row[:, None] * (2 * REST) + (lane * (REST // 2) + pair % 4)[None, :]
+        rest_at = row[:, None] * (2 * REST) + (pair // 4 * (REST // 2) + pair % 4)[None, :]
         has_words = is_last & (pair % 4 < REST // 2)
         rest_words = gl.load(words_ptr + SIZE // 128 * (NUM_ROWS * 16) + rest_at, mask=has_words[None, :], other=0)
         rest_scales = gl.load(scales_ptr + row + SIZE // 128 * NUM_ROWS)
@@ -158,7 +171,7 @@ def _product(
             for ahead in gl.static_range(AHEAD):
                 number = first + gl.minimum(base + ahead + 1, BLOCKS - 1)
                 next_vectors = _vectors(vectors_at + number * 128)
-                total = _add_block(total, words[ahead], scales[ahead], vectors, lane)
+                total = _add_block(total, words[ahead], scales[ahead], vectors)
                 vectors = next_vectors
                 number = first + gl.minimum(base + ahead + AHEAD, BLOCKS - 1)
                 next_words += (gl.load(words_at + number * (NUM_ROWS * 16)),)
@@ -167,22 +180,22 @@ def _product(
         for ahead in gl.static_range(BLOCKS % AHEAD):
             if ahead > 0:
                 vectors = _vectors(vectors_at + (first + BLOCKS - BLOCKS % AHEAD + ahead) * 128)
-            total = _add_block(total, words[ahead], scales[ahead], vectors, lane)
+            total = _add_block(total, words[ahead], scales[ahead], vectors)
     for left in gl.static_range(LEFT):
         vectors = _vectors(vectors_at + (SPLIT_K * BLOCKS + left) * 128)
-        total = _add_block(total, left_words[left], left_scales[left], vectors, lane)
+        total = _add_block(total, left_words[left], left_scales[left], vectors)
     if REST > 0:
         vectors = _rest_vectors(x_at, k, SIZE, REST)
-        total = _add_block(total, rest_words, rest_scales, vectors, lane)
+        total = _add_block(total, rest_words, rest_scales, vectors)
     return total * _TWO_TO_64
 
 
 @gluon.jit
 def _rest_vectors(x_at, k, SIZE: gl.constexpr, REST: gl.constexpr):
-    """Load the vectors' elements of the last, shorter block, of which a lane has ``4 * REST``, by quarter."""
+    """Load the vectors' elements of the last, shorter block, of which a quarter has ``4 * REST``."""
     vectors = ()
     for quarter in gl.static_range(4):
-        at = SIZE // 128 * 128 + k // 8 * (4 * REST) + quarter * REST + k % 8
+        at = SIZE // 128 * 128 + quarter * (4 * REST) + k // 8 * REST + k % 8
         inside = (k % 8 < REST) & (at < SIZE)
         vectors += (gl.load(x_at[None, :] + at[:, None], mask=inside[:, None], other=0.0),)
     return vectors
@@ -250,6 +263,7 @@ def gate_up_kernel(
         biased = _gate_up_rows(BLOCK_N, INNER, INTERLEAVED, gl.SliceLayout(1, SUMS))
         bias = gl.load(bias_ptr + expert * (2 * INNER) + biased).to(gl.float32)[:, None]
     total = _product(x_ptr + tokens * HIDDEN, words_ptr, scales_ptr, row, 0, 2 * INNER, HIDDEN, 1, AHEAD, WARPS) + bias
+    _let_next_start(OVERLAPPED)
     both = gl.permute(gl.reshape(total, [BLOCK_N // 8, 2, 8, COLUMNS]), (0, 2, 3, 1))
     gate, up = gl.split(gl.reshape(both, [BLOCK_N, COLUMNS, 2]))
     inner = activate(gate, up, limit, sigmoid_factor, up_offset, HAS_LIMIT, FUNCTION)
@@ -318,6 +332,7 @@ def down_kernel(
     total = _product(
         inner_ptr + safe_pairs * INNER, words_ptr, scales_ptr, row, part, HIDDEN, INNER, SPLIT_K, AHEAD, WARPS
     )
+    _let_next_start(OVERLAPPED)
     total = (total + bias) * factors
     at = out_ptr + (out_pairs * SPLIT_K + part)[None, :] * HIDDEN + outputs[:, None]
     gl.store(at, total.to(out_ptr.dtype.element_ty), mask=(pairs < num_pairs)[None, :] & (outputs < HIDDEN)[:, None])
