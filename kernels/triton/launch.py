@@ -45,6 +45,15 @@ def wait_alone(OVERLAPPED: tl.constexpr):
 
 
 @triton.jit
+def wait_first(OVERLAPPED: tl.constexpr):
+    """Wait for the end of the previous kernel, then let the next one start where there is room. Its many programs find
+    the multiprocessors empty: sooner, they would crowd on those that become free first."""
+    if OVERLAPPED:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
 def prefetch(rows_at, first_k, K: tl.constexpr, COUNT: tl.constexpr):
     """Prefetch elements ``first_k`` to ``first_k + COUNT`` of each row of ``K`` into the L2 cache, 128 bytes at a
     time."""

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from splitserve.kernels.experts.router import PlainRouter
 from splitserve.kernels.experts.triton.routing import choice_constants, choose
-from splitserve.kernels.triton.launch import overlapped, wait
+from splitserve.kernels.triton.launch import overlapped, wait_first
 from splitserve.kernels.triton.operations import normalised
 
 MAX_PROGRAMS = 4096  # of rows times experts: with more, each weight is read too often
@@ -107,7 +107,7 @@ def _router_kernel(
     columns = tl.arange(0, BLOCK)
     inside = columns < HIDDEN
     weight = tl.load(weight_ptr + expert * HIDDEN + columns, mask=inside, other=0.0)
-    wait(OVERLAPPED)
+    wait_first(OVERLAPPED)
     x = tl.load(x_ptr + row * x_stride + columns, mask=inside, other=0.0)
     if NORMALISES:
         x = normalised(x, tl.load(norm_ptr + columns, mask=inside, other=0.0), eps, HIDDEN)

@@ -58,8 +58,7 @@ def _wait(OVERLAPPED: gl.constexpr):
 
 @gluon.jit
 def _let_next_start(OVERLAPPED: gl.constexpr):
-    """Let the next kernel start once all programs are here. Had it few of them, they would crowd on the multiprocessors
-    that become free first if they came sooner."""
+    """Let the next kernel start once all programs are here, where there is room."""
     if OVERLAPPED:
         gl.inline_asm_elementwise(
             "griddepcontrol.launch_dependents; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
@@ -263,6 +262,7 @@ def gate_up_kernel(
         biased = _gate_up_rows(BLOCK_N, INNER, INTERLEAVED, gl.SliceLayout(1, SUMS))
         bias = gl.load(bias_ptr + expert * (2 * INNER) + biased).to(gl.float32)[:, None]
     total = _product(x_ptr + tokens * HIDDEN, words_ptr, scales_ptr, row, 0, 2 * INNER, HIDDEN, 1, AHEAD, WARPS) + bias
+    # Had the next kernel few programs, they would crowd on the multiprocessors that become free first
     _let_next_start(OVERLAPPED)
     both = gl.permute(gl.reshape(total, [BLOCK_N // 8, 2, 8, COLUMNS]), (0, 2, 3, 1))
     gate, up = gl.split(gl.reshape(both, [BLOCK_N, COLUMNS, 2]))
@@ -312,6 +312,7 @@ def down_kernel(
     COLUMNS: gl.constexpr = max(BLOCK_M, 8)
     VECTORS: gl.constexpr = gl.SliceLayout(0, _vector_layout(COLUMNS, WARPS))
     SUMS: gl.constexpr = _sum_layout(WARPS)
+    _let_next_start(OVERLAPPED)  # it has few programs
     _wait(OVERLAPPED)
     expert, pairs = _pairs_of(pairs_ptr, experts_ptr, num_pairs, first, SORTED, COLUMNS, VECTORS)
     if (expert < 0) | (expert >= num_experts):
@@ -332,7 +333,6 @@ def down_kernel(
     total = _product(
         inner_ptr + safe_pairs * INNER, words_ptr, scales_ptr, row, part, HIDDEN, INNER, SPLIT_K, AHEAD, WARPS
     )
-    _let_next_start(OVERLAPPED)
     total = (total + bias) * factors
     at = out_ptr + (out_pairs * SPLIT_K + part)[None, :] * HIDDEN + outputs[:, None]
     gl.store(at, total.to(out_ptr.dtype.element_ty), mask=(pairs < num_pairs)[None, :] & (outputs < HIDDEN)[:, None])
