@@ -27,9 +27,8 @@ class ExpertLaunch:
     down_block_k: int = 128
     num_warps: int = 4
     num_stages: int = 3
-    # Of the second product of few pairs, or with weights in MXFP4:
-    down_num_warps: int = 0  # 0: as the first product
     # Of the second product with weights in MXFP4 alone:
+    down_num_warps: int = 0  # 0: as the first product
     down_num_stages: int = 0  # likewise
     down_split_k: int = 1  # programs that share a row's elements; the sum over choices adds up their parts
 

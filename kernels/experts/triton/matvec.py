@@ -45,9 +45,8 @@ def narrow_down(
     _narrow_down_kernel[(triton.cdiv(hidden_size, launch.down_block_n), num_tokens)](
         inner, weights.down, inner if scales is None else scales, inner if bias is None else bias, experts, factors,
         out, weights.first, weights.num_experts, HIDDEN=hidden_size, INNER=inner_size, TOP_K=top_k,
-        SLOTS=triton.next_power_of_2(top_k), GROUP=weights.group(weights.down, scales), HAS_SCALES=scales is not None,
-        HAS_BIAS=bias is not None, BLOCK_N=launch.down_block_n, BLOCK_K=launch.down_block_k,
-        num_warps=launch.down_num_warps or launch.num_warps,
+        GROUP=weights.group(weights.down, scales), HAS_SCALES=scales is not None,
+        HAS_BIAS=bias is not None, BLOCK_N=launch.down_block_n, BLOCK_K=launch.down_block_k, num_warps=launch.num_warps,
         **overlapped(inner.device),
     )  # fmt: skip
     return out
@@ -144,7 +143,6 @@ def _narrow_down_kernel(
     HIDDEN: tl.constexpr,
     INNER: tl.constexpr,
     TOP_K: tl.constexpr,
-    SLOTS: tl.constexpr,
     GROUP: tl.constexpr,
     HAS_SCALES: tl.constexpr,
     HAS_BIAS: tl.constexpr,
@@ -152,40 +150,23 @@ def _narrow_down_kernel(
     BLOCK_K: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ):
-    NUM_GROUPS: tl.constexpr = (INNER + GROUP - 1) // GROUP
     token = tl.program_id(1).to(tl.int64)
     outputs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     safe = tl.where(outputs < HIDDEN, outputs, 0)
-    slots, columns = tl.arange(0, SLOTS), tl.arange(0, BLOCK_K)
     wait(OVERLAPPED)
-    # The rows of all choices at once: their loads are in flight together
-    pairs = token * TOP_K + slots
-    experts = tl.load(experts_ptr + pairs, mask=slots < TOP_K, other=-1).to(tl.int64) - first
-    is_own = (experts >= 0) & (experts < num_experts) & (slots < TOP_K)
-    factors = tl.load(factors_ptr + pairs, mask=slots < TOP_K, other=0.0)
-    rows = tl.where(is_own, experts, 0)[None, :] * HIDDEN + safe[:, None]  # [BLOCK_N, SLOTS]
-    total = tl.zeros((BLOCK_N, SLOTS, BLOCK_K), dtype=tl.float32)
-    for start in tl.static_range(0, INNER, BLOCK_K):
-        at = start + columns
-        inside = at < INNER
-        x = tl.load(inner_ptr + pairs[:, None] * INNER + at[None, :], mask=is_own[:, None] & inside[None, :], other=0.0)
-        weight = tl.load(
-            weight_ptr + rows[:, :, None] * INNER + at[None, None, :],
-            mask=is_own[None, :, None] & inside[None, None, :],
-            other=0.0,
-        ).to(tl.float32)
-        if HAS_SCALES and NUM_GROUPS > 1:  # GROUP is a power of two then
-            PARTS: tl.constexpr = max(BLOCK_K // GROUP, 1)
-            groups = start // GROUP + tl.arange(0, PARTS)
-            scales_at = scales_ptr + rows[:, :, None] * NUM_GROUPS + groups[None, None, :]
-            scales = tl.load(scales_at, mask=(groups < NUM_GROUPS)[None, None, :], other=0.0)
-            scales = tl.broadcast_to(scales[:, :, :, None], (BLOCK_N, SLOTS, PARTS, BLOCK_K // PARTS))
-            weight *= tl.reshape(scales, (BLOCK_N, SLOTS, BLOCK_K))
-        if HAS_SCALES and NUM_GROUPS == 1:
-            weight *= tl.load(scales_ptr + rows)[:, :, None]
-        total += weight * (x.to(tl.float32) * factors[:, None])[None, :, :]
-    sums = tl.sum(tl.sum(total, 1), 1)
-    if HAS_BIAS:
-        biases = tl.load(bias_ptr + rows, mask=is_own[None, :], other=0.0).to(tl.float32)
-        sums += tl.sum(biases * factors[None, :], 1)
+    total, biases = tl.zeros((BLOCK_N, BLOCK_K), dtype=tl.float32), tl.zeros((BLOCK_N,), dtype=tl.float32)
+    for choice in tl.static_range(TOP_K):  # without branches: loads of several choices are in flight at once
+        pair = token * TOP_K + choice
+        expert = (tl.load(experts_ptr + pair) - first).to(tl.int64)
+        is_own = (expert >= 0) & (expert < num_experts)
+        end = tl.where(is_own, INNER, 0)
+        factor = tl.load(factors_ptr + pair)
+        rows = tl.where(is_own, expert, 0) * HIDDEN + safe
+        total = _row_products(
+            total, inner_ptr + pair * INNER, factor, weight_ptr, scales_ptr, rows, end, INNER, GROUP, HAS_SCALES,
+            BLOCK_N, BLOCK_K,
+        )  # fmt: skip
+        if HAS_BIAS:
+            biases += tl.where(is_own, tl.load(bias_ptr + rows).to(tl.float32) * factor, 0.0)
+    sums = tl.sum(total, 1) + biases
     tl.store(out_ptr + token * HIDDEN + outputs, sums, mask=outputs < HIDDEN)

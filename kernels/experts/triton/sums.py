@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from splitserve.kernels.triton.launch import overlapped, wait_first
+from splitserve.kernels.triton.launch import overlapped, wait
 
 _BLOCK = 1024
 
@@ -60,7 +60,7 @@ def _sum_kernel(
     BLOCK: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ):
-    wait_first(OVERLAPPED)
+    wait(OVERLAPPED)
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), dtype=tl.float32)
@@ -80,7 +80,7 @@ def _sum_kernel(
 
 @triton.jit
 def _add_kernel(residual_ptr, sums_ptr, size, BLOCK: tl.constexpr, OVERLAPPED: tl.constexpr):
-    wait_first(OVERLAPPED)
+    wait(OVERLAPPED)
     dtype: tl.constexpr = residual_ptr.dtype.element_ty
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < size
