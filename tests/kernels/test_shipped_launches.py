@@ -14,7 +14,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from splitserve.kernels.experts.launch import ExpertLaunch
+from splitserve.kernels.experts.launch import MAX_STREAMED, ExpertLaunch
+from splitserve.kernels.experts.triton.streamed import ROWS_OF_WARP
 from splitserve.kernels.triton.linear import MAX_ROWS
 from splitserve.kernels.tuning import parameters as tuning
 from splitserve.kernels.tuning.decode_launch import MAX_PARTS, DecodeLaunch
@@ -80,9 +81,16 @@ def packed_problems(launch: ExpertLaunch, shared: int) -> Iterator[str]:
     if launch.block_m not in (1, 8, 16, 32, 64, 128):
         yield f"block_m is {launch.block_m}, not 1, 8, 16, 32, 64 or 128"
     warps, stages = launch.down_num_warps or launch.num_warps, launch.down_num_stages or launch.num_stages
-    if warps not in (4, 8) or not 1 <= stages <= 8 or not 1 <= launch.down_split_k <= 4:
+    if (
+        warps not in ((1, 2, 4, 8) if launch.block_m <= MAX_STREAMED else (4, 8))
+        or not 1 <= stages <= 8
+        or not 1 <= launch.down_split_k <= 4
+    ):
         yield f"down projections with {warps} warps, {stages} stages, {launch.down_split_k} parts"
-    vectors = max(8, launch.block_m)  # of one pair: eight columns
+    if launch.block_m <= MAX_STREAMED:
+        yield from streamed_problems(launch, warps, stages)
+        return
+    vectors = launch.block_m
     for rows, columns, num_warps, num_stages in (
         (2 * launch.block_n, launch.block_k, launch.num_warps, launch.num_stages),
         (launch.down_block_n, launch.down_block_k, warps, stages),
@@ -94,6 +102,18 @@ def packed_problems(launch: ExpertLaunch, shared: int) -> Iterator[str]:
             yield f"{taken} bytes of shared memory, the device has {shared}"
         if (held := rows * vectors // (32 * num_warps)) > MAX_THREAD_ELEMENTS:
             yield f"{held} sums for each thread, at most {MAX_THREAD_ELEMENTS} fit its registers"
+
+
+def streamed_problems(launch: ExpertLaunch, down_warps: int, down_stages: int) -> Iterator[str]:
+    """Words and vectors of the blocks ahead are in registers."""
+    for rows, num_warps, num_stages in (
+        (2 * launch.block_n, launch.num_warps, launch.num_stages),
+        (launch.down_block_n, down_warps, down_stages),
+    ):
+        if not (is_power(rows) and 1 <= rows // (ROWS_OF_WARP * num_warps) <= 4):
+            yield f"{rows} rows for {num_warps} warps: each takes 16, 32 or 64"
+        if not 1 <= num_stages <= 6:
+            yield f"{num_stages} blocks ahead, not 1 to 6"
 
 
 def linear_problems(
@@ -230,6 +250,8 @@ ONE_ROW = {"block_m": 1, "block_n": 4, "block_k": 1024, "num_warps": 4}
         (MXFP4, 16, {"block_n": 16}, "a tile of 32 by 128 isn't of powers of two"),
         (MXFP4, 16, {"down_block_k": 64}, "a tile of 64 by 64 isn't of powers of two"),
         (MXFP4, 16, {"down_num_stages": 9}, "down projections with 4 warps, 9 stages, 1 parts"),
+        (MXFP4, 8, {"block_m": 8, "block_n": 16}, "32 rows for 4 warps: each takes 16, 32 or 64"),
+        (MXFP4, 1, {"block_m": 1, "num_stages": 7}, "7 blocks ahead, not 1 to 6"),
         (MXFP4, 16, {"block_m": 128, "block_n": 128, "num_stages": 2}, "256 sums for each thread"),
         (MXFP4, 16, {"block_m": 128, "block_k": 512, "num_stages": 2}, "294912 bytes of shared memory"),
         (LINEAR, 16, {"block_k": 512, "num_stages": 5}, "245760 bytes of shared memory"),

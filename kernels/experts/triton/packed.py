@@ -40,6 +40,10 @@ def packed_gate_up(
     num_tiles, tiles = _tiles(experts, ordered)
     is_streamed = _is_streamed(x, launch)
     words = weights.gate_up.view(torch.int32 if is_streamed else torch.int16)
+    constants = _constants(
+        x, launch, num_rows=2 * launch.block_n, block_k=launch.block_k, num_warps=launch.num_warps,
+        num_stages=launch.num_stages,
+    )  # fmt: skip
     kernel = streamed.gate_up_kernel if is_streamed else _gate_up_kernel
     kernel[(triton.cdiv(inner_size, launch.block_n), num_tiles)](
         x, words, scales, x if bias is None else bias, out, experts.numel(), weights.first,
@@ -47,7 +51,7 @@ def packed_gate_up(
         HIDDEN=hidden_size, INNER=inner_size, TOP_K=experts.shape[1], HAS_BIAS=bias is not None,
         INTERLEAVED=activation.interleaved, HAS_LIMIT=activation.limit is not None,
         FUNCTION=ACTIVATION_NUMBERS[activation.function], BLOCK_N=launch.block_n,
-        **_constants(x, launch, launch.block_k, launch.num_warps, launch.num_stages), **overlapped(x.device),
+        **constants, **overlapped(x.device),
     )  # fmt: skip
     return out
 
@@ -66,14 +70,17 @@ def packed_down(
     dtype = torch.float32 if ordered is None or split_k > 1 else inner.dtype
     out = torch.empty((num_pairs * split_k, hidden_size), dtype=dtype, device=inner.device)
     num_tiles, tiles = _tiles(experts, ordered)
-    num_warps, num_stages = launch.down_num_warps or launch.num_warps, launch.down_num_stages or launch.num_stages
+    constants = _constants(
+        inner, launch, num_rows=launch.down_block_n, block_k=launch.down_block_k,
+        num_warps=launch.down_num_warps or launch.num_warps, num_stages=launch.down_num_stages or launch.num_stages,
+    )  # fmt: skip
     words = weights.down.view(torch.int32 if is_streamed else torch.int16)
     kernel = streamed.down_kernel if is_streamed else _down_kernel
     kernel[(triton.cdiv(hidden_size, launch.down_block_n), num_tiles, split_k)](
         inner, words, scales, inner if bias is None else bias, factors, out, num_pairs, weights.first,
         weights.num_experts, **tiles, HIDDEN=hidden_size, INNER=inner_size, HAS_BIAS=bias is not None,
         BLOCK_N=launch.down_block_n, SPLIT_K=split_k,
-        **_constants(inner, launch, launch.down_block_k, num_warps, num_stages), **overlapped(inner.device),
+        **constants, **overlapped(inner.device),
     )  # fmt: skip
     return out
 
@@ -96,9 +103,12 @@ def _is_paired(x: Tensor) -> bool:
     return x.dtype == torch.bfloat16 and isinstance(_gate_up_kernel, triton.JITFunction)
 
 
-def _constants(x: Tensor, launch: ExpertLaunch, block_k: int, num_warps: int, num_stages: int) -> dict[str, Any]:
-    """Return those of the kernel that multiplies ``x``."""
+def _constants(
+    x: Tensor, launch: ExpertLaunch, *, num_rows: int, block_k: int, num_warps: int, num_stages: int
+) -> dict[str, Any]:
+    """Return those of the kernel that multiplies ``x``; ``num_rows``: of a program."""
     if _is_streamed(x, launch):
+        num_warps = min(num_warps, num_rows // streamed.ROWS_OF_WARP)
         return {"AHEAD": num_stages, "WARPS": num_warps, "num_warps": num_warps}
     unpacking = {"PADDED": padded_size(x.shape[1]), "PAIRED": _is_paired(x)}
     return {**unpacking, "BLOCK_K": block_k, "num_warps": num_warps, "num_stages": num_stages}

@@ -7,6 +7,7 @@ its own elements, 16 bytes at once (:func:`splitserve.kernels.experts.mxfp4.by_q
 likewise. Sums have one order, as in :mod:`splitserve.kernels.experts.triton.grouped`.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+# mypy: disable-error-code="assignment"
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl

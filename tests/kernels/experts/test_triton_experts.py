@@ -34,6 +34,7 @@ pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.on_gpu]
 NARROW = torch.bfloat16 if DEVICE.type == "cuda" else torch.float16
 CLAMPED = GatedActivation(interleaved=True, limit=0.7, sigmoid_factor=1.702, up_offset=1.0)
 TILES = {"block_m": 16, "block_n": 16, "block_k": 32, "down_block_n": 32, "down_block_k": 16}
+MANY_BLOCKS = pytest.mark.skipif(DEVICE.type == "cpu", reason="the interpreter takes 15 s; kernels in Gluon loop here")
 WIDE = {"block_n": 32, "block_k": 256, "down_block_n": 64, "down_block_k": 128}
 
 
@@ -310,7 +311,15 @@ def test_fp8_in_blocks(block_m: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, NARROW])
 @pytest.mark.parametrize(
     ("sizes", "block_m", "split_k"),
-    [((96, 160), 1, 1), ((256, 224), 1, 2), ((192, 320), 16, 1), ((256, 224), 16, 3), ((96, 160), 8, 1)],
+    [
+        ((96, 160), 1, 1),
+        ((256, 224), 1, 2),
+        ((192, 320), 16, 1),
+        ((256, 224), 16, 3),
+        ((96, 160), 8, 1),
+        pytest.param((1088, 672), 1, 2, marks=MANY_BLOCKS),
+        pytest.param((1088, 672), 8, 1, marks=MANY_BLOCKS),
+    ],
 )
 def test_mxfp4(dtype: torch.dtype, sizes: tuple[int, int], block_m: int, split_k: int) -> None:
     """Last blocks have all sizes, last tiles are whole or not; each group has its own scale, one expert no token."""
