@@ -251,7 +251,7 @@ ONE_ROW = {"block_m": 1, "block_n": 4, "block_k": 1024, "num_warps": 4}
         (MXFP4, 16, {"down_block_k": 64}, "a tile of 64 by 64 isn't of powers of two"),
         (MXFP4, 16, {"down_num_stages": 9}, "down projections with 4 warps, 9 stages, 1 parts"),
         (MXFP4, 8, {"block_m": 8, "block_n": 16}, "32 rows for 4 warps: each takes 16, 32 or 64"),
-        (MXFP4, 1, {"block_m": 1, "num_stages": 7}, "7 blocks ahead, not 1 to 6"),
+        (MXFP4, 1, {"block_m": 1, "num_stages": 7, "down_num_stages": 3}, "7 blocks ahead, not 1 to 6"),
         (MXFP4, 16, {"block_m": 128, "block_n": 128, "num_stages": 2}, "256 sums for each thread"),
         (MXFP4, 16, {"block_m": 128, "block_k": 512, "num_stages": 2}, "294912 bytes of shared memory"),
         (LINEAR, 16, {"block_k": 512, "num_stages": 5}, "245760 bytes of shared memory"),
