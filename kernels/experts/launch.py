@@ -9,15 +9,15 @@ from splitserve.kernels.tuning.parameters import shape_key, tuned
 
 OPERATION = "experts"
 MAX_STREAMED = 8
-"""Pairs of a tile that the kernels of :mod:`splitserve.kernels.experts.triton.streamed` take."""
+"""The most pairs of a tile in bfloat16 for the kernels of :mod:`splitserve.kernels.experts.triton.streamed`."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertLaunch:
     """Launch parameters of both products of a layer's experts.
 
-    Tiles of few pairs in MXFP4 ignore ``block_k``; their ``num_stages`` are blocks of 128 elements that are asked for
-    before they are needed.
+    Where the kernels of :mod:`splitserve.kernels.experts.triton.streamed` run, ``block_k`` has no effect, and
+    ``num_stages`` are blocks of 128 elements that are loaded ahead.
     """
 
     block_m: int = 16  # pairs of a tile; 1: a program for each pair, without sorting

@@ -11,11 +11,11 @@ from splitserve.kernels.experts.spec import MXFP4_GROUP
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _BIAS = 127
 ROTATIONS = (0, 4, 10, 14)
-"""By quarter: the rotation to the left by which its elements' bits of a pair of words come to their places. In the last
-quarter the fractions come by ``FRACTION_ROTATION``."""
+"""The rotation to the left, by quarter, that brings the bits of its elements in a pair of words to their places. The
+fractions of the last quarter come by ``FRACTION_ROTATION``."""
 FRACTION_ROTATION = 6
 PLACES = (15, 8, 7, 6)
-"""Of an element's sign, exponent and fraction in a bfloat16 that is ``2 ** 126`` times too small."""
+"""The places of an element's sign, exponent and fraction in a bfloat16 that is ``2 ** 126`` times too small."""
 SCALE_SHIFT = 62
 """What is added to scales: with it, ``2 ** -126`` times an element times its scale is ``2 ** -64`` times its value."""
 MAX_EXPONENT = 254

@@ -42,7 +42,7 @@ _PACKED_STARTS = tuple(
     replace(launch, down_num_warps=launch.num_warps, down_num_stages=launch.num_stages)
     for launch in (
         ExpertLaunch(1, 8, 128, 16, 128, 1, down_split_k=2),
-        ExpertLaunch(8, 32, 128, 32, 128),
+        ExpertLaunch(8, 32, 128, 64, 128),
         ExpertLaunch(16, 64, 128, 128, 128),
         ExpertLaunch(32, 64, 128, 128, 128),
         ExpertLaunch(64, 128, 128, 256, 128, num_warps=8),
@@ -133,7 +133,7 @@ class ExpertsCase:
             value = getattr(launch, name)
             if self._is_fp8 and launch.block_m > 1 and name.endswith("block_k"):
                 continue  # tiles take a group at a time
-            if self._is_mxfp4 and launch.block_m <= MAX_STREAMED and name.endswith("block_k"):
+            if self._is_streamed(launch) and name.endswith("block_k"):
                 continue  # they take a block at a time
             if name != "block_m" or value > 1:
                 found += [replace(launch, **{name: step}) for step in (value // 2, value * 2)]
@@ -158,6 +158,9 @@ class ExpertsCase:
         item_bytes = 1 if self._is_fp8 else self._x.element_size()
         return launch.num_stages * columns * item_bytes <= _MAX_SHARED_BYTES
 
+    def _is_streamed(self, launch: ExpertLaunch) -> bool:
+        return self._is_mxfp4 and launch.block_m <= MAX_STREAMED and self._x.dtype == torch.bfloat16
+
     def _fits_packed(self, launch: ExpertLaunch) -> bool:
         """A quarter of a tile's columns is a matrix instruction's; words and vectors wait in shared memory, or, of few
         pairs, in registers."""
@@ -170,7 +173,7 @@ class ExpertsCase:
             (2 * launch.block_n, launch.block_k, launch.num_warps, launch.num_stages),
             (launch.down_block_n, launch.down_block_k, down_warps, down_stages),
         )
-        if launch.block_m <= MAX_STREAMED:
+        if self._is_streamed(launch):
             return all(
                 1 <= warps <= 8 and 1 <= stages <= 6 and 1 <= rows // (ROWS_OF_WARP * warps) <= 4
                 for rows, _, warps, stages in tiles

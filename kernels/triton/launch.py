@@ -5,6 +5,10 @@ ended, and wait on the device until the previous kernel has completed. A decode 
 microseconds, so the gaps between them matter. Every kernel launched this way must call ``wait`` before it reads what a
 kernel wrote, or writes what one may read: completion is then transitive. It may at once read what was written before
 the first kernel of a step (weights, the plan's numbers, which are copied, not computed).
+
+Programs that start early are placed where there is room, so unevenly while the previous kernel holds most of the
+device. That is good for short kernels, and for those that fetch weights before they wait; a long kernel is better
+started when the device is empty.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
@@ -46,8 +50,8 @@ def wait_alone(OVERLAPPED: tl.constexpr):
 
 @triton.jit
 def wait_first(OVERLAPPED: tl.constexpr):
-    """Wait for the end of the previous kernel, then let the next one start where there is room. Its many programs find
-    the multiprocessors empty: sooner, they would crowd on those that become free first."""
+    """Wait for the end of the previous kernel, then let the next one start. For a kernel of few programs before a long
+    one: the latter's are placed evenly, since the previous kernel is gone."""
     if OVERLAPPED:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()

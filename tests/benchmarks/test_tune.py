@@ -196,6 +196,17 @@ def test_experts_agree_with_their_reference(stored: str, monkeypatch: pytest.Mon
             assert relative_error(case.calls()[0](), expected) <= (case.tolerance or TOLERANCE[dtype])
 
 
+def test_search_for_experts_in_mxfp4_starts_from_tiles_of_each_kernel() -> None:
+    """A start that doesn't fit would be left out without a word, and its neighbours with it."""
+    pytest.importorskip("triton")
+    model = replace(SHAPES["tiny"], experts=ExpertsSpec(RouterSpec(4, 2), 128, is_mxfp4=True))
+    tunable, target = load_tunable("experts"), TuneTarget(model, torch.bfloat16, torch.device("cpu"), 4)
+    (key,) = tunable.shape_keys(target)
+    case = tunable.case(target, key, 2)
+    assert case is not None
+    assert {params["block_m"] for params in case.candidates({})} >= {1, 8, 16, 32}
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for Triton's interpreter, which needs tiny shapes")
 def test_candidates_are_compiled_by_processes_that_survive_bad_ones() -> None:
     pytest.importorskip("triton")

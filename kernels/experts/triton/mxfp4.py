@@ -92,7 +92,9 @@ def _load(at, first, second, ALL_FIRST: tl.constexpr, ALL_SECOND: tl.constexpr):
 def _paired(words, scales, QUARTER: tl.constexpr):
     """Return a quarter's elements times ``scales``, bfloat16; two neighbours share a register in each instruction.
 
-    ``scales`` are int32, twice the bfloat16; the neighbours have the same one, and the second's isn't read.
+    ``scales`` are int32, twice the bfloat16; the neighbours have the same one, and the second's isn't read. A register
+    must hold a pair of words as :func:`splitserve.kernels.experts.mxfp4.by_quarters` made it: bits of an element are in
+    both. Triton's layouts for matrix instructions do so; the tests on GPUs would show it if they didn't.
     """
     if QUARTER == 0:
         values = tl.inline_asm_elementwise(

@@ -106,8 +106,12 @@ def _is_paired(x: Tensor) -> bool:
 def _constants(
     x: Tensor, launch: ExpertLaunch, *, num_rows: int, block_k: int, num_warps: int, num_stages: int
 ) -> dict[str, Any]:
-    """Return those of the kernel that multiplies ``x``; ``num_rows``: of a program."""
+    """Return the compile-time arguments that depend on the kernel that multiplies ``x``.
+
+    ``num_rows``: rows of the matrix that a program has.
+    """
     if _is_streamed(x, launch):
+        assert launch.block_m in (1, MAX_STREAMED) and num_rows >= streamed.ROWS_OF_WARP, launch
         num_warps = min(num_warps, num_rows // streamed.ROWS_OF_WARP)
         return {"AHEAD": num_stages, "WARPS": num_warps, "num_warps": num_warps}
     unpacking = {"PADDED": padded_size(x.shape[1]), "PAIRED": _is_paired(x)}

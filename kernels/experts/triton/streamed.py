@@ -1,7 +1,7 @@
 """Products of few pairs with their experts' weights in MXFP4, whose words go straight from memory to the registers from
 which matrix instructions take them.
 
-The kernels are memory-bound: each warp has rows of its own and asks for blocks ahead, without shared memory and
+The kernels are memory-bound: each warp has rows of its own and loads blocks ahead, without shared memory and
 barriers. They are in Gluon, Triton's language with layouts, since layouts are their point: a lane reads the words of
 its own elements, 16 bytes at once (:func:`splitserve.kernels.experts.mxfp4.by_quarters`), and the vectors' elements
 likewise. Sums have one order, as in :mod:`splitserve.kernels.experts.triton.grouped`.
@@ -59,7 +59,7 @@ def _wait(OVERLAPPED: gl.constexpr):
 
 @gluon.jit
 def _let_next_start(OVERLAPPED: gl.constexpr):
-    """Let the next kernel start once all programs are here, where there is room."""
+    """Let the next kernel start once all programs have come here."""
     if OVERLAPPED:
         gl.inline_asm_elementwise(
             "griddepcontrol.launch_dependents; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
@@ -134,59 +134,59 @@ def _product(
 ):  # fmt: skip
     """Return the products float32 [R, M] of R rows of a matrix with M vectors, of part ``part`` of ``SPLIT_K``.
 
-    ``x_at`` [M] points to the vectors, ``words_ptr`` (int32) and ``scales_ptr`` to a matrix of ``NUM_ROWS`` rows of
-    ``SIZE`` elements; ``row`` [R] are those to multiply. ``AHEAD``: blocks that are asked for before they are needed.
+    ``x_at`` [M] points to the vectors, ``words_ptr`` (int32, a pair each) and ``scales_ptr`` to a matrix of
+    ``NUM_ROWS`` rows of ``SIZE`` elements; ``row`` [R] are those to multiply. ``AHEAD``: blocks that are loaded ahead.
     """
     VECTORS: gl.constexpr = _vector_layout(x_at.shape[0], WARPS)
     WORDS: gl.constexpr = _word_layout(row.shape[0], WARPS)
     BLOCKS: gl.constexpr = SIZE // 128 // SPLIT_K  # of each part; the last part has those that are left, too
     LEFT: gl.constexpr = SIZE // 128 % SPLIT_K
     REST: gl.constexpr = _padded(SIZE) // 16 - SIZE // 128 * 8  # words of a lane in a last, shorter block
-    pair, k = gl.arange(0, 16, layout=gl.SliceLayout(0, WORDS)), gl.arange(0, 32, layout=gl.SliceLayout(1, VECTORS))
-    words_at = words_ptr + (row[:, None] * 16 + pair[None, :])
+    column, k = gl.arange(0, 16, layout=gl.SliceLayout(0, WORDS)), gl.arange(0, 32, layout=gl.SliceLayout(1, VECTORS))
+    pairs_at = words_ptr + (row[:, None] * 16 + column[None, :])
     vectors_at = x_at[None, :] + k[:, None]
     first = part * BLOCKS
     if BLOCKS > 0:
-        words, scales = (), ()
+        pairs, scales = (), ()
         for ahead in gl.static_range(AHEAD):
             number = first + gl.minimum(ahead, BLOCKS - 1)
-            words += (gl.load(words_at + number * (NUM_ROWS * 16)),)
+            pairs += (gl.load(pairs_at + number * (NUM_ROWS * 16)),)
             scales += (gl.load(scales_ptr + row + number * NUM_ROWS),)
         vectors = _vectors(vectors_at + first * 128)
-    is_last = gl.where(part == SPLIT_K - 1, 16, 0) > pair
-    left_words, left_scales = (), ()
+    is_last = gl.where(part == SPLIT_K - 1, 16, 0) > column
+    left_pairs, left_scales = (), ()
     for left in gl.static_range(LEFT):
         number = SPLIT_K * BLOCKS + left
-        left_words += (gl.load(words_at + number * (NUM_ROWS * 16), mask=is_last[None, :], other=0),)
+        left_pairs += (gl.load(pairs_at + number * (NUM_ROWS * 16), mask=is_last[None, :], other=0),)
         left_scales += (gl.load(scales_ptr + row + number * NUM_ROWS),)
     if REST > 0:
-        rest_at = row[:, None] * (2 * REST) + (pair // 4 * (REST // 2) + pair % 4)[None, :]
-        has_words = is_last & (pair % 4 < REST // 2)
-        rest_words = gl.load(words_ptr + SIZE // 128 * (NUM_ROWS * 16) + rest_at, mask=has_words[None, :], other=0)
+        rest_at = row[:, None] * (2 * REST) + (column // 4 * (REST // 2) + column % 4)[None, :]
+        has_pair = is_last & (column % 4 < REST // 2)
+        rest_pairs = gl.load(words_ptr + SIZE // 128 * (NUM_ROWS * 16) + rest_at, mask=has_pair[None, :], other=0)
         rest_scales = gl.load(scales_ptr + row + SIZE // 128 * NUM_ROWS)
     total = gl.zeros([row.shape[0], x_at.shape[0]], gl.float32, layout=_sum_layout(WARPS))
     if BLOCKS > 0:
         for base in range(0, BLOCKS // AHEAD * AHEAD, AHEAD):
-            next_words, next_scales = (), ()
+            next_pairs, next_scales = (), ()
             for ahead in gl.static_range(AHEAD):
                 number = first + gl.minimum(base + ahead + 1, BLOCKS - 1)
                 next_vectors = _vectors(vectors_at + number * 128)
-                total = _add_block(total, words[ahead], scales[ahead], vectors)
+                total = _add_block(total, pairs[ahead], scales[ahead], vectors)
                 vectors = next_vectors
                 number = first + gl.minimum(base + ahead + AHEAD, BLOCKS - 1)
-                next_words += (gl.load(words_at + number * (NUM_ROWS * 16)),)
+                next_pairs += (gl.load(pairs_at + number * (NUM_ROWS * 16)),)
                 next_scales += (gl.load(scales_ptr + row + number * NUM_ROWS),)
-            words, scales = next_words, next_scales
+            pairs, scales = next_pairs, next_scales
         for ahead in gl.static_range(BLOCKS % AHEAD):
             if ahead > 0:
                 vectors = _vectors(vectors_at + (first + BLOCKS - BLOCKS % AHEAD + ahead) * 128)
-            total = _add_block(total, words[ahead], scales[ahead], vectors)
+            total = _add_block(total, pairs[ahead], scales[ahead], vectors)
     for left in gl.static_range(LEFT):
         vectors = _vectors(vectors_at + (SPLIT_K * BLOCKS + left) * 128)
-        total = _add_block(total, left_words[left], left_scales[left], vectors)
+        total = _add_block(total, left_pairs[left], left_scales[left], vectors)
     if REST > 0:
         vectors = _rest_vectors(x_at, k, SIZE, REST)
-        total = _add_block(total, rest_words, rest_scales, vectors)
+        total = _add_block(total, rest_pairs, rest_scales, vectors)
     return total * _TWO_TO_64
 
 
@@ -246,12 +246,11 @@ def gate_up_kernel(
     WARPS: gl.constexpr,
     OVERLAPPED: gl.constexpr,
 ):
-    """The arguments are those of the kernel of :mod:`splitserve.kernels.experts.triton.packed`."""
-    COLUMNS: gl.constexpr = max(BLOCK_M, 8)
-    VECTORS: gl.constexpr = gl.SliceLayout(0, _vector_layout(COLUMNS, WARPS))
+    """See :func:`splitserve.kernels.experts.triton.packed.packed_gate_up`."""
+    VECTORS: gl.constexpr = gl.SliceLayout(0, _vector_layout(BLOCK_M, WARPS))
     SUMS: gl.constexpr = _sum_layout(WARPS)
     _wait(OVERLAPPED)
-    expert, pairs = _pairs_of(pairs_ptr, experts_ptr, num_pairs, first, SORTED, COLUMNS, VECTORS)
+    expert, pairs = _pairs_of(pairs_ptr, experts_ptr, num_pairs, first, SORTED, BLOCK_M, VECTORS)
     if (expert < 0) | (expert >= num_experts):
         return
     tokens = (gl.where(pairs < num_pairs, pairs, gl.min(pairs, 0)) // TOP_K).to(gl.int64)
@@ -263,10 +262,10 @@ def gate_up_kernel(
         biased = _gate_up_rows(BLOCK_N, INNER, INTERLEAVED, gl.SliceLayout(1, SUMS))
         bias = gl.load(bias_ptr + expert * (2 * INNER) + biased).to(gl.float32)[:, None]
     total = _product(x_ptr + tokens * HIDDEN, words_ptr, scales_ptr, row, 0, 2 * INNER, HIDDEN, 1, AHEAD, WARPS) + bias
-    # Had the next kernel few programs, they would crowd on the multiprocessors that become free first
+    # Not sooner: the down projection is long, and its programs would be placed unevenly
     _let_next_start(OVERLAPPED)
-    both = gl.permute(gl.reshape(total, [BLOCK_N // 8, 2, 8, COLUMNS]), (0, 2, 3, 1))
-    gate, up = gl.split(gl.reshape(both, [BLOCK_N, COLUMNS, 2]))
+    both = gl.permute(gl.reshape(total, [BLOCK_N // 8, 2, 8, BLOCK_M]), (0, 2, 3, 1))
+    gate, up = gl.split(gl.reshape(both, [BLOCK_N, BLOCK_M, 2]))
     inner = activate(gate, up, limit, sigmoid_factor, up_offset, HAS_LIMIT, FUNCTION)
     OUT: gl.constexpr = inner.type.layout
     outputs = gl.program_id(0) * BLOCK_N + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, OUT))
@@ -309,13 +308,12 @@ def down_kernel(
     WARPS: gl.constexpr,
     OVERLAPPED: gl.constexpr,
 ):
-    """The arguments are those of the kernel of :mod:`splitserve.kernels.experts.triton.packed`."""
-    COLUMNS: gl.constexpr = max(BLOCK_M, 8)
-    VECTORS: gl.constexpr = gl.SliceLayout(0, _vector_layout(COLUMNS, WARPS))
+    """See :func:`splitserve.kernels.experts.triton.packed.packed_down`."""
+    VECTORS: gl.constexpr = gl.SliceLayout(0, _vector_layout(BLOCK_M, WARPS))
     SUMS: gl.constexpr = _sum_layout(WARPS)
-    _let_next_start(OVERLAPPED)  # it has few programs
+    _let_next_start(OVERLAPPED)  # the sums are short
     _wait(OVERLAPPED)
-    expert, pairs = _pairs_of(pairs_ptr, experts_ptr, num_pairs, first, SORTED, COLUMNS, VECTORS)
+    expert, pairs = _pairs_of(pairs_ptr, experts_ptr, num_pairs, first, SORTED, BLOCK_M, VECTORS)
     if (expert < 0) | (expert >= num_experts):
         return
     safe_pairs = gl.where(pairs < num_pairs, pairs, gl.min(pairs, 0)).to(gl.int64)
