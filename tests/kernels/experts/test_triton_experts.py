@@ -8,15 +8,13 @@ import torch
 from torch import Tensor
 
 pytest.importorskip("triton")  # conftest.py chose its interpreter, if need be, before this import
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
-from splitserve.kernels.experts import mxfp4, reference
-from splitserve.kernels.experts.launch import ExpertLaunch
+from expert_cases import CLAMPED, DEVICE, NARROW, assert_same, choices, rand
+from splitserve.kernels.experts import reference
 from splitserve.kernels.experts.router import PlainRouter
 from splitserve.kernels.experts.spec import GatedActivation, GroupScore, RouterSpec, Score
 from splitserve.kernels.experts.triton import router
 from splitserve.kernels.experts.triton.experts import TritonExperts
-from splitserve.kernels.experts.triton.packed import packed_gate_up
 from splitserve.kernels.experts.triton.router import TritonRouter
 from splitserve.kernels.experts.triton.routing import route
 from splitserve.kernels.experts.triton.sorting import sort_pairs
@@ -26,20 +24,11 @@ from splitserve.kernels.fp8.weight import GROUP
 from splitserve.kernels.reference import operations
 from splitserve.kernels.reference.linear import PlainLinear
 from splitserve.kernels.tuning import parameters as tuning
-from splitserve.models.weights.fused_experts import dequantised_blocks
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.on_gpu]
 
-# The interpreter rounds casts to bfloat16 towards zero and mixes up its matrix products.
-NARROW = torch.bfloat16 if DEVICE.type == "cuda" else torch.float16
-CLAMPED = GatedActivation(interleaved=True, limit=0.7, sigmoid_factor=1.702, up_offset=1.0)
 TILES = {"block_m": 16, "block_n": 16, "block_k": 32, "down_block_n": 32, "down_block_k": 16}
-MANY_BLOCKS = pytest.mark.skipif(DEVICE.type == "cpu", reason="too slow in the interpreter; Gluon's kernels loop here")
 WIDE = {"block_n": 32, "block_k": 256, "down_block_n": 64, "down_block_k": 128}
-
-
-def rand(*shape: int, seed: int = 0, std: float = 1.0) -> Tensor:
-    return (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * std).to(DEVICE)
 
 
 # ---- routing ----
@@ -176,15 +165,6 @@ def as_dtype(weights: ExpertWeights, dtype: torch.dtype) -> ExpertWeights:
     )
 
 
-def choices(num_tokens: int, num_experts: int, top_k: int) -> tuple[Tensor, Tensor]:
-    return reference.route(rand(num_tokens, num_experts, seed=5), None, RouterSpec(num_experts, top_k, normalised=True))
-
-
-def assert_same(actual: Tensor, expected: Tensor, tolerance: float) -> None:
-    assert actual.shape == expected.shape and actual.dtype == expected.dtype == torch.float32
-    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, NARROW])
 @pytest.mark.parametrize("block_m", [1, 16, 32])
 @pytest.mark.parametrize("activation", [GatedActivation(), CLAMPED])
@@ -306,84 +286,6 @@ def test_fp8_in_blocks(block_m: int) -> None:
     # A sum that is rounded another way may fall on the other side of a step of FP8
     assert_same(actual, expected, 2e-2)
     assert float((actual - expected).abs().mean()) < 1e-3
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, NARROW])
-@pytest.mark.parametrize(
-    ("sizes", "block_m", "split_k"),
-    [
-        ((96, 160), 1, 1),
-        ((256, 224), 1, 2),
-        ((192, 320), 16, 1),
-        ((256, 224), 16, 3),
-        ((96, 160), 8, 1),
-        pytest.param((1088, 672), 1, 3, marks=MANY_BLOCKS),
-        pytest.param((1088, 672), 8, 1, marks=MANY_BLOCKS),
-    ],
-)
-def test_mxfp4(dtype: torch.dtype, sizes: tuple[int, int], block_m: int, split_k: int) -> None:
-    """Last blocks have all sizes, last tiles are whole or not; each group has its own scale, one expert no token."""
-    (hidden, inner), generator = sizes, torch.Generator().manual_seed(0)
-
-    def random_bytes(low: int, high: int, *shape: int) -> Tensor:
-        return torch.randint(low, high, shape, dtype=torch.uint8, generator=generator).to(DEVICE)
-
-    stored = ExpertWeights(
-        random_bytes(0, 256, 5, 2 * inner, hidden // 2),
-        random_bytes(0, 256, 5, hidden, inner // 2),
-        CLAMPED,
-        gate_up_bias=rand(5, 2 * inner, seed=3).to(dtype),
-        down_bias=rand(5, hidden, seed=4).to(dtype),
-        gate_up_scales=random_bytes(120, 125, 5, 2 * inner, hidden // 32),
-        down_scales=random_bytes(120, 125, 5, hidden, inner // 32),
-    )
-    assert stored.gate_up_scales is not None and stored.down_scales is not None
-    wide = replace(
-        stored,
-        gate_up=dequantised_blocks(stored.gate_up, stored.gate_up_scales, dtype),
-        down=dequantised_blocks(stored.down, stored.down_scales, dtype),
-        gate_up_scales=None,
-        down_scales=None,
-    )
-    num_tokens = 3 if block_m == 1 else 17
-    x, (experts, factors) = rand(num_tokens, hidden).to(dtype), choices(num_tokens, 4, 2)
-    blocks = {"block_n": 64, "down_block_n": 64, "block_k": 256, "down_block_k": 128, "down_num_warps": 2}
-    if hidden > 1000:
-        blocks |= {"block_n": 8, "num_warps": 1, "num_stages": 2, "down_block_n": 32, "down_num_stages": 4}
-    with tuning.forced("experts", {**TILES, **blocks, "block_m": block_m, "down_split_k": split_k}):
-        actual = TritonExperts(stored)(x, experts, factors)
-    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
-    assert_same(actual, reference.LoopedExperts(wide)(x, experts, factors), tolerance)
-
-
-@pytest.mark.filterwarnings("ignore:.* encountered:RuntimeWarning")
-@pytest.mark.parametrize("dtype", [torch.float32, NARROW])
-@pytest.mark.parametrize("block_m", [1, 16])
-def test_every_number_in_mxfp4(dtype: torch.dtype, block_m: int) -> None:
-    """One column of x at a time shows each element of the weight, in all quarters of its group."""
-    blocks = torch.arange(256, dtype=torch.uint8, device=DEVICE).view(1, 16, 16)
-    most = 140 if dtype == torch.float16 else 185
-    scales = torch.tensor([1, 115, 126, 127, 128, 129, 135, most], dtype=torch.uint8, device=DEVICE).repeat(2)
-    scales = scales.view(1, 16, 1)
-    weights = ExpertWeights(
-        mxfp4.by_quarters(blocks).view(torch.uint8),
-        torch.zeros((1, 32, 4), dtype=torch.uint8, device=DEVICE),  # 8 columns; not looked at
-        GatedActivation(),
-        gate_up_scales=mxfp4.shifted_scales(scales),
-    )
-    x, experts = torch.eye(32, device=DEVICE).to(dtype), torch.zeros((32, 1), dtype=torch.int32, device=DEVICE)
-    expected = mxfp4.dequantised(blocks[0], scales[0], dtype).float().t()  # [column, row]
-    expected = reference.activate(expected, GatedActivation()).to(dtype)
-    launch = ExpertLaunch(block_m, 32, 128)
-    ordered = None if block_m == 1 else sort_pairs(experts, 0, 1, block_m)
-    actual = packed_gate_up(x, experts, ordered, weights, launch)
-    torch.testing.assert_close(actual, expected, rtol=1e-5 if dtype == torch.float32 else 1e-2, atol=1e-30)
-
-
-def test_scales_that_no_weight_has_are_refused() -> None:
-    scales = torch.tensor([[[100, 193]]], dtype=torch.uint8, device=DEVICE)
-    with pytest.raises(ValueError, match=r"2\*\*66; at most 2\*\*65"):
-        mxfp4.shifted_scales(scales)
 
 
 def test_few_tokens_are_not_sorted() -> None:
