@@ -1,4 +1,4 @@
-"""What tests of experts share: inputs on the device, a comparison. Import it once Triton's interpreter is chosen."""
+"""Shared parts of the tests of experts: inputs, a comparison. Import it once Triton's interpreter is chosen."""
 
 import torch
 from torch import Tensor

@@ -88,6 +88,20 @@ def _load(at, first, second, ALL_FIRST: tl.constexpr, ALL_SECOND: tl.constexpr):
     return values
 
 
+@triton.constexpr_function
+def unpacking(quarter, words, scales):
+    """Return PTX that leaves a quarter's elements of a pair of words, times their scales, in register ``t``, two
+    bfloat16. ``words`` and ``scales``: the operands' names. See :data:`splitserve.kernels.experts.mxfp4.ROTATIONS`."""
+    places = (
+        f"and.b32 t, {words}, 0x81C081C0; ",
+        f"shl.b32 t, {words}, 4; and.b32 t, t, 0x81C081C0; ",
+        f"shf.l.wrap.b32 t, {words}, {words}, 10; and.b32 t, t, 0x81C081C0; ",
+        f"shf.l.wrap.b32 t, {words}, {words}, 14; shl.b32 u, {words}, 6; and.b32 u, u, 0x00400040; "
+        "lop3.b32 t, t, 0x81808180, u, 0xEA; ",
+    )
+    return f" .reg .b32 t, u; {places[quarter]}mul.rn.bf16x2 t, t, {scales}; "
+
+
 @triton.jit
 def _paired(words, scales, QUARTER: tl.constexpr):
     """Return a quarter's elements times ``scales``, bfloat16; two neighbours share a register in each instruction.
@@ -96,28 +110,10 @@ def _paired(words, scales, QUARTER: tl.constexpr):
     must hold a pair of words as :func:`splitserve.kernels.experts.mxfp4.by_quarters` made it: bits of an element are in
     both. Triton's layouts for matrix instructions do so; the tests on GPUs would show it if they didn't.
     """
-    if QUARTER == 0:
-        values = tl.inline_asm_elementwise(
-            "{ .reg .b32 t; and.b32 t, $1, 0x81C081C0; mul.rn.bf16x2 $0, t, $2; }",
-            "=r,r,r,r", [words, scales], dtype=tl.bfloat16, is_pure=True, pack=2,
-        )  # fmt: skip
-    elif QUARTER == 1:
-        values = tl.inline_asm_elementwise(
-            "{ .reg .b32 t; shl.b32 t, $1, 4; and.b32 t, t, 0x81C081C0; mul.rn.bf16x2 $0, t, $2; }",
-            "=r,r,r,r", [words, scales], dtype=tl.bfloat16, is_pure=True, pack=2,
-        )  # fmt: skip
-    elif QUARTER == 2:
-        values = tl.inline_asm_elementwise(
-            "{ .reg .b32 t; shf.l.wrap.b32 t, $1, $1, 10; and.b32 t, t, 0x81C081C0; mul.rn.bf16x2 $0, t, $2; }",
-            "=r,r,r,r", [words, scales], dtype=tl.bfloat16, is_pure=True, pack=2,
-        )  # fmt: skip
-    else:
-        values = tl.inline_asm_elementwise(
-            "{ .reg .b32 t, u; shf.l.wrap.b32 t, $1, $1, 14; shl.b32 u, $1, 6; and.b32 u, u, 0x00400040; "
-            "lop3.b32 t, t, 0x81808180, u, 0xEA; mul.rn.bf16x2 $0, t, $2; }",
-            "=r,r,r,r", [words, scales], dtype=tl.bfloat16, is_pure=True, pack=2,
-        )  # fmt: skip
-    return values
+    PTX: tl.constexpr = unpacking(QUARTER, "$1", "$2")
+    return tl.inline_asm_elementwise(
+        "{" + PTX + "mov.b32 $0, t; }", "=r,r,r,r", [words, scales], dtype=tl.bfloat16, is_pure=True, pack=2
+    )
 
 
 @triton.jit

@@ -14,6 +14,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from splitserve.kernels.experts.triton.activation import activate
+from splitserve.kernels.experts.triton.mxfp4 import unpacking
 
 ROWS_OF_WARP = 16  # of a matrix instruction: a warp has as many or a multiple
 _TWO_TO_64 = gl.constexpr(2.0**64)
@@ -70,31 +71,13 @@ def _let_next_start(OVERLAPPED: gl.constexpr):
 def _unpacked(pairs, scales, QUARTER: gl.constexpr):
     """Return a quarter's elements times ``scales``, bfloat16 [R, 32], of pairs of words [R, 16].
 
-    ``scales`` are int32, twice the bfloat16. See :data:`splitserve.kernels.experts.mxfp4.ROTATIONS`.
+    ``scales`` are int32, twice the bfloat16.
     """
-    if QUARTER == 0:
-        first, second = gl.inline_asm_elementwise(
-            "{ .reg .b32 t; and.b32 t, $2, 0x81C081C0; mul.rn.bf16x2 t, t, $3; mov.b32 {$0, $1}, t; }",
-            "=h,=h,r,r", [pairs, scales], dtype=(gl.bfloat16, gl.bfloat16), is_pure=True, pack=1,
-        )  # fmt: skip
-    elif QUARTER == 1:
-        first, second = gl.inline_asm_elementwise(
-            "{ .reg .b32 t; shl.b32 t, $2, 4; and.b32 t, t, 0x81C081C0; mul.rn.bf16x2 t, t, $3; "
-            "mov.b32 {$0, $1}, t; }",
-            "=h,=h,r,r", [pairs, scales], dtype=(gl.bfloat16, gl.bfloat16), is_pure=True, pack=1,
-        )  # fmt: skip
-    elif QUARTER == 2:
-        first, second = gl.inline_asm_elementwise(
-            "{ .reg .b32 t; shf.l.wrap.b32 t, $2, $2, 10; and.b32 t, t, 0x81C081C0; mul.rn.bf16x2 t, t, $3; "
-            "mov.b32 {$0, $1}, t; }",
-            "=h,=h,r,r", [pairs, scales], dtype=(gl.bfloat16, gl.bfloat16), is_pure=True, pack=1,
-        )  # fmt: skip
-    else:
-        first, second = gl.inline_asm_elementwise(
-            "{ .reg .b32 t, u; shf.l.wrap.b32 t, $2, $2, 14; shl.b32 u, $2, 6; and.b32 u, u, 0x00400040; "
-            "lop3.b32 t, t, 0x81808180, u, 0xEA; mul.rn.bf16x2 t, t, $3; mov.b32 {$0, $1}, t; }",
-            "=h,=h,r,r", [pairs, scales], dtype=(gl.bfloat16, gl.bfloat16), is_pure=True, pack=1,
-        )  # fmt: skip
+    PTX: gl.constexpr = unpacking(QUARTER, "$2", "$3")
+    first, second = gl.inline_asm_elementwise(
+        "{" + PTX + "mov.b32 {$0, $1}, t; }",
+        "=h,=h,r,r", [pairs, scales], dtype=(gl.bfloat16, gl.bfloat16), is_pure=True, pack=1,
+    )  # fmt: skip
     return gl.reshape(gl.join(first, second), [pairs.shape[0], 32])
 
 
