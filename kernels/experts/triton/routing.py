@@ -148,11 +148,13 @@ def choose(
         ranked = tl.where(is_kept[:, None], ranked, float("-inf"))
     BLOCK: tl.constexpr = GROUP_BLOCK * SIZE_BLOCK
     slots, places = tl.arange(0, SLOT_BLOCK), tl.arange(0, BLOCK)
-    left, chosen = tl.reshape(ranked, (BLOCK,)), tl.zeros((SLOT_BLOCK,), dtype=tl.int32)
+    # As integers of the same order: a warp has an instruction for the greatest and the least of those
+    bits = tl.reshape(tl.where(ranked == 0.0, 0.0, ranked), (BLOCK,)).to(tl.int32, bitcast=True)
+    left, chosen = bits ^ ((bits >> 31) & 0x7FFFFFFF), tl.zeros((SLOT_BLOCK,), dtype=tl.int32)
     for slot in range(TOP_K):
-        _, place = tl.max(left, 0, return_indices=True)  # of equal ones the first
+        place = tl.min(tl.where(left == tl.max(left, 0), places, BLOCK), 0)  # of equal ones the first
         chosen = tl.where(slots == slot, place, chosen)
-        left = tl.where(places == place, float("-inf"), left)
+        left = tl.where(places == place, -(1 << 31), left)
     inside = slots < TOP_K
     is_chosen = (places[None, :] == chosen[:, None]) & inside[:, None]
     weights = tl.sum(tl.where(is_chosen, tl.reshape(scores, (BLOCK,))[None, :], 0.0), 1)
