@@ -113,12 +113,13 @@ def _add_block(total, pairs, scales, vectors):
 @gluon.jit
 def _product(
     x_at, words_ptr, scales_ptr, row, part, NUM_ROWS: gl.constexpr, SIZE: gl.constexpr, SPLIT_K: gl.constexpr,
-    AHEAD: gl.constexpr, WARPS: gl.constexpr,
+    AHEAD: gl.constexpr, WARPS: gl.constexpr, POLICY: gl.constexpr,
 ):  # fmt: skip
     """Return the products float32 [R, M] of R rows of a matrix with M vectors, of part ``part`` of ``SPLIT_K``.
 
     ``x_at`` [M] points to the vectors, ``words_ptr`` (int32, a pair each) and ``scales_ptr`` to a matrix of
-    ``NUM_ROWS`` rows of ``SIZE`` elements; ``row`` [R] are those to multiply. ``AHEAD``: blocks that are loaded ahead.
+    ``NUM_ROWS`` rows of ``SIZE`` elements; ``row`` [R] are those to multiply. ``AHEAD``: blocks that are loaded ahead;
+    ``POLICY``: of eviction, of words.
     """
     VECTORS: gl.constexpr = _vector_layout(x_at.shape[0], WARPS)
     WORDS: gl.constexpr = _word_layout(row.shape[0], WARPS)
@@ -129,15 +130,14 @@ def _product(
     pairs_at = words_ptr + (row[:, None] * 16 + column[None, :])
     vectors_at = x_at[None, :] + k[:, None]
     first = part * BLOCKS
+    pairs, scales, left_pairs, left_scales = (), (), (), ()
     if BLOCKS > 0:
-        pairs, scales = (), ()
         for ahead in gl.static_range(AHEAD):
             number = first + gl.minimum(ahead, BLOCKS - 1)
-            pairs += (gl.load(pairs_at + number * (NUM_ROWS * 16)),)
+            pairs += (gl.load(pairs_at + number * (NUM_ROWS * 16), eviction_policy=POLICY),)
             scales += (gl.load(scales_ptr + row + number * NUM_ROWS),)
         vectors = _vectors(vectors_at + first * 128)
     is_last = gl.where(part == SPLIT_K - 1, 16, 0) > column
-    left_pairs, left_scales = (), ()
     for left in gl.static_range(LEFT):
         number = SPLIT_K * BLOCKS + left
         left_pairs += (gl.load(pairs_at + number * (NUM_ROWS * 16), mask=is_last[None, :], other=0),)
@@ -157,7 +157,7 @@ def _product(
                 total = _add_block(total, pairs[ahead], scales[ahead], vectors)
                 vectors = next_vectors
                 number = first + gl.minimum(base + ahead + AHEAD, BLOCKS - 1)
-                next_pairs += (gl.load(pairs_at + number * (NUM_ROWS * 16)),)
+                next_pairs += (gl.load(pairs_at + number * (NUM_ROWS * 16), eviction_policy=POLICY),)
                 next_scales += (gl.load(scales_ptr + row + number * NUM_ROWS),)
             pairs, scales = next_pairs, next_scales
         for ahead in gl.static_range(BLOCKS % AHEAD):
@@ -244,7 +244,8 @@ def gate_up_kernel(
     if HAS_BIAS:
         biased = _gate_up_rows(BLOCK_N, INNER, INTERLEAVED, gl.SliceLayout(1, SUMS))
         bias = gl.load(bias_ptr + expert * (2 * INNER) + biased).to(gl.float32)[:, None]
-    total = _product(x_ptr + tokens * HIDDEN, words_ptr, scales_ptr, row, 0, 2 * INNER, HIDDEN, 1, AHEAD, WARPS) + bias
+    total = _product(x_ptr + tokens * HIDDEN, words_ptr, scales_ptr, row, 0, 2 * INNER, HIDDEN, 1, AHEAD, WARPS, "")
+    total += bias
     # Not sooner: the down projection is long, and its programs would be placed unevenly
     _let_next_start(OVERLAPPED)
     both = gl.permute(gl.reshape(total, [BLOCK_N // 8, 2, 8, BLOCK_M]), (0, 2, 3, 1))
@@ -313,7 +314,17 @@ def down_kernel(
     out_pairs = gl.convert_layout(safe_pairs, gl.SliceLayout(0, SUMS))
     factors = gl.load(factors_ptr + out_pairs)[None, :]
     total = _product(
-        inner_ptr + safe_pairs * INNER, words_ptr, scales_ptr, row, part, HIDDEN, INNER, SPLIT_K, AHEAD, WARPS
+        inner_ptr + safe_pairs * INNER,
+        words_ptr,
+        scales_ptr,
+        row,
+        part,
+        HIDDEN,
+        INNER,
+        SPLIT_K,
+        AHEAD,
+        WARPS,
+        "evict_first",
     )
     total = (total + bias) * factors
     at = out_ptr + (out_pairs * SPLIT_K + part)[None, :] * HIDDEN + outputs[:, None]
