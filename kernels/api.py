@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from splitserve.kernels.experts.spec import RouterSpec
-from splitserve.kernels.experts.weights import ExpertWeights, Router, RouterWeights
+from splitserve.kernels.experts.weights import Experts, ExpertWeights, Router, RouterWeights
 from splitserve.kernels.latent.shape import LatentShape
 
 FORBIDDEN = -1e30
@@ -285,22 +285,6 @@ class Route(Protocol):
         ``bias`` float32 [E]: the correction bias, None without one. The order of a token's experts is not defined.
         Experts of rows that are not finite are any valid ones.
         """
-        ...
-
-
-class Experts(Protocol):
-    """MLPs of a layer's experts on one rank (:class:`splitserve.kernels.experts.weights.ExpertWeights`)."""
-
-    def __call__(self, x: Tensor, experts: Tensor, factors: Tensor) -> Tensor:
-        """Return the sum of each row's experts' products, times their factors -> float32 [T, hidden].
-
-        ``x`` [T, hidden]; ``experts`` int32 [T, k], distinct in each row; ``factors`` float32 [T, k]. Experts of other
-        ranks add nothing. The order of each sum depends on the row's experts alone.
-        """
-        ...
-
-    def add_to(self, residual: Tensor, x: Tensor, experts: Tensor, factors: Tensor) -> None:
-        """Add these sums, each rounded to the dtype of ``residual`` [T, hidden], to it, in place."""
         ...
 
 

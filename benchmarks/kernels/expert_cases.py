@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from splitserve.benchmarks.kernels.case import Call, Case, Target
-from splitserve.kernels.api import Experts, Kernels
+from splitserve.kernels.api import Kernels
 from splitserve.kernels.experts import reference
 from splitserve.kernels.experts.spec import RouterSpec
-from splitserve.kernels.experts.weights import ExpertWeights, Router, RouterWeights
+from splitserve.kernels.experts.weights import Experts, ExpertWeights, Router, RouterWeights
 from splitserve.kernels.tuning.tunables import num_copies
 from splitserve.models.experts import ExpertsSpec
 

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from splitserve.kernels.experts.shared import SharedMlp
 from splitserve.kernels.experts.spec import GatedActivation, GroupScore, RouterSpec, Score
 from splitserve.kernels.experts.weights import ExpertWeights
 
@@ -70,12 +71,12 @@ def activate(gate_up: Tensor, activation: GatedActivation) -> Tensor:
 
 
 class LoopedExperts:
-    """A loop over the experts that are hit. See :class:`splitserve.kernels.api.Experts`."""
+    """A loop over the experts that are hit. See :class:`splitserve.kernels.experts.weights.Experts`."""
 
     def __init__(self, weights: ExpertWeights) -> None:
         self.weights = weights
 
-    def __call__(self, x: Tensor, experts: Tensor, factors: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, experts: Tensor, factors: Tensor, shared: SharedMlp | None = None) -> Tensor:
         own, out = self.weights, torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         for expert in torch.unique(experts).tolist():
             index = expert - own.first
@@ -84,10 +85,14 @@ class LoopedExperts:
             rows, choices = torch.where(experts == expert)
             product = self._mlp(x[rows], index).float()
             out.index_add_(0, rows, product * factors[rows, choices].unsqueeze(1))
-        return out
+        return out if shared is None else out + shared(x)
 
-    def add_to(self, residual: Tensor, x: Tensor, experts: Tensor, factors: Tensor) -> None:
-        """See :class:`splitserve.kernels.api.Experts`."""
+    def add_to(
+        self, residual: Tensor, x: Tensor, experts: Tensor, factors: Tensor, shared: SharedMlp | None = None
+    ) -> None:
+        """See :class:`splitserve.kernels.experts.weights.Experts`."""
+        if shared is not None:
+            shared.add_to(residual, x)
         residual.add_(self(x, experts, factors).to(residual.dtype))
 
     def _mlp(self, x: Tensor, index: int) -> Tensor:

@@ -1,13 +1,16 @@
-"""A layer's router and its weights, and the weights of its experts on one rank."""
+"""A layer's router and its experts on one rank, as operations, and their weights."""
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
 from splitserve.kernels.experts.spec import GatedActivation, RouterSpec
 from splitserve.kernels.fp8.weight import GROUP
+
+if TYPE_CHECKING:
+    from splitserve.kernels.experts.shared import SharedMlp
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,3 +74,24 @@ class ExpertWeights:
         """Return the elements of a row that share a scale, of a weight that isn't in MXFP4."""
         columns = weight.shape[2]
         return columns if scales is None or scales.shape[2] == 1 else GROUP
+
+
+class Experts(Protocol):
+    """The MLPs of a layer's experts on one rank: an operation of :class:`splitserve.kernels.api.Kernels`, of
+    :class:`ExpertWeights`."""
+
+    def __call__(self, x: Tensor, experts: Tensor, factors: Tensor, shared: "SharedMlp | None" = None) -> Tensor:
+        """Return the sum of each row's experts' products, times their factors -> float32 [T, hidden].
+
+        ``x`` [T, hidden]; ``experts`` int32 [T, k], distinct in each row; ``factors`` float32 [T, k]. Experts of other
+        ranks add nothing. ``shared``: what is added to each row's sum. The order of each sum depends on the row's
+        experts alone.
+        """
+        ...
+
+    def add_to(
+        self, residual: Tensor, x: Tensor, experts: Tensor, factors: Tensor, shared: "SharedMlp | None" = None
+    ) -> None:
+        """Add these sums, rounded to the dtype of ``residual`` [T, hidden], to it, in place: what ``shared`` adds may
+        be rounded by itself."""
+        ...

@@ -14,8 +14,8 @@ from splitserve.models.layers.weight import OfExpert, Role, Stack, Units, Weight
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from splitserve.kernels.api import Experts, Linear
     from splitserve.kernels.experts import weights as kernels
+    from splitserve.kernels.experts.shared import SharedMlp
     from splitserve.models.parallel.ranks import Collectives
 
 
@@ -56,43 +56,29 @@ class Router(Layer):
 class SharedExperts(Layer):
     """A gated MLP that every token has, beside its chosen experts. Ranks share the intermediate dimension."""
 
-    _down: "Linear"
+    mlp: "SharedMlp"
 
     def __init__(self, name: str, config: ModelConfig, spec: ExpertsSpec, *, gate: str) -> None:
         size = spec.shared_size
         inner = Units(f"a shared expert's intermediate size of {size}", size)
-        self._hidden_size = config.hidden_size
-        self.gate_up = InputProjections(
+        self._gate_up = InputProjections(
             config.hidden_size, ((f"{name}.gate_proj", size, inner), (f"{name}.up_proj", size, inner))
         )
         self._weight = Weight(f"{name}.down_proj.weight", (config.hidden_size, size), Role.PROJECTION, columns=inner)
         self._gate = Weight(f"{gate}.weight", (1, config.hidden_size), Role.ROUTER) if spec.shared_gate else None
 
     def stacks(self) -> Iterator[Stack]:
-        yield from self.gate_up.stacks()
+        yield from self._gate_up.stacks()
         yield (self._weight,)
         if self._gate is not None:
             yield (self._gate,)
 
     def load(self, source: WeightSource) -> None:
-        self.gate_up.load(source)
-        self._down = source.linear((self._weight,))
-        self._gate_linear = None if self._gate is None else source.linear((self._gate,))
+        from splitserve.kernels.experts.shared import SharedMlp
 
-    def __call__(self, x: "Tensor") -> "Tensor":
-        """Return this rank's share of the product [T, hidden] of the normalised ``x``."""
-        product = self._down(self._inner(x))
-        return product if self._gate_linear is None else product * self._gate_linear(x).sigmoid()
-
-    def add_to(self, residual: "Tensor", x: "Tensor") -> None:
-        """Add the product to ``residual`` [T, hidden], of a model that one rank has."""
-        if self._gate_linear is None:
-            self._down.add_to(residual, self._inner(x))
-        else:
-            residual.add_(self(x))
-
-    def _inner(self, x: "Tensor") -> "Tensor":
-        return self.gate_up.gated(Normed(x, x[0], 0.0, x))
+        self._gate_up.load(source)
+        down = source.linear((self._weight,))
+        self.mlp = SharedMlp(self._gate_up.linear, down, None if self._gate is None else source.linear((self._gate,)))
 
 
 class ExpertsMlp(Layer):
@@ -104,7 +90,7 @@ class ExpertsMlp(Layer):
     ``projections``: names of gate, up and down in each expert; gate and up may be one tensor, which is then named once.
     """
 
-    experts: "Experts"
+    experts: "kernels.Experts"
 
     def __init__(
         self,
@@ -189,16 +175,15 @@ class ExpertsMlp(Layer):
 
     def add_to(self, residual: "Tensor", x: "Tensor", experts: "Tensor", factors: "Tensor") -> None:
         """Add the product of the normalised ``x`` to ``residual`` [T, hidden], of a model that one rank has."""
-        if self.shared is not None:
-            self.shared.add_to(residual, x)
-        self.experts.add_to(residual, x, experts, factors)
+        self.experts.add_to(residual, x, experts, factors, self._shared_mlp)
 
     def product(self, x: "Tensor", experts: "Tensor", factors: "Tensor") -> "Tensor":
         """Return this rank's share of the product [T, hidden] of the normalised ``x``."""
-        total = self.experts(x, experts, factors)
-        if self.shared is not None:
-            total += self.shared(x)
-        return total.to(x.dtype)
+        return self.experts(x, experts, factors, self._shared_mlp).to(x.dtype)
+
+    @property
+    def _shared_mlp(self) -> "SharedMlp | None":
+        return None if self.shared is None else self.shared.mlp
 
 
 class _SumOfRanks:

@@ -14,7 +14,8 @@ from splitserve.models.weights.shard import Shard
 if TYPE_CHECKING:  # the command line reads declarations, and starts without torch
     from torch import Tensor
 
-    from splitserve.kernels.api import Experts, Kernels, Linear, NormedLinear, ResidualLinear
+    from splitserve.kernels.api import Kernels, Linear, NormedLinear, ResidualLinear
+    from splitserve.kernels.experts.weights import Experts
     from splitserve.models.parallel.ranks import Collectives
     from splitserve.models.weights.kv_scales import KVScales
 

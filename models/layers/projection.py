@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 class InputProjections(Layer):
     """Several projections of the same input, computed as one product, and split along their outputs."""
 
+    linear: "Linear"
     bias: "Tensor | None"
-    _linear: "Linear"
 
     def __init__(
         self,
@@ -49,13 +49,13 @@ class InputProjections(Layer):
 
     def load(self, source: WeightSource, factors: Sequence[float] = (), orders: Sequence[Order] = ()) -> None:
         """Take the tensors; each projection's outputs are multiplied by its factor (none given: 1), in its order."""
-        self._linear = source.linear(self._weights, factors, orders)
+        self.linear = source.linear(self._weights, factors, orders)
         self.bias = source.vector(self._biases, factors, orders) if self._biases else None
 
     def in_parts(self, x: Normed) -> "Tensor":
         """Return [S, T, out_features], for the operation that follows to add up, with :attr:`bias`
         (kernels.api.Linear.parts)."""
-        return self._linear.parts_after_norm(x.hidden, x.weight, x.eps, x.normed)
+        return self.linear.parts_after_norm(x.hidden, x.weight, x.eps, x.normed)
 
     def product(self, x: Normed) -> "Tensor":
         """Return [T, out_features] in the dtype of the residual."""
@@ -66,7 +66,7 @@ class InputProjections(Layer):
 
     def gated(self, x: Normed) -> "Tensor":
         """Return ``silu(first) * second`` of two projections of the same size, [T, out_features]."""
-        return self._linear.gated_after_norm(x.hidden, x.weight, x.eps, x.normed)
+        return self.linear.gated_after_norm(x.hidden, x.weight, x.eps, x.normed)
 
 
 class OutputProjection(Layer):

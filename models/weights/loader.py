@@ -17,9 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from splitserve.kernels.api import Experts, Kernels, Linear, NormedLinear, ResidualLinear
+from splitserve.kernels.api import Kernels, Linear, NormedLinear, ResidualLinear
 from splitserve.kernels.experts.spec import GatedActivation
-from splitserve.kernels.experts.weights import ExpertWeights
+from splitserve.kernels.experts.weights import Experts, ExpertWeights
 from splitserve.kernels.fp8.linear import Pack as PackFp8
 from splitserve.kernels.fp8.linear import fp8_unavailable_reason, select_fp8
 from splitserve.kernels.fp8.weight import GROUP

@@ -5,10 +5,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from splitserve.kernels.experts.launch import expert_launch, experts_key
+from splitserve.kernels.experts.launch import ExpertLaunch, expert_launch, experts_key
 from splitserve.kernels.experts.mxfp4 import by_quarters, shifted_scales
+from splitserve.kernels.experts.shared import SharedMlp
 from splitserve.kernels.experts.triton.grouped import grouped_down, grouped_gate_up
-from splitserve.kernels.experts.triton.matvec import narrow_down, narrow_gate_up
+from splitserve.kernels.experts.triton.matvec import joinable, narrow_products
 from splitserve.kernels.experts.triton.packed import packed_down, packed_gate_up
 from splitserve.kernels.experts.triton.sorting import sort_pairs
 from splitserve.kernels.experts.triton.sums import add_sums, sum_choices
@@ -16,7 +17,7 @@ from splitserve.kernels.experts.weights import ExpertWeights
 
 
 class TritonExperts:
-    """See :class:`splitserve.kernels.api.Experts`.
+    """See :class:`splitserve.kernels.experts.weights.Experts`.
 
     Shapes alone decide what is launched: a CUDA graph can capture it.
     """
@@ -27,15 +28,24 @@ class TritonExperts:
             weights = _as_read(weights)
         self.weights = weights
 
-    def add_to(self, residual: Tensor, x: Tensor, experts: Tensor, factors: Tensor) -> None:
-        """See :class:`splitserve.kernels.api.Experts`."""
-        self._sums(x, experts, factors, residual)
+    def add_to(
+        self, residual: Tensor, x: Tensor, experts: Tensor, factors: Tensor, shared: SharedMlp | None = None
+    ) -> None:
+        """See :class:`splitserve.kernels.experts.weights.Experts`."""
+        launch = self._launch(x, experts)
+        if shared is None or joinable(shared, self.weights, launch) is not None:
+            self._sums(launch, x, experts, factors, shared=shared, residual=residual)
+        else:
+            shared.add_to(residual, x)
+            self._sums(launch, x, experts, factors, residual=residual)
 
-    def __call__(self, x: Tensor, experts: Tensor, factors: Tensor) -> Tensor:
-        return self._sums(x, experts, factors)
+    def __call__(self, x: Tensor, experts: Tensor, factors: Tensor, shared: SharedMlp | None = None) -> Tensor:
+        launch = self._launch(x, experts)
+        if shared is None or joinable(shared, self.weights, launch) is not None:
+            return self._sums(launch, x, experts, factors, shared=shared)
+        return self._sums(launch, x, experts, factors) + shared(x)
 
-    def _sums(self, x: Tensor, experts: Tensor, factors: Tensor, residual: Tensor | None = None) -> Tensor:
-        """Return the sums, or add them to ``residual``."""
+    def _launch(self, x: Tensor, experts: Tensor) -> ExpertLaunch:
         own, (num_tokens, top_k) = self.weights, experts.shape
         key = experts_key(
             own.gate_up.dtype,
@@ -44,19 +54,31 @@ class TritonExperts:
             hidden_size=x.shape[1],
             inner_size=own.inner_size,
         )
-        launch = expert_launch(
+        return expert_launch(
             key, num_experts=own.num_experts, top_k=top_k, num_tokens=num_tokens, is_packed=own.is_mxfp4
         )
-        x = x.contiguous()
+
+    def _sums(
+        self,
+        launch: ExpertLaunch,
+        x: Tensor,
+        experts: Tensor,
+        factors: Tensor,
+        *,
+        shared: SharedMlp | None = None,
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        """Return the sums, or add them to ``residual``. ``shared``: one that is :func:`.matvec.joinable`."""
+        own, x = self.weights, x.contiguous()
         ordered = None if launch.block_m == 1 else sort_pairs(experts, own.first, own.num_experts, launch.block_m)
         if own.is_mxfp4:
             inner = packed_gate_up(x, experts, ordered, own, launch)
             products = packed_down(inner, experts, factors, ordered, own, launch)
         elif ordered is None:
-            sums = narrow_down(narrow_gate_up(x, experts, own, launch), experts, factors, own, launch)
+            sums = narrow_products(x, experts, factors, own, launch, shared=shared)
             return sums if residual is None else add_sums(residual, sums)
         else:
-            inner = grouped_gate_up(x, ordered, top_k, own, launch)
+            inner = grouped_gate_up(x, ordered, experts.shape[1], own, launch)
             products = grouped_down(inner, factors, ordered, own, launch)
         return sum_choices(products, experts, own.first, own.num_experts, residual)
 

@@ -1,9 +1,11 @@
 """Products of few tokens with their experts' weights: memory-bound, so each program reads whole rows of one expert.
 
 Nothing is sorted: an expert that several tokens have chosen is read for each of them, from the cache. A token's sum is
-made by the program of its output, in the order of the token's choices.
+made by the program of its output, in the order of the token's choices. An MLP that every token has beside them is
+computed like more experts: separate products would be two more kernels to start and to wait for.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+# mypy: disable-error-code="assignment"
 
 import torch
 import triton
@@ -11,22 +13,60 @@ import triton.language as tl
 from torch import Tensor
 
 from splitserve.kernels.experts.launch import ExpertLaunch
+from splitserve.kernels.experts.shared import SharedMlp
+from splitserve.kernels.experts.spec import GatedActivation
 from splitserve.kernels.experts.triton.activation import ACTIVATION_NUMBERS, activate
 from splitserve.kernels.experts.weights import ExpertWeights
 from splitserve.kernels.triton.launch import overlapped, wait, wait_alone
 
 
-def narrow_gate_up(x: Tensor, experts: Tensor, weights: ExpertWeights, launch: ExpertLaunch) -> Tensor:
-    """Return the activations [T * k, I] of all pairs of the rank's experts; those of other pairs are undefined."""
+def joinable(shared: SharedMlp, weights: ExpertWeights, launch: ExpertLaunch) -> tuple[Tensor, Tensor] | None:
+    """Return gate and up [2 * n * I, hidden] and down [hidden, n * I] of a shared MLP that is like ``n`` more experts
+    that every token has chosen, so that these kernels can compute it with the others; else None."""
+    is_plain = weights.activation == GatedActivation() and weights.gate_up_bias is None
+    if launch.block_m > 1 or not is_plain or weights.gate_up_scales is not None:
+        return None
+    matrices = shared.matrices(weights.gate_up.dtype)
+    return None if matrices is None or matrices[1].shape[1] % weights.inner_size else matrices
+
+
+def narrow_products(
+    x: Tensor,
+    experts: Tensor,
+    factors: Tensor,
+    weights: ExpertWeights,
+    launch: ExpertLaunch,
+    *,
+    shared: SharedMlp | None = None,
+) -> Tensor:
+    """Return the sum of each token's products, times their factors [T, k], with that of ``shared``, which is
+    :func:`joinable`, -> float32 [T, hidden]."""
+    gate_up = down = None
+    if shared is not None:
+        matrices = joinable(shared, weights, launch)
+        assert matrices is not None
+        gate_up, down = matrices
+    inner = _narrow_gate_up(x, experts, weights, launch, gate_up)
+    return _narrow_down(inner, experts, factors, weights, launch, shared=down)
+
+
+def _narrow_gate_up(
+    x: Tensor, experts: Tensor, weights: ExpertWeights, launch: ExpertLaunch, shared: Tensor | None
+) -> Tensor:
+    """Return the activations [T * k + T * n, I] of all pairs of the rank's experts, then of the ``n`` that all tokens
+    have; those of other pairs are undefined."""
     num_tokens, top_k = experts.shape
     inner_size, hidden_size = weights.inner_size, x.shape[1]
-    out = torch.empty((num_tokens * top_k, inner_size), dtype=x.dtype, device=x.device)
+    num_shared = 0 if shared is None else shared.shape[0] // (2 * inner_size)
+    num_vectors = num_tokens * (top_k + num_shared)
+    out = torch.empty((num_vectors, inner_size), dtype=x.dtype, device=x.device)
     activation, bias, scales = weights.activation, weights.gate_up_bias, weights.gate_up_scales
-    _narrow_gate_up_kernel[(triton.cdiv(inner_size, launch.block_n), num_tokens * top_k)](
-        x, weights.gate_up, x if scales is None else scales, x if bias is None else bias, experts, out,
-        weights.first, weights.num_experts, activation.limit or 0.0, activation.sigmoid_factor, activation.up_offset,
-        HIDDEN=hidden_size, INNER=inner_size, TOP_K=top_k, GROUP=weights.group(weights.gate_up, scales),
-        HAS_SCALES=scales is not None, HAS_BIAS=bias is not None,
+    _narrow_gate_up_kernel[(triton.cdiv(inner_size, launch.block_n), num_vectors)](
+        x, weights.gate_up, x if shared is None else shared, x if scales is None else scales,
+        x if bias is None else bias, experts, out, weights.first, weights.num_experts, activation.limit or 0.0,
+        activation.sigmoid_factor, activation.up_offset,
+        HIDDEN=hidden_size, INNER=inner_size, TOP_K=top_k, SHARED=num_shared,
+        GROUP=weights.group(weights.gate_up, scales), HAS_SCALES=scales is not None, HAS_BIAS=bias is not None,
         INTERLEAVED=activation.interleaved,
         HAS_LIMIT=activation.limit is not None, FUNCTION=ACTIVATION_NUMBERS[activation.function],
         BLOCK_N=launch.block_n, BLOCK_K=launch.block_k, num_warps=launch.num_warps, **overlapped(x.device),
@@ -34,17 +74,25 @@ def narrow_gate_up(x: Tensor, experts: Tensor, weights: ExpertWeights, launch: E
     return out
 
 
-def narrow_down(
-    inner: Tensor, experts: Tensor, factors: Tensor, weights: ExpertWeights, launch: ExpertLaunch
+def _narrow_down(
+    inner: Tensor,
+    experts: Tensor,
+    factors: Tensor,
+    weights: ExpertWeights,
+    launch: ExpertLaunch,
+    *,
+    shared: Tensor | None,
 ) -> Tensor:
-    """Return the sum of each token's products, times their factors [T, k] -> float32 [T, hidden]."""
+    """See :func:`narrow_products`."""
     num_tokens, top_k = experts.shape
     hidden_size, inner_size = weights.down.shape[1], weights.inner_size
     out = torch.empty((num_tokens, hidden_size), dtype=torch.float32, device=inner.device)
     bias, scales = weights.down_bias, weights.down_scales
+    num_shared = 0 if shared is None else shared.shape[1] // inner_size
     _narrow_down_kernel[(triton.cdiv(hidden_size, launch.down_block_n), num_tokens)](
-        inner, weights.down, inner if scales is None else scales, inner if bias is None else bias, experts, factors,
-        out, weights.first, weights.num_experts, HIDDEN=hidden_size, INNER=inner_size, TOP_K=top_k,
+        inner, weights.down, inner if shared is None else shared, inner if scales is None else scales,
+        inner if bias is None else bias, experts, factors, out, weights.first, weights.num_experts,
+        HIDDEN=hidden_size, INNER=inner_size, TOP_K=top_k, SHARED=num_shared,
         GROUP=weights.group(weights.down, scales), HAS_SCALES=scales is not None,
         HAS_BIAS=bias is not None, BLOCK_N=launch.down_block_n, BLOCK_K=launch.down_block_k, num_warps=launch.num_warps,
         **overlapped(inner.device),
@@ -63,7 +111,7 @@ def _row_products(total, x_at, factor, weight_ptr, scales_ptr, rows, end, SIZE: 
         at = start + columns
         inside = at < end
         x = tl.load(x_at + at, mask=inside, other=0.0).to(tl.float32) * factor
-        weight = tl.load(weight_ptr + rows[:, None] * SIZE + at[None, :], mask=inside[None, :], other=0.0)
+        weight = _weight(weight_ptr + rows[:, None] * SIZE + at[None, :], inside)
         weight = weight.to(tl.float32)
         if HAS_SCALES and NUM_GROUPS > 1:  # GROUP is a power of two then
             PARTS: tl.constexpr = max(BLOCK_K // GROUP, 1)
@@ -79,9 +127,43 @@ def _row_products(total, x_at, factor, weight_ptr, scales_ptr, rows, end, SIZE: 
 
 
 @triton.jit
+def _weight(at, inside):
+    """Load elements [BLOCK_N, BLOCK_K] of a weight; they are read once, so they may be evicted from the cache first."""
+    return tl.load(at, mask=inside[None, :], other=0.0, eviction_policy="evict_first")
+
+
+@triton.jit
+def _shared_gate_up(x_ptr, weight_ptr, out_ptr, number, num_pairs, outputs, HIDDEN: tl.constexpr, INNER: tl.constexpr,
+                    SHARED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+                    OVERLAPPED: tl.constexpr):  # fmt: skip
+    """Make the activations of part ``number % SHARED`` of the MLP that every token has, of token ``number // SHARED``.
+    The weight, which no choice decides, is loaded before the wait for the vector."""
+    columns = tl.arange(0, BLOCK_K)
+    gate_rows = number % SHARED * INNER + tl.where(outputs < INNER, outputs, 0)
+    gates_at = weight_ptr + gate_rows[:, None] * HIDDEN
+    gates, ups = (), ()
+    for start in tl.static_range(0, HIDDEN, BLOCK_K):
+        at = start + columns
+        gates += (_weight(gates_at + at[None, :], at < HIDDEN),)
+        ups += (_weight(gates_at + SHARED * INNER * HIDDEN + at[None, :], at < HIDDEN),)
+    wait_alone(OVERLAPPED)
+    gate = tl.zeros((BLOCK_N, BLOCK_K), dtype=tl.float32)
+    up = tl.zeros((BLOCK_N, BLOCK_K), dtype=tl.float32)
+    for block in tl.static_range((HIDDEN + BLOCK_K - 1) // BLOCK_K):
+        at = block * BLOCK_K + columns
+        x = tl.load(x_ptr + number // SHARED * HIDDEN + at, mask=at < HIDDEN, other=0.0).to(tl.float32)
+        gate += gates[block].to(tl.float32) * x[None, :]
+        up += ups[block].to(tl.float32) * x[None, :]
+    inner = activate(tl.sum(gate, 1), tl.sum(up, 1), 0.0, 1.0, 0.0, False, 0)
+    out_at = out_ptr + (num_pairs + number) * INNER + outputs
+    tl.store(out_at, inner.to(out_ptr.dtype.element_ty), mask=outputs < INNER)
+
+
+@triton.jit
 def _narrow_gate_up_kernel(
     x_ptr,
     weight_ptr,
+    shared_ptr,
     scales_ptr,
     bias_ptr,
     experts_ptr,
@@ -94,6 +176,7 @@ def _narrow_gate_up_kernel(
     HIDDEN: tl.constexpr,
     INNER: tl.constexpr,
     TOP_K: tl.constexpr,
+    SHARED: tl.constexpr,  # parts of INNER of an MLP that every token has: its programs come first
     GROUP: tl.constexpr,
     HAS_SCALES: tl.constexpr,
     HAS_BIAS: tl.constexpr,
@@ -104,13 +187,22 @@ def _narrow_gate_up_kernel(
     BLOCK_K: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ):
-    wait_alone(OVERLAPPED)
+    outputs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    safe = tl.where(outputs < INNER, outputs, 0)
     pair = tl.program_id(1).to(tl.int64)
+    if SHARED > 0:
+        num_tokens = tl.num_programs(1) // (TOP_K + SHARED)
+        if pair < num_tokens * SHARED:
+            _shared_gate_up(
+                x_ptr, shared_ptr, out_ptr, pair, num_tokens * TOP_K, outputs, HIDDEN, INNER, SHARED, BLOCK_N, BLOCK_K,
+                OVERLAPPED,
+            )  # fmt: skip
+            return
+        pair -= num_tokens * SHARED
+    wait_alone(OVERLAPPED)
     expert = (tl.load(experts_ptr + pair) - first).to(tl.int64)
     if (expert < 0) | (expert >= num_experts):
         return
-    outputs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    safe = tl.where(outputs < INNER, outputs, 0)
     gate_rows = expert * 2 * INNER + (safe * 2 if INTERLEAVED else safe)
     up_rows = gate_rows + (1 if INTERLEAVED else INNER)
     x_at = x_ptr + pair // TOP_K * HIDDEN
@@ -133,6 +225,7 @@ def _narrow_gate_up_kernel(
 def _narrow_down_kernel(
     inner_ptr,
     weight_ptr,
+    shared_ptr,
     scales_ptr,
     bias_ptr,
     experts_ptr,
@@ -143,6 +236,7 @@ def _narrow_down_kernel(
     HIDDEN: tl.constexpr,
     INNER: tl.constexpr,
     TOP_K: tl.constexpr,
+    SHARED: tl.constexpr,  # parts of INNER of an MLP that every token has
     GROUP: tl.constexpr,
     HAS_SCALES: tl.constexpr,
     HAS_BIAS: tl.constexpr,
@@ -168,5 +262,11 @@ def _narrow_down_kernel(
         )  # fmt: skip
         if HAS_BIAS:
             biases += tl.where(is_own, tl.load(bias_ptr + rows).to(tl.float32) * factor, 0.0)
+    for part in tl.static_range(SHARED):
+        vector = tl.num_programs(1) * TOP_K + token * SHARED + part
+        total = _row_products(
+            total, inner_ptr + vector * INNER, 1.0, shared_ptr + part * INNER, scales_ptr, safe * SHARED, INNER, INNER,
+            GROUP, False, BLOCK_N, BLOCK_K,
+        )  # fmt: skip
     sums = tl.sum(total, 1) + biases
     tl.store(out_ptr + token * HIDDEN + outputs, sums, mask=outputs < HIDDEN)
