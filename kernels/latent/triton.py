@@ -16,7 +16,7 @@ from torch import Tensor
 from splitserve.kernels.api import AttentionPlan, AttentionShape, DecodePlan, PagedBatch
 from splitserve.kernels.latent.plans import RowDecodePlan, RowPlan, heads_per_program, make_row_plan, row_arrays
 from splitserve.kernels.latent.reference import score_scale
-from splitserve.kernels.latent.triton_products import head_products, joined_products
+from splitserve.kernels.latent.triton_products import head_products, join_parts
 from splitserve.kernels.triton.launch import overlapped, prefetch, wait
 from splitserve.kernels.triton.sampling import to_device
 
@@ -61,14 +61,10 @@ class TritonLatentAttention:
         sizes = self._latent
         absorbed = head_products(query[..., : sizes.plain_dim], expansion[:, : sizes.plain_dim].transpose(1, 2))
         mixed = self._attend(absorbed, query[..., sizes.plain_dim :], kv_layer, plan)
-        expanding = expansion[:, sizes.plain_dim :]
-        if plan.num_parts > 1:
-            return joined_products(plan.partial, plan.partial_lse, expanding)
-        return head_products(mixed, expanding)
+        return head_products(mixed, expansion[:, sizes.plain_dim :])
 
     def _attend(self, absorbed: Tensor, rotated: Tensor, kv_layer: Tensor, plan: RowPlan) -> Tensor:
-        """Attend with both parts of queries, [T, H, rank] and [T, H, rotated_dim], to the latents: [T, H, rank]; with
-        several parts of contexts, to the plan's buffers instead."""
+        """Attend with both parts of queries, [T, H, rank] and [T, H, rotated_dim], to the latents: [T, H, rank]."""
         shape, latent, width = self._shape, self._latent, self._latent.width
         assert absorbed.is_contiguous() and rotated.stride(2) == 1
         assert kv_layer.stride()[1:] == (width, 1) and kv_layer.shape[1] == shape.block_size
@@ -105,7 +101,7 @@ class TritonLatentAttention:
             num_stages=2,
             **overlapped(shape.device),
         )
-        return out
+        return out if plan.num_parts == 1 else join_parts(plan.partial, plan.partial_lse, absorbed.dtype)
 
 
 # length: Triton inlines all calls, and the loop over tiles is the kernel; parts of it would pass ten tensors around.

@@ -1,4 +1,4 @@
-"""Products with a matrix of each head as Triton kernels for few tokens, and the parts of a context joined."""
+"""Products with a matrix of each head as a Triton kernel for few tokens, and the parts of a context joined."""
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
 import torch
@@ -12,8 +12,6 @@ MAX_ROWS = 64  # with more, cuBLAS is better
 _MIN_DOT = 16  # least extent of a matrix instruction
 _ELEMENTS = 8192  # of a program's weights
 _COLUMNS = 128  # that a program joins
-_JOINED_COLUMNS = 32  # of a product whose program joins parts first
-MAX_JOINED_ROWS = 2  # with more, a row's parts are read too often where each product joins them by itself
 
 
 def head_products(x: Tensor, weight: Tensor) -> Tensor:
@@ -79,62 +77,6 @@ def join_parts(partial: Tensor, lse: Tensor, dtype: torch.dtype) -> Tensor:
     return out
 
 
-def joined_products(partial: Tensor, lse: Tensor, weight: Tensor) -> Tensor:
-    """Return the products [T, H, N] of joined parts (:func:`join_parts`) with ``weight`` [H, N, R], in its dtype."""
-    num_rows, num_heads, num_parts, rank = partial.shape
-    if num_rows > MAX_JOINED_ROWS:
-        return head_products(join_parts(partial, lse, weight.dtype), weight)
-    out_size = weight.shape[1]
-    out = torch.empty((num_rows, num_heads, out_size), dtype=weight.dtype, device=weight.device)
-    _joined_product_kernel[(triton.cdiv(out_size, _JOINED_COLUMNS), num_heads, num_rows)](
-        partial, lse, weight, out, HEAD_STRIDE=weight.stride(0), N_STRIDE=weight.stride(1), K_STRIDE=weight.stride(2),
-        HEADS=num_heads, N=out_size, PARTS=num_parts, PARTS_PADDED=triton.next_power_of_2(num_parts), RANK=rank,
-        RANK_PADDED=triton.next_power_of_2(rank), BLOCK_N=_JOINED_COLUMNS, num_warps=8, **overlapped(partial.device),
-    )  # fmt: skip
-    return out
-
-
-@triton.jit
-def _joined_product_kernel(
-    partial_ptr,
-    lse_ptr,
-    weight_ptr,
-    out_ptr,
-    HEAD_STRIDE: tl.constexpr,
-    N_STRIDE: tl.constexpr,
-    K_STRIDE: tl.constexpr,
-    HEADS: tl.constexpr,
-    N: tl.constexpr,
-    PARTS: tl.constexpr,
-    PARTS_PADDED: tl.constexpr,
-    RANK: tl.constexpr,
-    RANK_PADDED: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    OVERLAPPED: tl.constexpr,
-):
-    head = tl.program_id(1).to(tl.int64)
-    column, k = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, RANK_PADDED)
-    weight_at = weight_ptr + head * HEAD_STRIDE + column[:, None] * N_STRIDE + k[None, :] * K_STRIDE
-    weight = tl.load(weight_at, mask=(column < N)[:, None] & (k < RANK)[None, :], other=0.0)
-    wait(OVERLAPPED)
-    row_head = tl.program_id(2) * HEADS + head
-    joined = _joined(partial_ptr, lse_ptr, row_head, k, PARTS, PARTS_PADDED, RANK)
-    product = tl.sum(weight.to(tl.float32) * joined.to(weight.dtype).to(tl.float32)[None, :], 1)
-    tl.store(out_ptr + row_head * N + column, product.to(out_ptr.dtype.element_ty), mask=column < N)
-
-
-@triton.jit
-def _joined(partial_ptr, lse_ptr, row_head, column, PARTS: tl.constexpr, PARTS_PADDED: tl.constexpr,
-            RANK: tl.constexpr):  # fmt: skip
-    """Return elements ``column`` of the joined parts of a row's head, float32."""
-    part = tl.arange(0, PARTS_PADDED)
-    lse = tl.load(lse_ptr + row_head * PARTS + part, mask=part < PARTS, other=float("-inf"))
-    weights = tl.exp2(lse - tl.max(lse, 0))
-    at = (row_head * PARTS + part[:, None]) * RANK + column[None, :]
-    read = (lse > float("-inf"))[:, None] & (column < RANK)[None, :]
-    return tl.sum(tl.load(partial_ptr + at, mask=read, other=0.0) * weights[:, None], 0) / tl.sum(weights, 0)
-
-
 @triton.jit
 def _join_kernel(
     partial_ptr,
@@ -147,6 +89,11 @@ def _join_kernel(
     OVERLAPPED: tl.constexpr,
 ):
     wait(OVERLAPPED)
-    head, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    joined = _joined(partial_ptr, lse_ptr, head, column, PARTS, PARTS_PADDED, RANK)
-    tl.store(out_ptr + head * RANK + column, joined.to(out_ptr.dtype.element_ty), mask=column < RANK)
+    head = tl.program_id(0).to(tl.int64)
+    part, column = tl.arange(0, PARTS_PADDED), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    lse = tl.load(lse_ptr + head * PARTS + part, mask=part < PARTS, other=float("-inf"))
+    weights = tl.exp2(lse - tl.max(lse, 0))
+    at = (head * PARTS + part[:, None]) * RANK + column[None, :]
+    read = (lse > float("-inf"))[:, None] & (column < RANK)[None, :]
+    total = tl.sum(tl.load(partial_ptr + at, mask=read, other=0.0) * weights[:, None], 0) / tl.sum(weights, 0)
+    tl.store(out_ptr + head * RANK + column, total.to(out_ptr.dtype.element_ty), mask=column < RANK)
