@@ -10,6 +10,7 @@ from torch import Tensor
 from splitserve.kernels.experts.launch import MAX_STREAMED, ExpertLaunch, expert_launch, experts_key
 from splitserve.kernels.experts.mxfp4 import dequantised
 from splitserve.kernels.experts.reference import LoopedExperts, route
+from splitserve.kernels.experts.shared import SharedMlp
 from splitserve.kernels.experts.spec import MXFP4_GROUP, GatedActivation
 from splitserve.kernels.experts.triton.experts import TritonExperts
 from splitserve.kernels.experts.triton.streamed import ROWS_OF_WARP
@@ -17,6 +18,8 @@ from splitserve.kernels.experts.weights import ExpertWeights
 from splitserve.kernels.fp8.linear import fp8_unavailable_reason
 from splitserve.kernels.fp8.triton_quantise import FP8
 from splitserve.kernels.fp8.weight import GROUP as FP8_GROUP
+from splitserve.kernels.triton import operations as triton_ops
+from splitserve.kernels.triton.linear import TritonLinear
 from splitserve.kernels.tuning.parameters import Params
 from splitserve.kernels.tuning.tunables import ExpertSizes, TuneTarget, num_copies
 
@@ -101,6 +104,7 @@ class ExpertsCase:
         self._experts, self._factors = route(_random(target, rows, count), None, self._router)
         count = 1 if target.is_for_compiling else num_copies(num_bytes, target.device)
         self._weights = [_random_weights(target, sizes, hidden) for _ in range(count)]
+        self._shared = [_random_shared(target, sizes, hidden) for _ in range(count)]
 
     @property
     def tolerance(self) -> float | None:
@@ -109,12 +113,13 @@ class ExpertsCase:
 
     @property
     def num_bytes(self) -> int:
-        """Weights of the chosen experts, and the tokens."""
-        one = self._weights[0]
+        """Weights of the chosen experts, of the MLP that every token has, and the tokens."""
+        one, shared = self._weights[0], self._shared[0]
         hit = torch.unique(self._experts).numel()
         weights = (one.gate_up, one.down, one.gate_up_scales, one.down_scales)
         num_bytes = sum(tensor.nbytes for tensor in weights if tensor is not None)
-        return int(num_bytes * hit / one.num_experts + 3 * self._x.nbytes)
+        all_have = 0 if shared is None else sum(each.nbytes for each in shared.matrices(self._x.dtype) or ())
+        return int(num_bytes * hit / one.num_experts + all_have + 3 * self._x.nbytes)
 
     def candidates(self, best: Params) -> list[Params]:
         """Return starting points, then the neighbours of the best."""
@@ -189,11 +194,12 @@ class ExpertsCase:
         )
 
     def calls(self) -> Sequence[Callable[[], Tensor]]:
-        return [partial(self._call, TritonExperts(weights)) for weights in self._weights]
+        pairs = zip(self._weights, self._shared, strict=True)
+        return [partial(self._call, TritonExperts(weights), shared) for weights, shared in pairs]
 
-    def _call(self, experts: TritonExperts) -> Tensor:
+    def _call(self, experts: TritonExperts, shared: SharedMlp | None) -> Tensor:
         """Return the product as a layer takes it: in the model's dtype."""
-        return experts(self._x, self._experts, self._factors).to(self._x.dtype)
+        return experts(self._x, self._experts, self._factors, shared).to(self._x.dtype)
 
     def expected(self) -> Tensor:
         own, dtype = self._weights[0], self._x.dtype
@@ -204,7 +210,7 @@ class ExpertsCase:
             gate_up_scales=None,
             down_scales=None,
         )
-        return LoopedExperts(own)(self._x, self._experts, self._factors).to(dtype)
+        return LoopedExperts(own)(self._x, self._experts, self._factors, self._shared[0]).to(dtype)
 
 
 def _wide(weight: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -235,6 +241,22 @@ def _random_weights(target: TuneTarget, sizes: ExpertSizes, hidden: int) -> Expe
         ),
         down_scales=torch.full((count, hidden, inner // MXFP4_GROUP), _SCALE, dtype=torch.uint8, device=target.device),
     )
+
+
+def _random_shared(target: TuneTarget, sizes: ExpertSizes, hidden: int) -> SharedMlp | None:
+    """Return the MLP that every token has, in the target's dtype; None where it is no part of the experts' kernels: in
+    FP8, or with a factor of its own."""
+    if not sizes.shared_size or sizes.shared_gate or target.model.fp8 is not None:
+        return None
+    gate_up, down = (
+        TritonLinear(
+            _random(target, rows, columns, std=columns**-0.5),
+            rms_norm=triton_ops.rms_norm,
+            silu_mul=triton_ops.silu_mul,
+        )
+        for rows, columns in ((2 * sizes.shared_size, hidden), (hidden, sizes.shared_size))
+    )
+    return SharedMlp(gate_up, down)
 
 
 def _random_matrices(target: TuneTarget, count: int, rows: int, columns: int) -> tuple[Tensor, Tensor | None]:

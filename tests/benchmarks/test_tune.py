@@ -174,22 +174,24 @@ def test_tunables_agree_with_their_reference(operation: str, is_shard: bool) -> 
 
 @pytest.mark.on_gpu
 @pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize("stored", ["plain", "mxfp4", "fp8"])
+@pytest.mark.parametrize("stored", ["plain", "shared", "mxfp4", "fp8"])
 def test_experts_agree_with_their_reference(stored: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32  # as in workers; the interpreter's is wrong
-    experts = ExpertsSpec(RouterSpec(4, 2), 128, is_mxfp4=stored == "mxfp4")
+    shared_size = 256 if stored == "shared" else 0
+    experts = ExpertsSpec(RouterSpec(4, 2), 128, is_mxfp4=stored == "mxfp4", shared_size=shared_size)
     model = replace(SHAPES["tiny"], experts=experts, fp8=Fp8Format((128, 128)) if stored == "fp8" else None)
     if device.type == "cpu":
         monkeypatch.setattr("splitserve.kernels.experts.tunable.fp8_unavailable_reason", lambda _device, _dtype: None)
     target = TuneTarget(model, dtype, device, 4)
     tunable = load_tunable("experts")
     (key,) = tunable.shape_keys(target)
-    names = {"plain": str(dtype).removeprefix("torch."), "mxfp4": "uint8", "fp8": "float8_e4m3fn"}
-    assert key == f"{names[stored]} experts=4 top_k=2 hidden=128 inner=128"
+    name = {"mxfp4": "uint8", "fp8": "float8_e4m3fn"}.get(stored, str(dtype).removeprefix("torch."))
+    assert key == f"{name} experts=4 top_k=2 hidden=128 inner=128"
     case = tunable.case(target, key, 2)
     assert case is not None
+    assert case.num_bytes > 3 * 128 * (shared_size * dtype.itemsize + 128)
     expected = case.expected()
     for params in ({}, case.candidates({})[1]):
         with tuning.forced("experts", params):

@@ -113,18 +113,18 @@ def _add_block(total, pairs, scales, vectors):
 @gluon.jit
 def _product(
     x_at, words_ptr, scales_ptr, row, part, NUM_ROWS: gl.constexpr, SIZE: gl.constexpr, SPLIT_K: gl.constexpr,
-    AHEAD: gl.constexpr, WARPS: gl.constexpr, POLICY: gl.constexpr,
+    AHEAD: gl.constexpr, WARPS: gl.constexpr, SORTED: gl.constexpr,
 ):  # fmt: skip
     """Return the products float32 [R, M] of R rows of a matrix with M vectors, of part ``part`` of ``SPLIT_K``.
 
     ``x_at`` [M] points to the vectors, ``words_ptr`` (int32, a pair each) and ``scales_ptr`` to a matrix of
-    ``NUM_ROWS`` rows of ``SIZE`` elements; ``row`` [R] are those to multiply. ``AHEAD``: blocks that are loaded ahead;
-    ``POLICY``: of eviction, of words.
+    ``NUM_ROWS`` rows of ``SIZE`` elements; ``row`` [R] are those to multiply. ``AHEAD``: blocks that are loaded ahead.
     """
     VECTORS: gl.constexpr = _vector_layout(x_at.shape[0], WARPS)
     WORDS: gl.constexpr = _word_layout(row.shape[0], WARPS)
     BLOCKS: gl.constexpr = SIZE // 128 // SPLIT_K  # of each part; the last part has those that are left, too
     LEFT: gl.constexpr = SIZE // 128 % SPLIT_K
+    POLICY: gl.constexpr = "evict_first" if SORTED else ""  # of many experts: one alone is no quicker so
     REST: gl.constexpr = _padded(SIZE) // 16 - SIZE // 128 * 8  # words of a lane in a last, shorter block
     column, k = gl.arange(0, 16, layout=gl.SliceLayout(0, WORDS)), gl.arange(0, 32, layout=gl.SliceLayout(1, VECTORS))
     pairs_at = words_ptr + (row[:, None] * 16 + column[None, :])
@@ -244,7 +244,7 @@ def gate_up_kernel(
     if HAS_BIAS:
         biased = _gate_up_rows(BLOCK_N, INNER, INTERLEAVED, gl.SliceLayout(1, SUMS))
         bias = gl.load(bias_ptr + expert * (2 * INNER) + biased).to(gl.float32)[:, None]
-    total = _product(x_ptr + tokens * HIDDEN, words_ptr, scales_ptr, row, 0, 2 * INNER, HIDDEN, 1, AHEAD, WARPS, "")
+    total = _product(x_ptr + tokens * HIDDEN, words_ptr, scales_ptr, row, 0, 2 * INNER, HIDDEN, 1, AHEAD, WARPS, SORTED)
     total += bias
     # Not sooner: the down projection is long, and its programs would be placed unevenly
     _let_next_start(OVERLAPPED)

@@ -71,6 +71,7 @@ def test_the_shared_mlp_is_in_the_sum(
     with tuning.forced("experts", {**LAUNCH, "block_m": block_m}):
         assert_same(run(x, experts, factors, shared), plain(x, experts, factors, shared), tolerance)
         run.add_to(residual, x, experts, factors, shared)
+    tolerance = 1e-5 if dtype == torch.float32 else 5e-2  # two roundings or one
     torch.testing.assert_close(residual, expected, rtol=tolerance, atol=tolerance)
 
 
