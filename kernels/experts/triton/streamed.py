@@ -324,7 +324,7 @@ def down_kernel(
         SPLIT_K,
         AHEAD,
         WARPS,
-        "evict_first",
+        SORTED,
     )
     total = (total + bias) * factors
     at = out_ptr + (out_pairs * SPLIT_K + part)[None, :] * HIDDEN + outputs[:, None]
