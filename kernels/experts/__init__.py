@@ -1,1 +1,1 @@
-"""Mixtures of experts: the choice of each token's experts, and the experts' MLPs."""
+"""Mixtures of experts: the choice of each token's experts, the experts' MLPs, and the shared expert."""

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from splitserve.kernels.experts.shared import SharedMlp
+from splitserve.kernels.experts.shared_expert import SharedExpert
 from splitserve.kernels.experts.spec import GatedActivation, GroupScore, RouterSpec, Score
 from splitserve.kernels.experts.weights import ExpertWeights
 
@@ -76,7 +76,7 @@ class LoopedExperts:
     def __init__(self, weights: ExpertWeights) -> None:
         self.weights = weights
 
-    def __call__(self, x: Tensor, experts: Tensor, factors: Tensor, shared: SharedMlp | None = None) -> Tensor:
+    def __call__(self, x: Tensor, experts: Tensor, factors: Tensor, shared: SharedExpert | None = None) -> Tensor:
         own, out = self.weights, torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         for expert in torch.unique(experts).tolist():
             index = expert - own.first
@@ -85,10 +85,10 @@ class LoopedExperts:
             rows, choices = torch.where(experts == expert)
             product = self._mlp(x[rows], index).float()
             out.index_add_(0, rows, product * factors[rows, choices].unsqueeze(1))
-        return out if shared is None else out + shared(x)
+        return out if shared is None else out.add_(shared(x))
 
     def add_to(
-        self, residual: Tensor, x: Tensor, experts: Tensor, factors: Tensor, shared: SharedMlp | None = None
+        self, residual: Tensor, x: Tensor, experts: Tensor, factors: Tensor, shared: SharedExpert | None = None
     ) -> None:
         """See :class:`splitserve.kernels.experts.weights.Experts`."""
         if shared is not None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from splitserve.kernels.experts.launch import MAX_STREAMED, ExpertLaunch, expert_launch, experts_key
 from splitserve.kernels.experts.mxfp4 import dequantised
 from splitserve.kernels.experts.reference import LoopedExperts, route
-from splitserve.kernels.experts.shared import SharedMlp
+from splitserve.kernels.experts.shared_expert import SharedExpert
 from splitserve.kernels.experts.spec import MXFP4_GROUP, GatedActivation
 from splitserve.kernels.experts.triton.experts import TritonExperts
 from splitserve.kernels.experts.triton.streamed import ROWS_OF_WARP
@@ -18,6 +18,7 @@ from splitserve.kernels.experts.weights import ExpertWeights
 from splitserve.kernels.fp8.linear import fp8_unavailable_reason
 from splitserve.kernels.fp8.triton_quantise import FP8
 from splitserve.kernels.fp8.weight import GROUP as FP8_GROUP
+from splitserve.kernels.reference.linear import PlainLinear
 from splitserve.kernels.triton import operations as triton_ops
 from splitserve.kernels.triton.linear import TritonLinear
 from splitserve.kernels.tuning.parameters import Params
@@ -95,7 +96,7 @@ class ExpertsCase:
     def __init__(self, target: TuneTarget, sizes: ExpertSizes, rows: int) -> None:
         self._key, self._rows, self._router = _key(target, sizes), rows, sizes.router
         count, hidden, inner = sizes.router.num_experts, target.model.hidden_size, sizes.inner_size
-        self._is_mxfp4 = sizes.is_mxfp4
+        self._is_mxfp4, self._is_shard = sizes.is_mxfp4, target.is_shard
         self._is_fp8 = not sizes.is_mxfp4 and _stored_dtype(target, hidden) == FP8
         num_bytes = 3 * count * hidden * inner * (1 if self._is_fp8 else target.dtype.itemsize)
         if sizes.is_mxfp4:
@@ -113,13 +114,13 @@ class ExpertsCase:
 
     @property
     def num_bytes(self) -> int:
-        """Weights of the chosen experts, of the MLP that every token has, and the tokens."""
+        """Weights of the chosen experts and of the shared one, and the tokens."""
         one, shared = self._weights[0], self._shared[0]
         hit = torch.unique(self._experts).numel()
         weights = (one.gate_up, one.down, one.gate_up_scales, one.down_scales)
         num_bytes = sum(tensor.nbytes for tensor in weights if tensor is not None)
-        all_have = 0 if shared is None else sum(each.nbytes for each in shared.matrices(self._x.dtype) or ())
-        return int(num_bytes * hit / one.num_experts + all_have + 3 * self._x.nbytes)
+        shared_bytes = sum(matrix.nbytes for matrix in shared or ())
+        return int(num_bytes * hit / one.num_experts + shared_bytes + 3 * self._x.nbytes)
 
     def candidates(self, best: Params) -> list[Params]:
         """Return starting points, then the neighbours of the best."""
@@ -195,11 +196,18 @@ class ExpertsCase:
 
     def calls(self) -> Sequence[Callable[[], Tensor]]:
         pairs = zip(self._weights, self._shared, strict=True)
-        return [partial(self._call, TritonExperts(weights), shared) for weights, shared in pairs]
+        return [
+            partial(self._call, TritonExperts(weights), _shared_expert(TritonLinear, shared))
+            for weights, shared in pairs
+        ]
 
-    def _call(self, experts: TritonExperts, shared: SharedMlp | None) -> Tensor:
-        """Return the product as a layer takes it: in the model's dtype."""
-        return experts(self._x, self._experts, self._factors, shared).to(self._x.dtype)
+    def _call(self, experts: TritonExperts, shared: SharedExpert | None) -> Tensor:
+        """Return the product as a layer takes it: added to the residual, or in the model's dtype."""
+        if self._is_shard:
+            return experts(self._x, self._experts, self._factors, shared).to(self._x.dtype)
+        residual = torch.zeros_like(self._x)
+        experts.add_to(residual, self._x, self._experts, self._factors, shared)
+        return residual
 
     def expected(self) -> Tensor:
         own, dtype = self._weights[0], self._x.dtype
@@ -210,7 +218,8 @@ class ExpertsCase:
             gate_up_scales=None,
             down_scales=None,
         )
-        return LoopedExperts(own)(self._x, self._experts, self._factors, self._shared[0]).to(dtype)
+        shared = _shared_expert(PlainLinear, self._shared[0])
+        return LoopedExperts(own)(self._x, self._experts, self._factors, shared).to(dtype)
 
 
 def _wide(weight: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -243,20 +252,20 @@ def _random_weights(target: TuneTarget, sizes: ExpertSizes, hidden: int) -> Expe
     )
 
 
-def _random_shared(target: TuneTarget, sizes: ExpertSizes, hidden: int) -> SharedMlp | None:
-    """Return the MLP that every token has, in the target's dtype; None where it is no part of the experts' kernels: in
-    FP8, or with a factor of its own."""
-    if not sizes.shared_size or sizes.shared_gate or target.model.fp8 is not None:
+def _random_shared(target: TuneTarget, sizes: ExpertSizes, hidden: int) -> tuple[Tensor, Tensor] | None:
+    """Return the shared expert's gate and up, and down, in the target's dtype; None where the kernels never compute it:
+    in FP8, or with a gate of its own."""
+    if not sizes.shared_size or sizes.shared_gate or _stored_dtype(target, hidden) == FP8:
         return None
-    gate_up, down = (
-        TritonLinear(
-            _random(target, rows, columns, std=columns**-0.5),
-            rms_norm=triton_ops.rms_norm,
-            silu_mul=triton_ops.silu_mul,
-        )
-        for rows, columns in ((2 * sizes.shared_size, hidden), (hidden, sizes.shared_size))
-    )
-    return SharedMlp(gate_up, down)
+    gate_up = _random(target, 2 * sizes.shared_size, hidden, std=hidden**-0.5)
+    return gate_up, _random(target, hidden, sizes.shared_size, std=sizes.shared_size**-0.5)
+
+
+def _shared_expert(kind: type[PlainLinear], matrices: tuple[Tensor, Tensor] | None) -> SharedExpert | None:
+    if matrices is None:
+        return None
+    gate_up, down = (kind(matrix, rms_norm=triton_ops.rms_norm, silu_mul=triton_ops.silu_mul) for matrix in matrices)
+    return SharedExpert(gate_up, down)
 
 
 def _random_matrices(target: TuneTarget, count: int, rows: int, columns: int) -> tuple[Tensor, Tensor | None]:

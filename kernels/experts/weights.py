@@ -10,7 +10,7 @@ from splitserve.kernels.experts.spec import GatedActivation, RouterSpec
 from splitserve.kernels.fp8.weight import GROUP
 
 if TYPE_CHECKING:
-    from splitserve.kernels.experts.shared import SharedMlp
+    from splitserve.kernels.experts.shared_expert import SharedExpert
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,17 +80,17 @@ class Experts(Protocol):
     """The MLPs of a layer's experts on one rank: an operation of :class:`splitserve.kernels.api.Kernels`, of
     :class:`ExpertWeights`."""
 
-    def __call__(self, x: Tensor, experts: Tensor, factors: Tensor, shared: "SharedMlp | None" = None) -> Tensor:
+    def __call__(self, x: Tensor, experts: Tensor, factors: Tensor, shared: "SharedExpert | None" = None) -> Tensor:
         """Return the sum of each row's experts' products, times their factors -> float32 [T, hidden].
 
         ``x`` [T, hidden]; ``experts`` int32 [T, k], distinct in each row; ``factors`` float32 [T, k]. Experts of other
-        ranks add nothing. ``shared``: what is added to each row's sum. The order of each sum depends on the row's
-        experts alone.
+        ranks add nothing. ``shared``: its product is added to each row's sum. The order of each sum depends on the
+        row's experts alone.
         """
         ...
 
     def add_to(
-        self, residual: Tensor, x: Tensor, experts: Tensor, factors: Tensor, shared: "SharedMlp | None" = None
+        self, residual: Tensor, x: Tensor, experts: Tensor, factors: Tensor, shared: "SharedExpert | None" = None
     ) -> None:
         """Add these sums, rounded to the dtype of ``residual`` [T, hidden], to it, in place: what ``shared`` adds may
         be rounded by itself."""

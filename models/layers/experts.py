@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from splitserve.kernels.experts import weights as kernels
-    from splitserve.kernels.experts.shared import SharedMlp
+    from splitserve.kernels.experts.shared_expert import SharedExpert
     from splitserve.models.parallel.ranks import Collectives
 
 
@@ -56,7 +56,7 @@ class Router(Layer):
 class SharedExperts(Layer):
     """A gated MLP that every token has, beside its chosen experts. Ranks share the intermediate dimension."""
 
-    mlp: "SharedMlp"
+    expert: "SharedExpert"
 
     def __init__(self, name: str, config: ModelConfig, spec: ExpertsSpec, *, gate: str) -> None:
         size = spec.shared_size
@@ -74,11 +74,12 @@ class SharedExperts(Layer):
             yield (self._gate,)
 
     def load(self, source: WeightSource) -> None:
-        from splitserve.kernels.experts.shared import SharedMlp
+        from splitserve.kernels.experts.shared_expert import SharedExpert
 
         self._gate_up.load(source)
         down = source.linear((self._weight,))
-        self.mlp = SharedMlp(self._gate_up.linear, down, None if self._gate is None else source.linear((self._gate,)))
+        own_gate = None if self._gate is None else source.linear((self._gate,))
+        self.expert = SharedExpert(self._gate_up.linear, down, own_gate)
 
 
 class ExpertsMlp(Layer):
@@ -175,15 +176,15 @@ class ExpertsMlp(Layer):
 
     def add_to(self, residual: "Tensor", x: "Tensor", experts: "Tensor", factors: "Tensor") -> None:
         """Add the product of the normalised ``x`` to ``residual`` [T, hidden], of a model that one rank has."""
-        self.experts.add_to(residual, x, experts, factors, self._shared_mlp)
+        self.experts.add_to(residual, x, experts, factors, self._shared_expert)
 
     def product(self, x: "Tensor", experts: "Tensor", factors: "Tensor") -> "Tensor":
         """Return this rank's share of the product [T, hidden] of the normalised ``x``."""
-        return self.experts(x, experts, factors, self._shared_mlp).to(x.dtype)
+        return self.experts(x, experts, factors, self._shared_expert).to(x.dtype)
 
     @property
-    def _shared_mlp(self) -> "SharedMlp | None":
-        return None if self.shared is None else self.shared.mlp
+    def _shared_expert(self) -> "SharedExpert | None":
+        return None if self.shared is None else self.shared.expert
 
 
 class _SumOfRanks:

@@ -7,9 +7,9 @@ from torch import Tensor
 
 from splitserve.kernels.experts.launch import ExpertLaunch, expert_launch, experts_key
 from splitserve.kernels.experts.mxfp4 import by_quarters, shifted_scales
-from splitserve.kernels.experts.shared import SharedMlp
+from splitserve.kernels.experts.shared_expert import SharedExpert
 from splitserve.kernels.experts.triton.grouped import grouped_down, grouped_gate_up
-from splitserve.kernels.experts.triton.matvec import joinable, narrow_products
+from splitserve.kernels.experts.triton.matvec import joined_matrices, narrow_products
 from splitserve.kernels.experts.triton.packed import packed_down, packed_gate_up
 from splitserve.kernels.experts.triton.sorting import sort_pairs
 from splitserve.kernels.experts.triton.sums import add_sums, sum_choices
@@ -29,21 +29,20 @@ class TritonExperts:
         self.weights = weights
 
     def add_to(
-        self, residual: Tensor, x: Tensor, experts: Tensor, factors: Tensor, shared: SharedMlp | None = None
+        self, residual: Tensor, x: Tensor, experts: Tensor, factors: Tensor, shared: SharedExpert | None = None
     ) -> None:
         """See :class:`splitserve.kernels.experts.weights.Experts`."""
         launch = self._launch(x, experts)
-        if shared is None or joinable(shared, self.weights, launch) is not None:
-            self._sums(launch, x, experts, factors, shared=shared, residual=residual)
-        else:
+        joined = joined_matrices(shared, self.weights, launch, x.shape[0])
+        if shared is not None and joined is None:
             shared.add_to(residual, x)
-            self._sums(launch, x, experts, factors, residual=residual)
+        self._sums(launch, x, experts, factors, joined=joined, residual=residual)
 
-    def __call__(self, x: Tensor, experts: Tensor, factors: Tensor, shared: SharedMlp | None = None) -> Tensor:
+    def __call__(self, x: Tensor, experts: Tensor, factors: Tensor, shared: SharedExpert | None = None) -> Tensor:
         launch = self._launch(x, experts)
-        if shared is None or joinable(shared, self.weights, launch) is not None:
-            return self._sums(launch, x, experts, factors, shared=shared)
-        return self._sums(launch, x, experts, factors) + shared(x)
+        joined = joined_matrices(shared, self.weights, launch, x.shape[0])
+        sums = self._sums(launch, x, experts, factors, joined=joined)
+        return sums if shared is None or joined is not None else sums.add_(shared(x))
 
     def _launch(self, x: Tensor, experts: Tensor) -> ExpertLaunch:
         own, (num_tokens, top_k) = self.weights, experts.shape
@@ -65,17 +64,17 @@ class TritonExperts:
         experts: Tensor,
         factors: Tensor,
         *,
-        shared: SharedMlp | None = None,
+        joined: tuple[Tensor, Tensor] | None,
         residual: Tensor | None = None,
     ) -> Tensor:
-        """Return the sums, or add them to ``residual``. ``shared``: one that is :func:`.matvec.joinable`."""
+        """Return the sums, or add them to ``residual``. ``joined``: see :func:`.matvec.joined_matrices`."""
         own, x = self.weights, x.contiguous()
         ordered = None if launch.block_m == 1 else sort_pairs(experts, own.first, own.num_experts, launch.block_m)
         if own.is_mxfp4:
             inner = packed_gate_up(x, experts, ordered, own, launch)
             products = packed_down(inner, experts, factors, ordered, own, launch)
         elif ordered is None:
-            sums = narrow_products(x, experts, factors, own, launch, shared=shared)
+            sums = narrow_products(x, experts, factors, own, launch, joined=joined)
             return sums if residual is None else add_sums(residual, sums)
         else:
             inner = grouped_gate_up(x, ordered, experts.shape[1], own, launch)

@@ -124,7 +124,7 @@ def _product(
     WORDS: gl.constexpr = _word_layout(row.shape[0], WARPS)
     BLOCKS: gl.constexpr = SIZE // 128 // SPLIT_K  # of each part; the last part has those that are left, too
     LEFT: gl.constexpr = SIZE // 128 % SPLIT_K
-    POLICY: gl.constexpr = "evict_first" if SORTED else ""  # of many experts: one alone is no quicker so
+    POLICY: gl.constexpr = "evict_first" if SORTED else ""  # of a single token it made nothing quicker
     REST: gl.constexpr = _padded(SIZE) // 16 - SIZE // 128 * 8  # words of a lane in a last, shorter block
     column, k = gl.arange(0, 16, layout=gl.SliceLayout(0, WORDS)), gl.arange(0, 32, layout=gl.SliceLayout(1, VECTORS))
     pairs_at = words_ptr + (row[:, None] * 16 + column[None, :])

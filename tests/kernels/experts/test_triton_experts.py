@@ -65,6 +65,12 @@ def test_routing_takes_logits_of_any_stride_and_type() -> None:
     torch.testing.assert_close(weights.sort(-1).values, expected_weights.sort(-1).values, rtol=1e-5, atol=1e-6)
 
 
+def test_zeros_of_both_signs_are_equal() -> None:
+    logits = torch.tensor([[-0.0, 0.0, -1.0, -0.0, 0.0, -2.0]], device=DEVICE)
+    experts, _ = route(logits, None, RouterSpec(6, 3, Score.SOFTMAX_OF_TOP))
+    assert experts[0].tolist() == [0, 1, 3]
+
+
 @pytest.mark.filterwarnings("ignore:.* encountered:RuntimeWarning")  # the interpreter's NumPy
 @pytest.mark.parametrize("name", ["qwen", "v3", "gpt-oss"])
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), float("-inf"), 0.0])
