@@ -314,18 +314,8 @@ def down_kernel(
     out_pairs = gl.convert_layout(safe_pairs, gl.SliceLayout(0, SUMS))
     factors = gl.load(factors_ptr + out_pairs)[None, :]
     total = _product(
-        inner_ptr + safe_pairs * INNER,
-        words_ptr,
-        scales_ptr,
-        row,
-        part,
-        HIDDEN,
-        INNER,
-        SPLIT_K,
-        AHEAD,
-        WARPS,
-        SORTED,
-    )
+        inner_ptr + safe_pairs * INNER, words_ptr, scales_ptr, row, part, HIDDEN, INNER, SPLIT_K, AHEAD, WARPS, SORTED
+    )  # fmt: skip
     total = (total + bias) * factors
     at = out_ptr + (out_pairs * SPLIT_K + part)[None, :] * HIDDEN + outputs[:, None]
     gl.store(at, total.to(out_ptr.dtype.element_ty), mask=(pairs < num_pairs)[None, :] & (outputs < HIDDEN)[:, None])
