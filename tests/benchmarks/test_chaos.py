@@ -17,7 +17,7 @@ from splitserve.benchmarks.chaos.checks import HELD_GAUGES, Leftovers, Metrics, 
 from splitserve.benchmarks.chaos.faults import Fault, FaultKind
 from splitserve.benchmarks.chaos.load import Answer, FailedAttempt, make_cases, with_stop_string
 from splitserve.benchmarks.chaos.recovery import recovery, stall_seconds
-from waiting import PATIENCE_SECONDS
+from waiting import PATIENCE_SECONDS, wait_until
 
 SHORT_TIMES = {"lease": 1.5, "dead-after": 1, "heartbeat": 0.25, "read-deadline": 1}
 SHARED_MEMORY = Path("/dev/shm")
@@ -167,10 +167,13 @@ class TestLeftovers:
         environment = {**os.environ, **leftovers.environment}
         started = subprocess.run([sys.executable, "-c", program], env=environment, stdout=subprocess.PIPE, check=True)
         pid = int(started.stdout)
+        process = psutil.Process(pid)
         try:
+            # Its parent is told so a moment before the kernel has given it its name and environment.
+            wait_until(lambda: process.name() == "sleep" and process.environ(), "the program didn't start")
             assert any(f"process {pid} (sleep)" in text for text in leftovers.found())
         finally:
-            psutil.Process(pid).kill()
+            process.kill()
 
     def test_threads_and_handles(self, leftovers: Leftovers) -> None:
         end = threading.Event()
