@@ -175,7 +175,6 @@ def _shared_gate_up(x_ptr, weight_ptr, out_at, gate_rows, outputs, HIDDEN: tl.co
     tl.store(out_at + outputs, inner.to(out_at.dtype.element_ty), mask=outputs < INNER)
 
 
-# length: a third of it declares arguments.
 @triton.jit
 def _narrow_gate_up_kernel(
     x_ptr,
@@ -225,14 +224,10 @@ def _narrow_gate_up_kernel(
     up_rows = gate_rows + (1 if INTERLEAVED else INNER)
     x_at = x_ptr + pair // TOP_K * HIDDEN
     zeros = tl.zeros((BLOCK_N, BLOCK_K), dtype=tl.float32)
-    gate = _row_products(
-        zeros, x_at, 1.0, weight_ptr, scales_ptr, gate_rows, HIDDEN, HIDDEN, GROUP, HAS_SCALES, READ_ONCE, BLOCK_N,
-        BLOCK_K,
-    )  # fmt: skip
-    up = _row_products(
-        zeros, x_at, 1.0, weight_ptr, scales_ptr, up_rows, HIDDEN, HIDDEN, GROUP, HAS_SCALES, READ_ONCE, BLOCK_N,
-        BLOCK_K,
-    )  # fmt: skip
+    gate = _row_products(zeros, x_at, 1.0, weight_ptr, scales_ptr, gate_rows, HIDDEN, HIDDEN, GROUP, HAS_SCALES,
+                         READ_ONCE, BLOCK_N, BLOCK_K)  # fmt: skip
+    up = _row_products(zeros, x_at, 1.0, weight_ptr, scales_ptr, up_rows, HIDDEN, HIDDEN, GROUP, HAS_SCALES,
+                       READ_ONCE, BLOCK_N, BLOCK_K)  # fmt: skip
     gate, up = tl.sum(gate, 1), tl.sum(up, 1)
     if HAS_BIAS:
         gate += tl.load(bias_ptr + gate_rows).to(tl.float32)
