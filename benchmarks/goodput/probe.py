@@ -6,6 +6,7 @@ import random
 import signal
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from http import HTTPStatus
@@ -27,6 +28,7 @@ from splitserve.orchestration.spec.cluster_spec import ObjectivesSpec, RouterSpe
 from splitserve.orchestration.spec.shorthand import simple_spec
 from splitserve.protocol.cluster_report import ClusterReport, RequestTrace, RequestTraces
 from splitserve.protocol.config import EngineConfig
+from splitserve.protocol.placement.step_model import StepModel
 from splitserve.workloads.conversation import Conversation, Workload
 from splitserve.workloads.named import Source
 
@@ -84,6 +86,8 @@ class ProbeResult(msgspec.Struct, kw_only=True):
     num_kills: int = 0
     stages: dict[str, dict[str, float]] = {}  # stages of TTFT: mean and p99
     slowest: list[dict[str, Any]] = []  # timelines, as of `splitserve trace`
+    routes: dict[str, int] = {}  # requests by what was done, and the prompt's worker: "local decode-0"
+    step_models: dict[str, StepModel] = {}  # by worker, after the load
     simulated: dict[
         str, float | None
     ] = {}  # the same percentiles on the arm's twin, and its goodput there, if it has one
@@ -133,6 +137,10 @@ class Prober:
             result.num_kills = len(kills)
             traces = traces_of(url, self.setup.api_key, f"g{seed}-")
             result.stages, result.slowest = _stages(traces), _slowest(traces)
+            result.routes = Counter(f"{trace.summary.actual} {trace.summary.prefill}" for trace in traces)
+            if traces:  # it is an endpoint of ours
+                workers = report_of(url, self.setup.api_key).workers
+                result.step_models = {worker.info.party.engine_id: worker.step_model for worker in workers}
             return result
 
     def report_after_load(self, arm: Arm, rate: float, seed: int) -> ClusterReport:

@@ -15,6 +15,7 @@ from splitserve.protocol.counters import Distribution, TierLoad, WorkerLoad, met
 from splitserve.protocol.counters import Histogram as HistogramField
 from splitserve.router.admin.histogram import QuickHistogram
 from splitserve.router.links.worker_record import WorkerRecord
+from splitserve.router.placement.modes.serving_mode import Held
 from splitserve.router.requests.effects import Count, Observe
 from splitserve.router.requests.timeline.stages import HANDOVER_STAGES, TTFT_STAGES
 
@@ -93,6 +94,12 @@ class RouterMetrics:
         )
         self.serving_is_aggregated = Gauge(
             "splitserve_serving_is_aggregated", "1 while `cost` lets all workers do both phases", registry=registry
+        )
+        self.held_requests_per_second = Gauge(
+            "splitserve_held_requests_per_second",
+            "Requests per second within the objectives, by serving mode, as `cost` predicts; 0: not known",
+            ("mode",),
+            registry=registry,
         )
         self._add_histograms(registry)
         self.prompt_tokens = _counter(registry, "prompt_tokens", "Prompt tokens of placed requests")
@@ -178,8 +185,11 @@ class RouterMetrics:
         self.requests_waiting.set_function(num_waiting)
         self.requests_queued.set_function(num_queued)
 
-    def watch_mode(self, is_aggregated: Callable[[], bool]) -> None:
+    def watch_mode(self, is_aggregated: Callable[[], bool], held: Callable[[], Held]) -> None:
         self.serving_is_aggregated.set_function(is_aggregated)
+        rates = self.held_requests_per_second
+        rates.labels("disaggregated").set_function(lambda: held().disaggregated)
+        rates.labels("aggregated").set_function(lambda: held().aggregated)
 
     def count_http(self, path: str, status: int) -> None:
         """Count an HTTP request by endpoint and status."""

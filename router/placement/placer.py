@@ -11,7 +11,7 @@ from splitserve.protocol.request import Party, Role
 from splitserve.router.links.membership import Membership, decode_party, prefill_party
 from splitserve.router.placement.cost import cost
 from splitserve.router.placement.modes.recent_sizes import RecentSizes
-from splitserve.router.placement.modes.serving_mode import ServingMode
+from splitserve.router.placement.modes.serving_mode import Held, ServingMode
 from splitserve.router.placement.policies import (
     NoWorker,
     Placed,
@@ -70,6 +70,11 @@ class Placer:
     def is_aggregated(self) -> bool:
         """Return whether prefill and decode workers do both phases of their requests."""
         return self._mode.is_aggregated
+
+    @property
+    def held(self) -> Held:
+        """Return the rates that the modes hold, as of the last review."""
+        return self._mode.held
 
     def place(self, shape: RequestShape, now: float, prompt: PromptHashes | None = None) -> Placement:
         """Return the policy's choice for a request of this shape, with this prompt."""

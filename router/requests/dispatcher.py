@@ -149,7 +149,7 @@ class Dispatcher:
             lambda: len(self.core.waiting_room),
             lambda: len(self.core.gate.queue),
         )
-        metrics.watch_mode(lambda: self.core.placer.is_aggregated)
+        metrics.watch_mode(lambda: self.core.placer.is_aggregated, lambda: self.core.placer.held)
 
     # ---- for the HTTP layer; times of arrival are the event loop's ----
 

@@ -152,6 +152,28 @@ def test_hopeless_requests_are_refused_with_the_time_to_wait() -> None:
     assert not {"patient", "other"} & full.refused.keys(), "a later deadline, and a tenant with a share of its own"
 
 
+def test_waits_are_predicted_without_a_bias_where_queues_are_short() -> None:
+    seconds, chance = 0.05, random.Random(3)  # of each request, on the one worker
+    full = FullWorker()
+    free_at, number, due = full.now, 0, []  # due: when those that run will end
+    predicted, found = 0.0, 0.0
+    for arrival in itertools.accumulate((chance.expovariate(0.7 / seconds) for _ in range(2000)), initial=full.now):
+        while due and due[0] <= arrival:
+            full.now = due.pop(0)
+            full.finish(full.begun[number])
+            number += 1
+        full.now = arrival
+        name = f"r{len(full.requests)}"
+        full.submit(name)
+        wait = max(0.0, free_at - arrival)
+        free_at = arrival + wait + seconds
+        due.append(free_at)
+        if len(full.core.gate.queue) > 1:  # others wait before it
+            predicted += full.requests[name].predicted_ttft_seconds or 0.0
+            found += wait
+    assert 0.8 < predicted / found < 1.1, "what is left of the request that runs isn't known: here half of it"
+
+
 def test_the_queue_lets_go_of_cancelled_late_and_last_requests() -> None:
     full = FullWorker()
     for name in ("runs", "cancelled", "late", "last"):
