@@ -8,7 +8,7 @@ Only ``turns`` and ``workers`` run processes, and take minutes.
     sessions      conversations with and without keys; a system prompt that all share
     routes        conditional disaggregation against eight fixed thresholds, on four workloads
     arrangements  1P1D with ``cost`` against plain 1P1D and two mixed workers, on the twin of two GPUs
-    objectives    goodput of the same at the 99th percentile, of a load that comes after a rest; 20 minutes
+    objectives    goodput of the same at the 99th percentile, of a load that comes after a rest; 30 minutes
     room          share of decode's KV that is reserved and empty, by load
     turns         TTFT of conversations' later turns on a real prefill and a real decode worker
     workers       conversation trace, scaled down, at 0.8 to 1.1 times the speed of three real prefill workers
@@ -81,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _show(rows: Sequence[cases.Row]) -> None:
     labels = [
         key
-        for key in ("trace", "steps", "workload", "load", "slow_share", "scale", "itl_ms", "arm")
+        for key in ("trace", "steps", "gpu", "workload", "load", "slow_share", "scale", "itl_ms", "arm")
         if any(key in row for row in rows)
     ]
     columns = [key for key in (*_OWN_COLUMNS, *_COLUMNS, "holds") if any(key in row for row in rows)]

@@ -32,6 +32,26 @@ class H100Steps:
         return seconds
 
 
+class H200Steps:
+    """Steps of the same model on an H200 as they took while requests were served: 8.0 ms for 49 sequences of 2,304
+    tokens, 10.1 for 72 (1129T053128, 1129T053631); alone, without HTTP, they take up to 9% less. Prompts alone as in
+    ``splitserve bench engine`` (1123T155513): 11 to 12 ms for 512 tokens, 48 for 2,048, 97 for 4,096, 211 for 8,192.
+
+    Prompts beside outputs weren't measured. They add what they add on an H100, which has the same multiprocessors, and
+    0.6 ms: then two mixed workers miss the objectives at the rates at which they did there.
+    """
+
+    def seconds(self, work: StepWork) -> float:
+        """Return the seconds of a step."""
+        num_decodes, context, num_tokens, num_pairs = work
+        if not num_decodes:
+            return max(5e-3, 0.8e-3 + 22.6e-6 * num_tokens + 6e-10 * num_pairs)
+        seconds = 4.2e-3 + 1.1e-5 * num_decodes + 3e-8 * context
+        if num_tokens:
+            seconds += 0.6e-3 + _beside(num_tokens) + 6e-10 * max(0.0, num_pairs - 1152 * num_tokens)
+        return seconds
+
+
 def _beside(num_tokens: float) -> float:
     at = bisect_left(BESIDE_TOKENS, num_tokens)
     if at < len(BESIDE_TOKENS):

@@ -1,7 +1,7 @@
 """The case ``objectives``: what arrangements of two GPUs hold within objectives at the 99th percentile, on the twin.
 
 The load comes to a cluster that has had three requests, one at a time, and then rested. Steps are those of a roofline,
-which the workers know, or such as were measured on H100s, to which they fit their models while they serve.
+which the workers know, or such as were measured on H100s or H200s, to which they fit their models while they serve.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ from splitserve.benchmarks.goodput.arms import parse_arm
 from splitserve.benchmarks.goodput.estimate import Goodput, goodput_of
 from splitserve.benchmarks.goodput.objectives import Objectives
 from splitserve.benchmarks.goodput.probe import result_of
-from splitserve.benchmarks.placement.measured_steps import H100Steps
+from splitserve.benchmarks.placement.measured_steps import H100Steps, H200Steps
 from splitserve.benchmarks.twin.loads import records_of
 from splitserve.benchmarks.twin.simulate import Cluster, clusters_of, parser
 from splitserve.simulation.twin.cluster import TwinCluster, TwinSpec
@@ -44,12 +44,12 @@ USUAL_REQUESTS = 200
 
 def objectives(count: int) -> Iterator[Row]:
     """Yield a row for each kind of steps, workload, objective for gaps, and arm."""
-    for steps, gpu, law in (("known", "H200", None), ("fitted", "H100", H100Steps())):
+    for steps, gpu, law in (("known", "H200", None), ("fitted", "H100", H100Steps()), ("fitted", "H200", H200Steps())):
         clusters = clusters_of(parser().parse_args(["--gpu", gpu, "--cluster", *ARMS]))
         for workload in RATES:
             for itl_ms in ITL_MS:
                 held = {each.name: _goodput(_with_law(each, law), workload, itl_ms, count) for each in clusters}
-                yield from _rows({"steps": steps, "workload": workload, "itl_ms": itl_ms}, held)
+                yield from _rows({"steps": steps, "gpu": gpu, "workload": workload, "itl_ms": itl_ms}, held)
 
 
 def _with_law(cluster: Cluster, law: StepLaw | None) -> Cluster:
