@@ -10,6 +10,7 @@ from splitserve.router.placement.prefix_view import PromptHashes
 ROOT = b"r" * 16
 
 
+@pytest.mark.slow
 def test_all_arms_give_the_same_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = {
         "SHAPE": "tiny",

@@ -24,6 +24,7 @@ def test_all_reduce(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "gloo us" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_steps_of_one_rank_and_of_two(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--shape", "tiny", "--device", "cpu", "--batch", "1", "3", "--prefill", "33"]
     options += ["--context", "20", "--steps", "3", "--threads", "1", "--profile"]

@@ -195,6 +195,7 @@ def is_upgraded(status: ClusterStatus) -> bool:
     return status.upgrade is not None and status.upgrade.state != "running"
 
 
+@pytest.mark.slow
 def test_the_controller_comes_back(life: Life, tiny_qwen3: Path) -> None:
     client = life.client
     status = scale(client, {"fill": 1, "gen": 2})

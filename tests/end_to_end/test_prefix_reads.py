@@ -106,7 +106,7 @@ def read_by_peer(url: str) -> dict[tuple[str, str], float]:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("decode", ["decode-1", "decode-0"])
+@pytest.mark.parametrize("decode", [pytest.param("decode-1", marks=pytest.mark.slow), "decode-0"])
 def test_the_turn_before_is_read_from_the_worker_that_wrote_it(
     pairs: LocalCluster, alone: LocalCluster, tiny_qwen3: Path, decode: str
 ) -> None:

@@ -67,6 +67,7 @@ def damage(server: ProbedServer, root: bytes) -> int:
     return found
 
 
+@pytest.mark.slow
 def test_ranks_share_their_heads_through_lmcache(two_heads: Path) -> None:
     """By workers of one rank, and of two, and again of two: each finds what its like has stored, and nothing else."""
     with probed_server() as server:

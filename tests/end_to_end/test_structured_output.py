@@ -88,6 +88,7 @@ def expected(mixed: LocalCluster, tiny_qwen3: Path) -> list[list[int]]:
     return token_ids(alone)
 
 
+@pytest.mark.slow
 def test_a_small_pool_and_a_lost_worker_change_no_token(tiny_qwen3: Path, expected: list[list[int]]) -> None:
     """Two decode workers that preempt; one of them is killed when answers have begun."""
     settings = {"kv_memory_bytes": 32 * 65536, "max_model_len": 384}

@@ -28,7 +28,7 @@ NUM_SCHEDULES = 100
 
 
 @given(seed=st.integers(0, 2**32), shape=st.sampled_from([Shape(), Shape(prefill=2, decode=2), Shape(num_blocks=16)]))
-@settings(max_examples=num_schedules(8))
+@settings(max_examples=num_schedules(4))
 def test_a_prompt_is_handed_over_once_for_all_its_choices(seed: int, shape: Shape) -> None:
     sim = run_schedule(Schedule(seed=seed, shape=shape, max_choices=4))
     firsts = [client for client in sim.router.clients.values() if client.first is None]
@@ -41,14 +41,14 @@ def test_a_prompt_is_handed_over_once_for_all_its_choices(seed: int, shape: Shap
 
 
 @given(seed=st.integers(0, 2**32), faults=st.sampled_from([ABORTS, DEATHS]), window=st.sampled_from([0, 6]))
-@settings(max_examples=num_schedules(8))
+@settings(max_examples=num_schedules(4))
 def test_choices_end_well_under_aborts_and_deaths(seed: int, faults: Faults, window: int) -> None:
     shape = Shape(prefill=2, decode=2, window=window)
     run_schedule(Schedule(seed=seed, faults=faults, shape=shape, max_choices=4))
 
 
 @given(seed=st.integers(0, 2**32))
-@settings(max_examples=num_schedules(8))
+@settings(max_examples=num_schedules(4))
 def test_choices_end_well_in_random_schedules(seed: int) -> None:
     run_schedule(msgspec.structs.replace(random_schedule(seed), max_choices=4))
 

@@ -40,7 +40,7 @@ def messages(sim: Simulator) -> Counter[str]:
 
 
 @given(seed=st.integers(0, 2**32), shape=st.sampled_from(CROWDED))
-@settings(max_examples=num_schedules(6))
+@settings(max_examples=num_schedules(4))
 def test_where_decode_lacks_room_every_request_ends_well(seed: int, shape: Shape) -> None:
     sim = run(seed, SLOW, shape)
     assert sim.router.failures == [] and sim.num_handover_failures == 0
@@ -49,14 +49,14 @@ def test_where_decode_lacks_room_every_request_ends_well(seed: int, shape: Shape
 
 
 @given(seed=st.integers(0, 2**32), shape=st.sampled_from(CROWDED))
-@settings(max_examples=num_schedules(6))
+@settings(max_examples=num_schedules(4))
 def test_lost_questions_and_answers_cost_time_only(seed: int, shape: Shape) -> None:
     sim = run(seed, LOSSY, shape, protocol=LONG_WAITS)
     assert sim.router.failures == [] and sim.num_handover_failures == 0
 
 
 @given(seed=st.integers(0, 2**32), faults=st.sampled_from([LEAVERS, EVERYTHING]), shape=st.sampled_from(CROWDED))
-@settings(max_examples=num_schedules(8))
+@settings(max_examples=num_schedules(4))
 def test_every_fault_among_prompts_that_wait(seed: int, faults: Faults, shape: Shape) -> None:
     run(seed, faults, shape, max_choices=1 + seed % 3)
 

@@ -101,6 +101,6 @@ def are_handovers_sure(schedule: Schedule) -> bool:
 
 @pytest.mark.parametrize("options", [QUIET, SLOW_READS, LOSSY, {"shape": LITTLE_MEMORY, "num_requests": 24}])
 def test_without_a_planted_bug_nothing_is_found(options: dict[str, Any]) -> None:
-    for schedule in schedules(num_schedules(8), **options):
+    for schedule in schedules(num_schedules(4), **options):
         sim = run_schedule(schedule)
         assert not (are_handovers_sure(schedule) and sim.num_handover_failures)

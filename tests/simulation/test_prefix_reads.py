@@ -42,6 +42,7 @@ FAULTS = {
     "late copies": Faults(copy_late=0.3, copy_error=0.2, copy_seconds=0.3),
 }
 seeds = st.integers(0, 2**32)
+OFTEN = (21, 52)  # schedules of two shapes; those of the others run with SPLITSERVE_SLOW_TESTS
 
 
 def schedule(seed: int, faults: Faults, shape: Shape, **options: Any) -> Schedule:
@@ -61,7 +62,13 @@ def counted(sim: Simulator, name: str) -> int:
     return sum(getattr(worker.core.load(), name) for worker in workers)
 
 
-@pytest.mark.parametrize(("shape", "first"), list(zip(SHAPES, (21, 7, 52, 55, 28), strict=True)))
+@pytest.mark.parametrize(
+    ("shape", "first"),
+    [
+        pytest.param(shape, first, marks=[] if first in OFTEN else pytest.mark.slow)
+        for shape, first in zip(SHAPES, (21, 7, 52, 55, 28), strict=True)
+    ],
+)
 def test_the_schedules_do_read_and_fail(shape: Shape, first: int) -> None:
     """Else the test above says nothing. The schedules from ``first`` on have all of it soon."""
     read = failed = missed = 0

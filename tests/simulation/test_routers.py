@@ -25,14 +25,14 @@ seeds = st.integers(0, 2**32)
 
 
 @given(seed=seeds, shape=st.sampled_from(SHAPES))
-@settings(max_examples=num_schedules(6))
+@settings(max_examples=num_schedules(4))
 def test_without_other_faults(seed: int, shape: Shape) -> None:
     sim = run_schedule(Schedule(seed=seed, shape=shape, faults=Faults()))
     assert all(len(client.output) for router in sim.routers.living for client in router.clients.values())
 
 
 @given(seed=seeds, shape=st.sampled_from(SHAPES))
-@settings(max_examples=num_schedules(8))
+@settings(max_examples=num_schedules(4))
 def test_routers_that_die_cost_their_own_streams_alone(seed: int, shape: Shape) -> None:
     sim = run_schedule(Schedule(seed=seed, shape=shape, faults=Faults(router_kills=3), num_requests=12))
     failed = [failure for router in sim.routers.living for failure in router.failures]
@@ -40,13 +40,13 @@ def test_routers_that_die_cost_their_own_streams_alone(seed: int, shape: Shape) 
 
 
 @given(seed=seeds, shape=st.sampled_from(SHAPES))
-@settings(max_examples=num_schedules(8))
+@settings(max_examples=num_schedules(4))
 def test_an_operator_may_ask_any_of_them(seed: int, shape: Shape) -> None:
     run_schedule(Schedule(seed=seed, shape=shape, faults=Faults(pauses=2, resets=2)))
 
 
 @given(seed=seeds)
-@settings(max_examples=num_schedules(8))
+@settings(max_examples=num_schedules(4))
 def test_with_any_other_faults(seed: int) -> None:
     run_schedule(router_schedule(seed))
 

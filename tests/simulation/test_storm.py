@@ -23,7 +23,7 @@ from splitserve.router.requests.attempts import Attempts
 from storms import FEATURES, checked_figures, run_storm, storm_schedules
 
 UNMATCHED = "the output doesn't match the grammar"
-NUM_REQUESTS = 120
+NUM_REQUESTS = 90
 NUM_SCHEDULES = 60
 
 pytestmark = pytest.mark.usefixtures("one_thread")

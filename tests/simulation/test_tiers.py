@@ -70,7 +70,7 @@ def test_the_schedules_do_load_from_tiers_and_have_steps_that_wait_for_loads() -
     for shape in SHAPES:
         loaded = num_waits = 0
         seed = 10  # the next ones load often
-        while loaded <= 20 or num_waits <= 2:
+        while loaded <= 10 or num_waits <= 2:
             sim = run_schedule(Schedule(seed=seed, shape=shape, faults=faults, num_requests=30))
             loaded += sum(worker.core.load().tier_loaded_blocks for worker in sim.workers.values())
             num_waits += sum(worker.below.num_waits for worker in sim.workers.values())
@@ -81,7 +81,7 @@ def test_the_schedules_do_load_from_tiers_and_have_steps_that_wait_for_loads() -
 def test_the_schedules_do_load_from_the_shared_tier() -> None:
     for shape in WITH_SHARED:
         loaded, seed = 0, 0
-        while loaded <= 20:
+        while loaded <= 10:
             sim = run_schedule(Schedule(seed=seed, shape=shape, num_requests=40))
             reports = [tier for worker in sim.workers.values() for tier in worker.core.load().tiers]
             loaded += sum(tier.loaded_blocks for tier in reports if tier.name == SHARED)

@@ -79,6 +79,7 @@ def test_other_loads_await_the_throughput_of_the_highest_one(monkeypatch: pytest
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_where_it_was_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The first call has time for no load; the second one, in a copy of the folder, measures both, side by side, and
     compares them with their twins."""
