@@ -4,7 +4,8 @@ A prefill worker that also decodes computes all its prompts in chunks. So reques
 to one make things worse before they get better, and a policy that compares routes of single requests doesn't move them.
 Here the arrangements are compared as a whole, by the rate that each holds within the objectives in a steady state:
 prompts and outputs have mean lengths, and outputs end as fast as requests come. Gaps are judged two standard deviations
-above the mean number of sequences, TTFT by the slow waits for prefill.
+above the mean number of sequences, TTFT by the slow waits for prefill. Where prompts are computed beside outputs, these
+waits are of times with many of them: one standard deviation above the mean.
 
 Workers of one phase hardly run steps that do both. Their time is put together from what prefill workers know of prompts
 and decode workers of outputs.
@@ -23,6 +24,8 @@ from splitserve.router.requests.objectives import Objectives
 
 DEVIATIONS = 2.0
 """Standard deviations above the mean number of sequences, at which gaps are judged."""
+WAIT_DEVIATIONS = 1.0
+"""Likewise, at which the wait for a worker that does both phases is judged: its chunks are smaller then."""
 SLOW = 0.01
 """Share of the waits that may be longer than the slow ones."""
 MOST_BUSY = 0.95
@@ -166,12 +169,12 @@ class Arrangements:
         def is_held(num_sequences: float) -> bool:
             if self._mixed(_many(num_sequences, number)).mixed_step > self._gap:
                 return False
-            worker = self._mixed(num_sequences)
-            part = part_of(worker)
-            share = rate(num_sequences, part) * part * worker.prompt / number  # of the time of each, helpers or not
-            seconds = part * worker.prompt + (1 - part) * self._alone
+            part = part_of(self._mixed(num_sequences))
+            busy = self._mixed(_many(num_sequences, number, WAIT_DEVIATIONS))
+            share = rate(num_sequences, part) * part * busy.prompt / number  # of the time of each, helpers or not
+            seconds = part * busy.prompt + (1 - part) * self._alone
             wait = slow_wait(share * (number + helpers), number + helpers, seconds)
-            return worker.late + wait <= self._ttft
+            return busy.late + wait <= self._ttft
 
         room = min(self._prefill.max_sequences(self._sizes), self._decode.max_sequences(self._sizes))
         best = _greatest(is_held, room)
@@ -200,9 +203,9 @@ def slow_wait(num_busy: float, number: int, seconds: float) -> float:
     return seconds / (2 * number * (1 - share)) * math.log(odds / SLOW) if odds > SLOW else 0.0
 
 
-def _many(num_sequences: float, number: int) -> float:
+def _many(num_sequences: float, number: int, deviations: float = DEVIATIONS) -> float:
     """Return the sequences of a worker at times of many, from the mean; ``number`` workers share them evenly."""
-    return num_sequences + DEVIATIONS * math.sqrt(num_sequences / number)
+    return num_sequences + deviations * math.sqrt(num_sequences / number)
 
 
 def _greatest(holds: Callable[[float], bool], most: float) -> float:
