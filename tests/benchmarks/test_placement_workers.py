@@ -31,6 +31,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_both_policies_serve_all_requests(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, size in SIZES.items():
         monkeypatch.setattr(workers, name, size)

@@ -38,6 +38,7 @@ def test_verdicts_by_hand() -> None:
     }
 
 
+@pytest.mark.slow
 def test_a_short_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--parts", "latency", "--rate", "20", "--seconds", "1", "--prompt-tokens", "200"]
     assert main([*arguments, "--result-dir", str(tmp_path)]) == 0, capsys.readouterr().out

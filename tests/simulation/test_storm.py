@@ -123,10 +123,15 @@ def tokens_not_counted_on_a_second_draw(patch: pytest.MonkeyPatch) -> None:
         last_token_counted_twice,
         min_tokens_counted_from_the_attempt,
         seeds_of_attempts,
-        biases_lost_on_a_retry,
-        masks_of_the_request_before,
-        counts_of_the_request_before,
-        tokens_not_counted_on_a_second_draw,
+        *(
+            pytest.param(plant, marks=pytest.mark.slow)
+            for plant in (
+                biases_lost_on_a_retry,
+                masks_of_the_request_before,
+                counts_of_the_request_before,
+                tokens_not_counted_on_a_second_draw,
+            )
+        ),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
