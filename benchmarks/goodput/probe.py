@@ -26,7 +26,7 @@ from splitserve.orchestration.cluster.launcher import LocalCluster
 from splitserve.orchestration.doctor.http import Endpoint as AdminEndpoint
 from splitserve.orchestration.spec.cluster_spec import ObjectivesSpec, RouterSpec
 from splitserve.orchestration.spec.shorthand import simple_spec
-from splitserve.protocol.cluster_report import ClusterReport, RequestTrace, RequestTraces
+from splitserve.protocol.cluster_report import ClusterReport, RequestSummary, RequestTrace, RequestTraces
 from splitserve.protocol.config import EngineConfig
 from splitserve.protocol.placement.step_model import StepModel
 from splitserve.workloads.conversation import Conversation, Workload
@@ -86,8 +86,8 @@ class ProbeResult(msgspec.Struct, kw_only=True):
     num_kills: int = 0
     stages: dict[str, dict[str, float]] = {}  # stages of TTFT: mean and p99
     slowest: list[dict[str, Any]] = []  # timelines, as of `splitserve trace`
-    routes: dict[str, int] = {}  # requests by what was done, and the prompt's worker: "local decode-0"
-    step_models: dict[str, StepModel] = {}  # by worker, after the load
+    routes: dict[str, int] = {}  # of the last 1,024 requests, judged or not: "disaggregated prefill-0 decode-0"
+    step_models: dict[str, StepModel] = {}  # by worker, after the load; none: they could not be read
     simulated: dict[
         str, float | None
     ] = {}  # the same percentiles on the arm's twin, and its goodput there, if it has one
@@ -137,8 +137,8 @@ class Prober:
             result.num_kills = len(kills)
             traces = traces_of(url, self.setup.api_key, f"g{seed}-")
             result.stages, result.slowest = _stages(traces), _slowest(traces)
-            result.routes = Counter(f"{trace.summary.actual} {trace.summary.prefill}" for trace in traces)
-            if traces:  # it is an endpoint of ours
+            result.routes = Counter(_route(trace.summary) for trace in traces)
+            with contextlib.suppress(SplitserveError):  # the endpoint isn't Splitserve's
                 workers = report_of(url, self.setup.api_key).workers
                 result.step_models = {worker.info.party.engine_id: worker.step_model for worker in workers}
             return result
@@ -265,6 +265,12 @@ def traces_of(url: str, api_key: str, id_prefix: str) -> list[RequestTrace]:
         return list(msgspec.json.decode(answer.body, type=RequestTraces).traces)
     except (SplitserveError, msgspec.DecodeError):
         return []
+
+
+def _route(summary: RequestSummary) -> str:
+    """Return what was done with a request, and by which workers: one, if it did both phases."""
+    workers = dict.fromkeys((summary.prefill, summary.decode))
+    return " ".join((summary.actual, *filter(None, workers)))
 
 
 def _stages(traces: Sequence[Any]) -> dict[str, dict[str, float]]:

@@ -37,8 +37,9 @@ class H200Steps:
     tokens, 10.1 for 72 (1129T053128, 1129T053631); alone, without HTTP, they take up to 9% less. Prompts alone as in
     ``splitserve bench engine`` (1123T155513): 11 to 12 ms for 512 tokens, 48 for 2,048, 97 for 4,096, 211 for 8,192.
 
-    Prompts beside outputs weren't measured. They add what they add on an H100, which has the same multiprocessors, and
-    0.6 ms: then two mixed workers miss the objectives at the rates at which they did there.
+    Prompts beside outputs weren't measured alone. They add what they add on an H100, which has the same
+    multiprocessors, and 0.6 ms, which is fitted: with it two mixed workers miss the objectives at the rates of those
+    two runs.
     """
 
     def seconds(self, work: StepWork) -> float:

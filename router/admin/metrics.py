@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
+from math import nan
 from typing import TypeAlias
 
 import msgspec
@@ -92,19 +93,23 @@ class RouterMetrics:
             "Requests that wait for their turn, since the workers are full",
             registry=registry,
         )
+        self._add_modes(registry)
+        self._add_histograms(registry)
+        self.prompt_tokens = _counter(registry, "prompt_tokens", "Prompt tokens of placed requests")
+        self.output_tokens = _counter(registry, "output_tokens", "Output tokens received and delivered in order")
+        self._add_failures(registry)
+
+    def _add_modes(self, registry: CollectorRegistry) -> None:
         self.serving_is_aggregated = Gauge(
             "splitserve_serving_is_aggregated", "1 while `cost` lets all workers do both phases", registry=registry
         )
         self.held_requests_per_second = Gauge(
             "splitserve_held_requests_per_second",
-            "Requests per second within the objectives, by serving mode, as `cost` predicts; 0: not known",
+            "Requests per second that the cluster holds within the objectives, by serving mode, as `cost` predicts; "
+            "NaN: not known",
             ("mode",),
             registry=registry,
         )
-        self._add_histograms(registry)
-        self.prompt_tokens = _counter(registry, "prompt_tokens", "Prompt tokens of placed requests")
-        self.output_tokens = _counter(registry, "output_tokens", "Output tokens received and delivered in order")
-        self._add_failures(registry)
 
     def _add_failures(self, registry: CollectorRegistry) -> None:
         self.objectives = Counter(
@@ -185,11 +190,11 @@ class RouterMetrics:
         self.requests_waiting.set_function(num_waiting)
         self.requests_queued.set_function(num_queued)
 
-    def watch_mode(self, is_aggregated: Callable[[], bool], held: Callable[[], Held]) -> None:
+    def watch_mode(self, is_aggregated: Callable[[], bool], held: Callable[[], Held | None]) -> None:
         self.serving_is_aggregated.set_function(is_aggregated)
         rates = self.held_requests_per_second
-        rates.labels("disaggregated").set_function(lambda: held().disaggregated)
-        rates.labels("aggregated").set_function(lambda: held().aggregated)
+        rates.labels("disaggregated").set_function(lambda: nan if (now := held()) is None else now.disaggregated)
+        rates.labels("aggregated").set_function(lambda: nan if (now := held()) is None else now.aggregated)
 
     def count_http(self, path: str, status: int) -> None:
         """Count an HTTP request by endpoint and status."""

@@ -72,8 +72,8 @@ class Placer:
         return self._mode.is_aggregated
 
     @property
-    def held(self) -> Held:
-        """Return the rates that the modes hold, as of the last review."""
+    def held(self) -> Held | None:
+        """Return the rates that the modes hold, as of the last review; None: not known."""
         return self._mode.held
 
     def place(self, shape: RequestShape, now: float, prompt: PromptHashes | None = None) -> Placement:

@@ -20,6 +20,7 @@ from splitserve.protocol.messages.membership import WorkerInfo
 from splitserve.protocol.messages.requests import LocalRequest, StepTokens, TokenDelta
 from splitserve.protocol.request import FinishReason, Party, Role, SamplingParams
 from splitserve.router.links.membership import Membership
+from splitserve.router.links.worker_record import WorkerRecord
 from splitserve.router.placement.prefix_view import PrefixView
 from splitserve.router.requests.active_request import ActiveRequest, RequestContext
 from splitserve.router.requests.core import RouterCore
@@ -172,6 +173,16 @@ def test_waits_are_predicted_without_a_bias_where_queues_are_short() -> None:
             predicted += full.requests[name].predicted_ttft_seconds or 0.0
             found += wait
     assert 0.8 < predicted / found < 1.1, "what is left of the request that runs isn't known: here half of it"
+
+
+def test_prompts_that_the_worker_has_count_in_the_prediction(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(WorkerRecord, "queue_seconds", lambda _record, _now: 1.5)
+    full = FullWorker()
+    full.submit("waits")  # the worker has room, but too many prompts
+    assert not full.begun and full.requests["waits"].predicted_ttft_seconds == pytest.approx(1.5, abs=0.01)
+    monkeypatch.setattr(WorkerRecord, "queue_seconds", lambda _record, _now: 3.0)
+    full.submit("hopeless")
+    assert "hopeless" in full.refused
 
 
 def test_the_queue_lets_go_of_cancelled_late_and_last_requests() -> None:

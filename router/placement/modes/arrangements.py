@@ -4,8 +4,8 @@ A prefill worker that also decodes computes all its prompts in chunks. So reques
 to one make things worse before they get better, and a policy that compares routes of single requests doesn't move them.
 Here the arrangements are compared as a whole, by the rate that each holds within the objectives in a steady state:
 prompts and outputs have mean lengths, and outputs end as fast as requests come. Gaps are judged two standard deviations
-above the mean number of sequences, TTFT by the slow waits for prefill. Where prompts are computed beside outputs, these
-waits are of times with many of them: one standard deviation above the mean.
+above the mean number of sequences, TTFT by the slow waits for prefill. Where prompts are computed beside outputs, the
+wait is computed with a number of sequences one standard deviation above its mean.
 
 Workers of one phase hardly run steps that do both. Their time is put together from what prefill workers know of prompts
 and decode workers of outputs.
@@ -25,7 +25,8 @@ from splitserve.router.requests.objectives import Objectives
 DEVIATIONS = 2.0
 """Standard deviations above the mean number of sequences, at which gaps are judged."""
 WAIT_DEVIATIONS = 1.0
-"""Likewise, at which the wait for a worker that does both phases is judged: its chunks are smaller then."""
+"""Standard deviations above the mean number of sequences, at which the wait for a worker that does both phases is
+judged: with more sequences its chunks are smaller, and a prompt takes longer."""
 SLOW = 0.01
 """Share of the waits that may be longer than the slow ones."""
 MOST_BUSY = 0.95

@@ -26,19 +26,19 @@ log = logging.getLogger(__name__)
 
 
 class Held(NamedTuple):
-    """Requests per second that workers hold within the objectives, as predicted; 0.0: not known."""
+    """Requests per second that the cluster holds within the objectives, as predicted; 0.0: none."""
 
-    disaggregated: float = 0.0
-    aggregated: float = 0.0
+    disaggregated: float
+    aggregated: float
 
 
 class ServingMode:
     """Decides on the mode from time to time, by what both hold at the sizes of recent requests. ``held``: as of the
-    last review."""
+    last review; None: not known."""
 
     def __init__(self, objectives: Objectives) -> None:
         self.is_aggregated = False
-        self.held = Held()
+        self.held: Held | None = None
         self._objectives = objectives
         self._has_objectives = min(objectives.ttft_seconds, objectives.tpot_seconds) > 0.0
         self._review_at = 0.0
@@ -56,14 +56,14 @@ class ServingMode:
         prefill, decode = of_role(workers, Role.PREFILL), of_role(workers, Role.DECODE)
         comparable = are_alike and prefill and decode and len(prefill) + len(decode) == len(workers)
         if not comparable or sizes.num_prompts < MIN_PROMPTS or not (_is_known(prefill) and _is_known(decode)):
-            self.held = Held()
+            self.held = None
             self._set(False, "their steps are not known, or can't be compared")
             return
         found = Arrangements(Pool.of(prefill), Pool.of(decode), Sizes.of(sizes), self._objectives)
         self.held = Held(found.disaggregated(), found.aggregated())
         (split, whole), rate = self.held, routers * sizes.rate(now)
         gain, load = (LOSS, LOW_LOAD) if self.is_aggregated else (GAIN, HIGH_LOAD)
-        pays = whole >= gain * split and rate >= load * split
+        pays = whole > 0.0 and whole >= gain * split and rate >= load * split
         self._set(pays, f"{rate:.3g} requests/s come; aggregated {whole:.3g} can be held, disaggregated {split:.3g}")
 
     def _set(self, is_aggregated: bool, why: str) -> None:

@@ -62,9 +62,7 @@ class Gate:
         if self.is_open or (not len(self.queue) and self._has_room(request, placement, now)):
             self._start(request, placement, now)
             return None
-        # When it begins, the worker still has prompts before it.
-        ahead = min(AHEAD_SECONDS, self._queue_seconds(placement, now))
-        wait = self.queue.predicted_wait(request, now) + ahead
+        wait = self.queue.predicted_wait(request, now) + self._queue_seconds(placement, now)
         request.predicted_ttft_seconds = now - request.arrived_at + wait + self._compute_seconds(request, placement)
         objective = request.context.request_class.ttft_ms / 1e3
         if objective and request.predicted_ttft_seconds > MISSED_OBJECTIVES * objective:
