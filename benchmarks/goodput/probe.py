@@ -6,6 +6,7 @@ import random
 import signal
 import threading
 import time
+import uuid
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -86,7 +87,7 @@ class ProbeResult(msgspec.Struct, kw_only=True):
     num_kills: int = 0
     stages: dict[str, dict[str, float]] = {}  # stages of TTFT: mean and p99
     slowest: list[dict[str, Any]] = []  # timelines, as of `splitserve trace`
-    routes: dict[str, int] = {}  # of the last 1,024 requests, judged or not: "disaggregated prefill-0 decode-0"
+    routes: dict[str, int] = {}  # of its last 1,024 requests, judged or not: "disaggregated prefill-0 decode-0"
     step_models: dict[str, StepModel] = {}  # by worker, after the load; none: they could not be read
     simulated: dict[
         str, float | None
@@ -132,14 +133,15 @@ class Prober:
             _warm_up(endpoint, self.setup, prompts)
             workload = self.setup.source.at(rate, self.setup.num_requests_at(rate), seed)
             kills = stack.enter_context(_kills(cluster, self.setup.kill_seconds, seed))
-            records = run_in_processes(endpoint, workload, prompts, self.setup.num_client_processes, f"g{seed}-")
+            prefix = f"g{uuid.uuid4().hex[:12]}-"  # a cluster may have had other probes
+            records = run_in_processes(endpoint, workload, prompts, self.setup.num_client_processes, prefix)
             result = result_of(arm_name, rate, seed, workload, records)
             result.num_kills = len(kills)
-            traces = traces_of(url, self.setup.api_key, f"g{seed}-")
+            traces = traces_of(url, self.setup.api_key, prefix)
             result.stages, result.slowest = _stages(traces), _slowest(traces)
             result.routes = Counter(_route(trace.summary) for trace in traces)
             with contextlib.suppress(SplitserveError):  # the endpoint isn't Splitserve's
-                workers = report_of(url, self.setup.api_key).workers
+                workers = report_of(url.removesuffix("/v1"), self.setup.api_key).workers
                 result.step_models = {worker.info.party.engine_id: worker.step_model for worker in workers}
             return result
 

@@ -192,9 +192,9 @@ class RouterMetrics:
 
     def watch_mode(self, is_aggregated: Callable[[], bool], held: Callable[[], Held | None]) -> None:
         self.serving_is_aggregated.set_function(is_aggregated)
-        rates = self.held_requests_per_second
-        rates.labels("disaggregated").set_function(lambda: nan if (now := held()) is None else now.disaggregated)
-        rates.labels("aggregated").set_function(lambda: nan if (now := held()) is None else now.aggregated)
+        gauge = self.held_requests_per_second
+        gauge.labels("disaggregated").set_function(lambda: nan if (rates := held()) is None else rates.disaggregated)
+        gauge.labels("aggregated").set_function(lambda: nan if (rates := held()) is None else rates.aggregated)
 
     def count_http(self, path: str, status: int) -> None:
         """Count an HTTP request by endpoint and status."""

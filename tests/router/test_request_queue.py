@@ -153,7 +153,7 @@ def test_hopeless_requests_are_refused_with_the_time_to_wait() -> None:
     assert not {"patient", "other"} & full.refused.keys(), "a later deadline, and a tenant with a share of its own"
 
 
-def test_waits_are_predicted_without_a_bias_where_queues_are_short() -> None:
+def test_waits_in_short_queues_are_predicted() -> None:
     seconds, chance = 0.05, random.Random(3)  # of each request, on the one worker
     full = FullWorker()
     free_at, number, due = full.now, 0, []  # due: when those that run will end

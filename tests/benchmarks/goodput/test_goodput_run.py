@@ -40,7 +40,8 @@ def test_each_arm_was_measured_twice(folder: Path) -> None:
         assert probe["figures"]["completed"] == 8 and len(probe["slowest"]) == 8
     stages = probes[1]["stages"]
     assert "grant_wait" in stages and sum(stage["mean"] for stage in stages.values()) > 0
-    assert sum(probes[1]["routes"].values()) >= len(probes[1]["ttft_ms"]) and len(probes[1]["step_models"]) == 2
+    assert all(sum(probe["routes"].values()) == 8 for probe in probes), "those of other probes are not among them"
+    assert len(probes[1]["step_models"]) == 2
 
 
 def test_twins_propose_first_rates_and_stand_beside_each_probe(folder: Path) -> None:
