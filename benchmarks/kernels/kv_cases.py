@@ -16,19 +16,23 @@ from splitserve.models.step_costs import attended_pairs
 MAX_SEQUENCES = 256  # rows of a step that are sampled
 _MIN_PROMPT = 512
 _PROMPT_LAYERS = 4
+_LONGER = 32  # contexts that one is as long as
 _MEMORY_SHARE = 0.25  # share of a device's free memory, for KV
 
 
 def attentions(target: Target, rows: int) -> Iterator[Case]:
     if rows <= MAX_SEQUENCES:
         yield from _attention(target, "decode", [(1, target.context)] * rows)
+    if 1 < rows <= MAX_SEQUENCES:
+        lengths = [(1, target.context * (_LONGER if row == 0 else 1)) for row in range(rows)]
+        yield from _attention(target, f"decode, one {_LONGER} times as long", lengths)
     if rows >= _MIN_PROMPT or target.device.type == "cpu":
         yield from _attention(target, "prompt", [(rows, rows)])
 
 
 def _attention(target: Target, name: str, lengths: Sequence[tuple[int, int]]) -> Iterator[Case]:
-    """Yield a case of attention. ``lengths``: (query tokens, context) of each sequence, all equal. Calls take the
-    layers in turn."""
+    """Yield a case of attention. ``lengths``: (query tokens, context) of each sequence. Calls take the layers in
+    turn."""
     config, device = target.config, target.device
     batch = shuffled_batch(lengths, target.block_size)
     num_blocks = sum(len(table) for table in batch.block_tables)
@@ -51,8 +55,9 @@ def _attention(target: Target, name: str, lengths: Sequence[tuple[int, int]]) ->
     seen, pairs = sum(context for _, context in lengths), sum(attended_pairs(*length) for length in lengths)
     num_bytes = 2 * seen * config.num_kv_heads * config.head_dim * target.dtype.itemsize + 2 * query.nbytes
     flops = 4 * config.num_heads * config.head_dim * pairs
-    label = f"{name}, context {lengths[0][1]}"
-    yield Case("make_attention", label, rows, num_bytes, flops, make_calls, can_be_captured=name == "decode")
+    label = f"{name}, context {lengths[-1][1]}"
+    is_decode = max(query_len for query_len, _ in lengths) == 1
+    yield Case("make_attention", label, rows, num_bytes, flops, make_calls, can_be_captured=is_decode)
 
 
 def attention_calls(

@@ -15,24 +15,26 @@ import triton.language as tl
 from torch import Tensor
 
 from splitserve.kernels.api import AttentionPlan, AttentionShape, PagedBatch
-from splitserve.kernels.paged import flat_tables, num_leading_decodes
+from splitserve.kernels.paged import Int32Array, flat_tables, num_leading_decodes
 from splitserve.kernels.triton.chunks import run_chunks, soft_capped
 from splitserve.kernels.triton.launch import overlapped, prefetch, wait
 from splitserve.kernels.triton.plans import (
+    ITEM_NUMBERS,
     ChunkPart,
     DecodePart,
-    DecodePartials,
     TritonDecodePlan,
     TritonMixedPlan,
     TritonPlan,
     chunk_arrays,
     chunk_workspace,
+    decode_items,
+    decode_workspace,
 )
 from splitserve.kernels.triton.sampling import to_device
-from splitserve.kernels.tuning.decode_launch import decode_launch
+from splitserve.kernels.tuning.decode_launch import DecodeLaunch
 
 _MIN_DOT = 16  # least number of rows of a matrix instruction
-JOINED_AT_ONCE = tl.constexpr(8192)  # elements of parts that are in registers together
+_JOINED_PER_WARP = 4096  # elements of parts that are in registers together
 
 
 class TritonPagedAttention:
@@ -51,40 +53,32 @@ class TritonPagedAttention:
     def plan(self, batch: PagedBatch) -> TritonPlan:
         num_decodes = num_leading_decodes(batch)
         tables = flat_tables(batch, self._shape.block_size)
-        indptr, indices, context_lens = (
-            to_device(torch.from_numpy(array), self._shape.device)
-            for array in (tables.indptr, tables.indices, tables.context_lens)
-        )
+        indptr, indices = self._on_device(tables.indptr, tables.indices)
         decode = chunks = None
         if num_decodes:
-            decode = DecodePart(num_decodes, indptr, indices, context_lens, *self._partials(num_decodes))
+            workspace = decode_workspace(self._shape, num_decodes)
+            (items,) = self._on_device(decode_items(tables, num_decodes, 1, workspace.launch, self._shape.window))
+            decode = DecodePart(indices, items, workspace)
         if num_decodes < len(batch.query_lens):
             arrays = chunk_arrays(batch, num_decodes, self._chunk_workspace.programs_per_head)
-            items, joins = (to_device(torch.from_numpy(array), self._shape.device) for array in arrays)
+            items, joins = self._on_device(*arrays)
             chunks = ChunkPart(indptr[num_decodes:], indices, items, joins, self._chunk_workspace)
         return TritonPlan(decode, chunks)
 
     def make_decode_plan(self, batch_size: int, max_blocks: int) -> TritonDecodePlan:
         """See :class:`splitserve.kernels.api.PagedAttention`."""
-        return TritonDecodePlan(self._shape, batch_size, max_blocks, self._partials(batch_size))
+        return TritonDecodePlan(self._shape, batch_size, max_blocks)
 
     def make_mixed_plan(
         self, num_decodes: int, num_chunk_tokens: int, num_chunks: int, max_blocks: int
     ) -> TritonMixedPlan:
         """See :class:`splitserve.kernels.api.PagedAttention`."""
-        partials = self._partials(num_decodes) if num_decodes else None
         return TritonMixedPlan(
-            self._shape, num_decodes, num_chunk_tokens, num_chunks, max_blocks, partials, self._chunk_workspace
+            self._shape, num_decodes, num_chunk_tokens, num_chunks, max_blocks, self._chunk_workspace
         )
 
-    def _partials(self, num_sequences: int) -> DecodePartials:
-        shape = self._shape
-        launch = decode_launch(shape, num_sequences)
-        sizes = (num_sequences, shape.num_heads, launch.num_parts)
-        partial = torch.empty((*sizes, shape.head_dim), dtype=torch.float32, device=shape.device)
-        lse = torch.empty(sizes, dtype=torch.float32, device=shape.device)
-        tickets = torch.zeros((num_sequences, shape.num_kv_heads), dtype=torch.int32, device=shape.device)
-        return launch, partial, lse, tickets
+    def _on_device(self, *arrays: Int32Array) -> list[Tensor]:
+        return [to_device(torch.from_numpy(array), self._shape.device) for array in arrays]
 
     # ---- once per layer ----
 
@@ -104,40 +98,48 @@ class TritonPagedAttention:
         return out
 
     def _run_decode(self, query: Tensor, kv_layer: Tensor, out: Tensor, part: DecodePart, sinks: Tensor | None) -> None:
-        shape = self._shape
-        launch, num_parts = part.launch, part.launch.num_parts
+        shape, workspace = self._shape, part.workspace
+        launch = workspace.launch
         group = shape.num_heads // shape.num_kv_heads
-        _decode_kernel[(part.num_sequences, shape.num_kv_heads, num_parts)](
+        group_padded, dim = triton.next_power_of_2(group), triton.next_power_of_2(shape.head_dim)
+        _decode_kernel[(shape.num_kv_heads, workspace.num_items)](
             query,
             kv_layer,
-            part.indptr,
             part.indices,
-            part.context_lens,
+            part.items,
             query if sinks is None else sinks,
-            part.partial,
-            part.partial_lse,
-            part.tickets,
+            workspace.partial,
+            workspace.partial_lse,
+            workspace.tickets,
             out,
             self._scale * math.log2(math.e),
+            ITEM_NUMBERS=ITEM_NUMBERS,
             BLOCK_STRIDE=kv_layer.stride(0),
             GROUP=group,
-            GROUP_PADDED=triton.next_power_of_2(group),
-            ROWS=max(_MIN_DOT, triton.next_power_of_2(group)),
+            GROUP_PADDED=group_padded,
+            ROWS=max(_MIN_DOT, group_padded),
             KV_HEADS=shape.num_kv_heads,
             BLOCK_SIZE=shape.block_size,
             HEAD_DIM=shape.head_dim,
             WINDOW=shape.window or 0,
             SOFT_CAP=(shape.soft_cap or 0.0) * math.log2(math.e),
             SINKS=sinks is not None,
-            DIM=triton.next_power_of_2(shape.head_dim),
+            DIM=dim,
             TILE=launch.tile,
-            PARTS=num_parts,
-            PARTS_PADDED=triton.next_power_of_2(num_parts),
+            AT_ONCE=_parts_at_once(launch, group_padded * dim),
             PRECISION="ieee" if shape.dtype == torch.float32 else "tf32",
             num_warps=launch.num_warps,
             num_stages=launch.num_stages,
             **self._overlapped,
         )
+
+
+def _parts_at_once(launch: DecodeLaunch, num_elements: int) -> int:
+    """Return the parts of so many elements that a program joins at once: as many as fit, but few where contexts are
+    hardly ever split, since then they would only take registers."""
+    return min(
+        max(1, launch.num_warps * _JOINED_PER_WARP // num_elements), triton.next_power_of_2(4 * launch.num_parts)
+    )
 
 
 def unsupported_reason(shape: AttentionShape) -> str | None:
@@ -154,15 +156,15 @@ def unsupported_reason(shape: AttentionShape) -> str | None:
 def _decode_kernel(
     query_ptr,
     kv_ptr,
-    indptr_ptr,
     indices_ptr,
-    context_ptr,
+    items_ptr,
     sinks_ptr,
     partial_ptr,
     lse_ptr,
     tickets_ptr,
     out_ptr,
     scale_log2,
+    ITEM_NUMBERS: tl.constexpr,
     BLOCK_STRIDE: tl.constexpr,
     GROUP: tl.constexpr,
     GROUP_PADDED: tl.constexpr,
@@ -175,33 +177,31 @@ def _decode_kernel(
     SINKS: tl.constexpr,
     DIM: tl.constexpr,
     TILE: tl.constexpr,
-    PARTS: tl.constexpr,
-    PARTS_PADDED: tl.constexpr,
+    AT_ONCE: tl.constexpr,
     PRECISION: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ):
-    sequence = tl.program_id(0)
-    kv_head = tl.program_id(1)
-    part = tl.program_id(2)
-    context = tl.load(context_ptr + sequence)
-    table = indices_ptr + tl.load(indptr_ptr + sequence)
-    begin = 0
-    if WINDOW:  # whole tiles, so that every part's first tile has a token of the window
-        begin = tl.maximum(context - WINDOW, 0) // TILE * TILE
-    size = _part_size(context - begin, PARTS, TILE)
-    first = begin + part * size
-    last = tl.minimum(first + size, context)
+    kv_head = tl.program_id(0)
+    item = tl.program_id(1)
+    at = items_ptr + item * ITEM_NUMBERS
+    sequence = tl.load(at)
+    table = indices_ptr + tl.load(at + 1)
+    first = tl.load(at + 2) * TILE
+    last = tl.load(at + 3)
+    first_item = tl.load(at + 4)
+    num_parts = tl.load(at + 5)
+    num_rows = tl.load(at + 7)
     inner = tl.arange(0, TILE)
     head_offset = kv_head * (2 * BLOCK_SIZE * HEAD_DIM)
+    if first >= last:  # nothing waits for such a program: others of its kernel wait for the previous one
+        return
     if OVERLAPPED:  # all but the newest token's keys and values are there already
-        token_ahead = tl.minimum(first + inner, context - 1)
+        token_ahead = tl.minimum(first + inner, last - 1)
         block_ahead = tl.load(table + token_ahead // BLOCK_SIZE).to(tl.int64)
         keys_ahead = kv_ptr + block_ahead * BLOCK_STRIDE + head_offset + (token_ahead % BLOCK_SIZE) * HEAD_DIM
         prefetch(keys_ahead, 0, HEAD_DIM, DIM)
         prefetch(keys_ahead + BLOCK_SIZE * HEAD_DIM, 0, HEAD_DIM, DIM)
     wait(OVERLAPPED)
-    if first >= last:
-        return
 
     row = tl.arange(0, ROWS)
     column = tl.arange(0, DIM)
@@ -216,8 +216,10 @@ def _decode_kernel(
     mixed = tl.zeros((ROWS, DIM), tl.float32)
     if SINKS:
         sink = tl.load(sinks_ptr + kv_head * GROUP + row, mask=is_head, other=0.0) * 1.4426950408889634
-        top = tl.where(part == 0, sink, top)  # as if a token without a value had come before all others
-        total = tl.where(part == 0, 1.0, total)
+        top = tl.where(item == first_item, sink, top)  # as if a token without a value had come before all others
+        total = tl.where(item == first_item, 1.0, total)
+    if WINDOW:
+        oldest = tl.load(at + 6) - WINDOW
     for tile in tl.range(first, last, TILE):
         token = tile + inner
         is_token = token < last
@@ -236,7 +238,7 @@ def _decode_kernel(
             scores = soft_capped(scores, SOFT_CAP)
         scores = tl.where(is_token[None, :], scores, float("-inf"))
         if WINDOW:
-            scores = tl.where((token >= context - WINDOW)[None, :], scores, float("-inf"))
+            scores = tl.where((token >= oldest)[None, :], scores, float("-inf"))
         new_top = tl.maximum(top, tl.max(scores, 1))
         weights = tl.exp2(scores - new_top[:, None])
         shrink = tl.exp2(top - new_top)
@@ -245,30 +247,28 @@ def _decode_kernel(
         mixed = tl.dot(weights.to(values.dtype), values, mixed, input_precision=PRECISION)
         top = new_top
     result = mixed / total[:, None]
-    if PARTS == 1:
+    if num_parts == 1:
         target = out_ptr + head[:, None] * HEAD_DIM + column[None, :]
-        tl.store(target, result.to(out_ptr.dtype.element_ty), mask=is_head[:, None] & is_column[None, :])
+        for _ in range(num_rows):
+            tl.store(target, result.to(out_ptr.dtype.element_ty), mask=is_head[:, None] & is_column[None, :])
+            target += KV_HEADS * GROUP * HEAD_DIM
     else:
-        target = partial_ptr + (head[:, None] * PARTS + part) * HEAD_DIM + column[None, :]
-        tl.store(target, result, mask=is_head[:, None] & is_column[None, :])
-        tl.store(lse_ptr + head * PARTS + part, top + tl.log2(total), mask=is_head)
+        slot = item.to(tl.int64) * (KV_HEADS * GROUP) + kv_head * GROUP + row
+        tl.store(
+            partial_ptr + slot[:, None] * HEAD_DIM + column[None, :], result, mask=is_head[:, None] & is_column[None, :]
+        )
+        tl.store(lse_ptr + slot, top + tl.log2(total), mask=is_head)
         tl.debug_barrier()  # every thread's share of the part is stored before the ticket is taken
         ticket = tickets_ptr + sequence * KV_HEADS + kv_head
-        num_parts = tl.cdiv(context - begin, size)  # those that aren't empty
         if tl.atomic_add(ticket, 1, sem="acq_rel") == num_parts - 1:
             tl.debug_barrier()
+            first_slot = first_item.to(tl.int64) * (KV_HEADS * GROUP) + kv_head * GROUP
             first_head = sequence.to(tl.int64) * (KV_HEADS * GROUP) + kv_head * GROUP
             _join_parts(
-                partial_ptr, lse_ptr, out_ptr, first_head, num_parts, GROUP, GROUP_PADDED, HEAD_DIM, DIM, PARTS,
-                PARTS_PADDED,
+                partial_ptr + first_slot * HEAD_DIM, lse_ptr + first_slot, out_ptr + first_head * HEAD_DIM, num_parts,
+                num_rows, GROUP, GROUP_PADDED, KV_HEADS, HEAD_DIM, DIM, AT_ONCE,
             )  # fmt: skip
             tl.store(ticket, 0)
-
-
-@triton.jit
-def _part_size(context, PARTS: tl.constexpr, TILE: tl.constexpr):
-    """Return the number of tokens of each part; the last parts may be empty, and then write nothing."""
-    return tl.cdiv(tl.cdiv(context, PARTS), TILE) * TILE
 
 
 @triton.jit
@@ -276,35 +276,38 @@ def _join_parts(
     partial_ptr,
     lse_ptr,
     out_ptr,
-    first_head,
     num_parts,
+    num_rows,
     GROUP: tl.constexpr,
     GROUP_PADDED: tl.constexpr,
+    KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     DIM: tl.constexpr,
-    PARTS: tl.constexpr,
-    PARTS_PADDED: tl.constexpr,
+    AT_ONCE: tl.constexpr,  # parts whose loads are in flight together
 ):
-    """Fill the heads of a group together, from their first ``num_parts`` parts. Padding repeats the last head."""
-    row, every, column = tl.arange(0, GROUP_PADDED), tl.arange(0, PARTS_PADDED), tl.arange(0, DIM)
-    head = first_head + tl.minimum(row, GROUP - 1)
-    lse_at = (lse_ptr + head * PARTS)[:, None]
-    is_part = (every < num_parts)[None, :]
-    all_lse = tl.load(lse_at + every[None, :], mask=is_part, other=float("-inf"), cache_modifier=".cg")
-    top = tl.max(all_lse, 1)
-    whole = tl.sum(tl.exp2(all_lse - top[:, None]), 1)
-    partial_at = (partial_ptr + head * (PARTS * HEAD_DIM))[:, None, None] + column[None, None, :]
+    """Fill the heads of a group together, from their parts in order. Padding repeats the last head."""
+    row, column = tl.arange(0, GROUP_PADDED), tl.arange(0, DIM)
+    head = tl.minimum(row, GROUP - 1)
+    top = tl.full((GROUP_PADDED,), float("-inf"), tl.float32)
+    whole = tl.zeros((GROUP_PADDED,), tl.float32)
     out = tl.zeros((GROUP_PADDED, DIM), tl.float32)
-    # Loads of several parts are in flight at once
-    AT_ONCE: tl.constexpr = min(PARTS_PADDED, max(1, JOINED_AT_ONCE // (GROUP_PADDED * DIM)))
     for first in range(0, num_parts, AT_ONCE):
         part = first + tl.arange(0, AT_ONCE)
         there = (part < num_parts)[None, :]
-        lse = tl.load(lse_at + part[None, :], mask=there, other=float("-inf"), cache_modifier=".cg")
-        weight = tl.exp2(lse - top[:, None]) / whole[:, None]
+        slot = part[None, :] * (KV_HEADS * GROUP) + head[:, None]
+        lse = tl.load(lse_ptr + slot, mask=there, other=float("-inf"), cache_modifier=".cg")
         within = there[:, :, None] & (column < HEAD_DIM)[None, None, :]
-        partial = tl.load(partial_at + part[None, :, None] * HEAD_DIM, mask=within, other=0.0, cache_modifier=".cg")
-        out += tl.sum(partial * weight[:, :, None], 1)
+        partial_at = partial_ptr + slot[:, :, None] * HEAD_DIM + column[None, None, :]
+        partial = tl.load(partial_at, mask=within, other=0.0, cache_modifier=".cg")
+        new_top = tl.maximum(top, tl.max(lse, 1))
+        weight = tl.exp2(lse - new_top[:, None])
+        shrink = tl.exp2(top - new_top)
+        whole = whole * shrink + tl.sum(weight, 1)
+        out = out * shrink[:, None] + tl.sum(partial * weight[:, :, None], 1)
+        top = new_top
     mask = (row < GROUP)[:, None] & (column < HEAD_DIM)[None, :]
-    out_at = out_ptr + head[:, None] * HEAD_DIM + column[None, :]
-    tl.store(out_at, out.to(out_ptr.dtype.element_ty), mask=mask)
+    target = out_ptr + row[:, None] * HEAD_DIM + column[None, :]
+    joined = (out / whole[:, None]).to(out_ptr.dtype.element_ty)
+    for _ in range(num_rows):
+        tl.store(target, joined, mask=mask)
+        target += KV_HEADS * GROUP * HEAD_DIM

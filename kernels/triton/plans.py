@@ -9,30 +9,37 @@ import torch
 from torch import Tensor
 
 from splitserve.kernels.api import AttentionShape, PagedBatch
-from splitserve.kernels.paged import Int32Array, flat_tables
-from splitserve.kernels.tuning.decode_launch import MAX_PARTS, PROGRAMS_PER_DEVICE, DecodeLaunch
+from splitserve.kernels.paged import FlatTables, Int32Array, flat_tables
+from splitserve.kernels.tuning.decode_launch import MAX_PARTS, PROGRAMS_PER_DEVICE, DecodeLaunch, decode_launch
 
 QUERY_TILE = 64
 CONTEXT_TILE = 64
+ITEM_NUMBERS = 8  # of an item of decode_items
 _ALIGNED = 32  # in int32 numbers: each array begins a cache line
 UNSPLIT_TILES = 8  # tiles of context: splitting so few costs more than it saves
 
 
 @dataclass(frozen=True, slots=True)
-class DecodePart:
-    """The sequences of one query token each: device arrays as in :class:`FlatTables`, and buffers for the parts."""
+class DecodeWorkspace:
+    """Buffers for parts of contexts that are to be joined, for S sequences of one query token each."""
 
-    num_sequences: int
-    indptr: Tensor
-    indices: Tensor
-    context_lens: Tensor
     launch: DecodeLaunch
-    partial: Tensor  # float32 [S, H, parts, D]
-    partial_lse: Tensor  # float32 [S, H, parts]
+    partial: Tensor  # float32 [N, H, D], a slot for each item
+    partial_lse: Tensor  # float32 [N, H]: logarithms to base 2
     tickets: Tensor  # int32 [S, G]: parts that have arrived, 0 between launches
 
+    @property
+    def num_items(self) -> int:
+        return self.partial.shape[0]
 
-DecodePartials = tuple[DecodeLaunch, Tensor, Tensor, Tensor]  # the last four of a DecodePart
+
+@dataclass(frozen=True, slots=True)
+class DecodePart:
+    """The sequences of one query token each, in the form of :func:`decode_items`."""
+
+    indices: Tensor  # int32: blocks of all sequences
+    items: Tensor  # int32 [N, 8]
+    workspace: DecodeWorkspace
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,18 +95,20 @@ class FixedArrays:
 class TritonDecodePlan:
     """A plan whose tensors keep their addresses, for CUDA graphs. Implements ``kernels.api.DecodePlan``."""
 
-    def __init__(self, shape: AttentionShape, batch_size: int, max_blocks: int, partials: DecodePartials) -> None:
-        self._block_size = shape.block_size
-        self._numbers = FixedArrays((batch_size + 1, batch_size, batch_size * max_blocks), shape.device)
-        indptr, context_lens, indices = self._numbers.arrays
-        self._part = DecodePart(batch_size, indptr, indices, context_lens, *partials)
-        self.fixed = TritonPlan(self._part, None)
+    def __init__(self, shape: AttentionShape, batch_size: int, max_blocks: int) -> None:
+        self._shape, self._batch_size, self._max_indices = shape, batch_size, batch_size * max_blocks
+        self._workspace = decode_workspace(shape, batch_size)
+        self._numbers = FixedArrays((ITEM_NUMBERS * self._workspace.num_items, self._max_indices), shape.device)
+        items, indices = self._numbers.arrays
+        self.fixed = TritonPlan(DecodePart(indices, items.view(-1, ITEM_NUMBERS), self._workspace), None)
 
     def update(self, batch: PagedBatch) -> None:
         """See :class:`splitserve.kernels.api.DecodePlan`."""
-        part, tables = self._part, flat_tables(batch, self._block_size)
-        assert len(tables.context_lens) == part.num_sequences and len(tables.indices) <= part.indices.shape[0]
-        self._numbers.fill((tables.indptr, tables.context_lens, tables.indices))
+        tables = flat_tables(batch, self._shape.block_size)
+        assert len(tables.context_lens) == self._batch_size and len(tables.indices) <= self._max_indices
+        alike = num_alike(batch, self._batch_size)
+        items = decode_items(tables, self._batch_size, alike, self._workspace.launch, self._shape.window)
+        self._numbers.fill((items.ravel(), tables.indices))
 
 
 class TritonMixedPlan:
@@ -112,19 +121,20 @@ class TritonMixedPlan:
         num_chunk_tokens: int,
         num_chunks: int,
         max_blocks: int,
-        partials: DecodePartials | None,
         workspace: ChunkWorkspace,
     ) -> None:
-        self._block_size = shape.block_size
+        self._shape = shape
         num_sequences = num_decodes + num_chunks
         num_tiles = num_chunk_tokens // QUERY_TILE + num_chunks
         splits = max_blocks * shape.block_size > UNSPLIT_TILES * CONTEXT_TILE
         self._num_programs = workspace.programs_per_head if splits else 1
         num_items, num_joins = num_tiles + self._num_programs - 1, min(num_tiles, self._num_programs - 1)
-        sizes = (num_sequences + 1, num_sequences, 7 * num_items, 1 + 4 * num_joins, num_sequences * max_blocks)
+        self._workspace = decode_workspace(shape, num_decodes)
+        num_numbers = ITEM_NUMBERS * self._workspace.num_items
+        sizes = (num_sequences + 1, num_numbers, 7 * num_items, 1 + 4 * num_joins, num_sequences * max_blocks)
         self._numbers = FixedArrays(sizes, shape.device)
-        indptr, context_lens, items, joins, indices = self._numbers.arrays
-        decode = DecodePart(num_decodes, indptr, indices, context_lens, *partials) if partials else None
+        indptr, decode_numbers, items, joins, indices = self._numbers.arrays
+        decode = DecodePart(indices, decode_numbers.view(-1, ITEM_NUMBERS), self._workspace) if num_decodes else None
         chunks = ChunkPart(indptr[num_decodes:], indices, items.view(7, num_items), joins, workspace)
         self.fixed = TritonPlan(decode, chunks)
         self._num_decodes, self._num_chunks = num_decodes, num_chunks
@@ -133,10 +143,70 @@ class TritonMixedPlan:
     def update(self, batch: PagedBatch) -> None:
         """See :class:`splitserve.kernels.api.DecodePlan`."""
         assert len(batch.query_lens) <= self._num_decodes + self._num_chunks
-        tables = flat_tables(batch, self._block_size)
+        tables = flat_tables(batch, self._shape.block_size)
+        alike = num_alike(batch, self._num_decodes)
+        decodes = decode_items(tables, self._num_decodes, alike, self._workspace.launch, self._shape.window)
         items, joins = chunk_arrays(batch, self._num_decodes, self._num_programs, self._num_items, self._num_joins)
         assert items.shape[1] == self._num_items and joins.shape[0] == 1 + 4 * self._num_joins, "too many chunk tokens"
-        self._numbers.fill((tables.indptr, tables.context_lens, items.ravel(), joins, tables.indices))
+        self._numbers.fill((tables.indptr, decodes.ravel(), items.ravel(), joins, tables.indices))
+
+
+def decode_workspace(shape: AttentionShape, num_sequences: int) -> DecodeWorkspace:
+    """Allocate buffers for so many sequences of one query token each."""
+    launch = decode_launch(shape, max(1, num_sequences))
+    sizes = (num_decode_items(num_sequences, launch.num_parts), shape.num_heads)
+    partial = torch.empty((*sizes, shape.head_dim), dtype=torch.float32, device=shape.device)
+    lse = torch.empty(sizes, dtype=torch.float32, device=shape.device)
+    tickets = torch.zeros((num_sequences, shape.num_kv_heads), dtype=torch.int32, device=shape.device)
+    return DecodeWorkspace(launch, partial, lse, tickets)
+
+
+def num_decode_items(num_sequences: int, num_parts: int) -> int:
+    """Return the most items of :func:`decode_items`."""
+    return num_sequences * (num_parts + 1)
+
+
+def decode_items(
+    tables: FlatTables, num_sequences: int, num_alike: int, launch: DecodeLaunch, window: int | None
+) -> Int32Array:
+    """Divide the contexts of the first ``num_sequences`` sequences, of one query token each, into items of about the
+    same size; return int32 [N, ITEM_NUMBERS], padded with zeros to :func:`num_decode_items`.
+
+    With P = ``launch.num_parts`` an item has about 1 / P of the mean context, and never as much as 2 / P, so that
+    nothing waits for a long context among short ones. The last ``num_alike`` sequences are one, whose result goes to
+    all of their rows.
+
+    A sequence has at most ``MAX_PARTS`` items, one after the other, and long items come first. The numbers of an item:
+    its sequence, the sequence's first block in ``tables.indices``, the item's first tile and the end of its tokens, the
+    sequence's first item and number of items, its context, and the rows that its result goes to.
+    """
+    items = np.zeros((num_decode_items(num_sequences, launch.num_parts), ITEM_NUMBERS), dtype=np.int32)
+    if not num_sequences:
+        return items
+    contexts = tables.context_lens[: num_sequences - num_alike + 1]
+    begins = np.maximum(contexts - (window or contexts), 0) // launch.tile  # of tiles with a token to attend to
+    num_tiles = -(-contexts // launch.tile) - begins
+    share = max(1.0, num_tiles.sum() / (num_sequences * launch.num_parts))
+    num_parts = np.clip(np.floor(num_tiles / share + 0.5), 1, MAX_PARTS).astype(np.int64)
+    sizes = np.maximum(-(-num_tiles // num_parts), 1)
+    num_parts = -(-num_tiles // sizes)  # those that aren't empty
+    order = np.argsort(-sizes, kind="stable")  # the longest items start first
+    first_items = np.zeros_like(num_parts)
+    first_items[order[1:]] = np.cumsum(num_parts[order])[:-1]
+    sequence = np.repeat(order, num_parts[order])
+    first = begins[sequence] + (np.arange(len(sequence)) - first_items[sequence]) * sizes[sequence]
+    end = np.minimum((first + sizes[sequence]) * launch.tile, contexts[sequence])
+    rows = np.where(sequence == len(contexts) - 1, num_alike, 1)
+    of_sequence = (tables.indptr[:-1][: len(contexts)], first_items, num_parts, contexts)
+    first_block, first_item, parts, context = (numbers[sequence] for numbers in of_sequence)
+    items[: len(sequence)].T[:] = sequence, first_block, first, end, first_item, parts, context, rows
+    return items
+
+
+def num_alike(batch: PagedBatch, num_sequences: int) -> int:
+    """Return how many of the first sequences are the last of these: padding rows repeat it, with the same table."""
+    tables = batch.block_tables[:num_sequences]
+    return next((count for count, table in enumerate(reversed(tables)) if table is not tables[-1]), num_sequences)
 
 
 def chunk_workspace(shape: AttentionShape) -> ChunkWorkspace:

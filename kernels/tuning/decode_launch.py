@@ -1,5 +1,6 @@
 """Launch parameters of Triton's decode attention by batch size: tuned (``splitserve tune``), else a safe default."""
 
+import math
 from dataclasses import dataclass
 
 from splitserve.kernels.api import AttentionShape
@@ -8,6 +9,8 @@ from splitserve.kernels.tuning.parameters import shape_key, tuned
 OPERATION = "attention_decode"
 MAX_PARTS = 64
 PROGRAMS_PER_DEVICE = 528  # 4 for each of an H100's 132 multiprocessors
+_PARTS_OF_MANY = range(1, 5)
+_PART_COST = 0.05  # of the time of one part, for each further one
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,9 +25,17 @@ class DecodeLaunch:
 
 def decode_launch(shape: AttentionShape, batch_size: int) -> DecodeLaunch:
     """Return the parameters for a plan of ``batch_size`` sequences; a plan uses the same ones for all its contexts."""
-    num_parts = PROGRAMS_PER_DEVICE // (batch_size * shape.num_kv_heads)
-    default = DecodeLaunch(max(1, min(MAX_PARTS, num_parts)))
+    default = DecodeLaunch(_num_parts(batch_size * shape.num_kv_heads))
     return tuned(default, OPERATION, decode_key(shape), batch_size)
+
+
+def _num_parts(num_programs: int) -> int:
+    """Return the parts of ``num_programs`` equal contexts such that their programs fill the device a whole number of
+    times, nearly: more parts for that, though each costs something."""
+    if num_programs < PROGRAMS_PER_DEVICE:
+        return min(MAX_PARTS, PROGRAMS_PER_DEVICE // num_programs)
+    times = num_programs / PROGRAMS_PER_DEVICE
+    return min(_PARTS_OF_MANY, key=lambda count: math.ceil(times * count) / (times * count) + _PART_COST * count)
 
 
 def decode_key(shape: AttentionShape) -> str:

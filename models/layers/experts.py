@@ -27,6 +27,7 @@ class Router(Layer):
     def __init__(self, name: str, config: ModelConfig, spec: ExpertsSpec, *, correction: str) -> None:
         count = spec.router.num_experts
         self.spec = spec.router
+        self._has_shared = bool(spec.shared_size)
         self._weight = Weight(f"{name}.weight", (count, config.hidden_size), Role.ROUTER)
         self._declared_bias = Weight(f"{name}.bias", (count,), Role.BIAS)
         self._declared_correction = Weight(correction, (count,), Role.CORRECTION_BIAS)
@@ -46,7 +47,8 @@ class Router(Layer):
         correction = source.vector((self._declared_correction,)) if self.spec.correction_bias else None
         if self.spec.wide_logits:
             weight = weight.float()
-        self._router = source.kernels.pack_router(RouterWeights(self.spec, weight, bias, correction))
+        weights = RouterWeights(self.spec, weight, bias, correction, self._has_shared)
+        self._router = source.kernels.pack_router(weights)
 
     def __call__(self, x: Normed) -> "tuple[Tensor, Tensor, Tensor]":
         """Return the normalised rows [T, hidden], each one's experts int32 [T, k] and their factors float32 [T, k]."""

@@ -251,16 +251,16 @@ def test_decode_parts_are_joined_alike_by_whoever_is_last() -> None:
     with tuning.forced("attention_decode", {"num_parts": 6}):
         plan = backend.make_decode_plan(4, 30)
     decode = plan.fixed.decode
-    assert decode is not None and decode.launch.num_parts == 6
+    assert decode is not None and decode.workspace.launch.num_parts == 6
     for contexts in ((400, 384, 100, 1), (1, 65, 64, 385)):
         query, layer, batch = paged_case(shape, [(1, context) for context in contexts])
         plan.update(batch)
         first = backend.run(query, layer, plan)
         assert_close(first, oracle.run(query, layer, oracle.plan(batch)))
         for _ in range(100 if DEVICE.type == "cuda" else 1):
-            decode.partial.fill_(math.nan)
+            decode.workspace.partial.fill_(math.nan)
             assert torch.equal(backend.run(query, layer, plan), first)
-            assert not decode.tickets.any()
+            assert not decode.workspace.tickets.any()
 
 
 def test_gathered_tokens() -> None:

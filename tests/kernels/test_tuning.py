@@ -194,7 +194,7 @@ def attention_shape() -> AttentionShape:
 def test_decode_launch(on_test_device: Path) -> None:
     shape = attention_shape()
     assert decode_key(shape) == "bfloat16 heads=32 kv_heads=8 head_dim=128 block_size=64"
-    assert [decode_launch(shape, size).num_parts for size in (1, 8, 64, 1000)] == [64, 8, 1, 1]
+    assert [decode_launch(shape, size).num_parts for size in (1, 8, 64, 72, 96, 1000)] == [64, 8, 1, 4, 2, 1]
     entries = [entry(8, num_parts=3, tile=32), entry(16, num_warps=8)]
     tuning.record(on_test_device, DEVICE, "attention_decode", decode_key(shape), entries)
     tuning.forget()

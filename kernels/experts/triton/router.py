@@ -14,7 +14,7 @@ from torch import Tensor
 
 from splitserve.kernels.experts.router import PlainRouter
 from splitserve.kernels.experts.triton.routing import choice_constants, choose
-from splitserve.kernels.triton.launch import overlapped, wait_first
+from splitserve.kernels.triton.launch import overlapped, wait, wait_first
 from splitserve.kernels.triton.operations import normalised
 
 MAX_PROGRAMS = 4096  # of rows times experts: with more, each weight is read too often
@@ -50,6 +50,7 @@ class TritonRouter(PlainRouter):
             factors,
             source.stride(0),
             eps,
+            STARTS_NEXT=own.has_shared and num_rows == 1,
             NORMALISES=normed is None,
             HAS_LOGITS_BIAS=own.bias is not None,
             IS_WIDE=spec.wide_logits,
@@ -83,6 +84,7 @@ def _router_kernel(
     factors_ptr,
     x_stride,
     eps,
+    STARTS_NEXT: tl.constexpr,  # before this kernel waits: the next one has weights to load until the choice is made
     NORMALISES: tl.constexpr,
     HAS_LOGITS_BIAS: tl.constexpr,
     IS_WIDE: tl.constexpr,
@@ -107,7 +109,10 @@ def _router_kernel(
     columns = tl.arange(0, BLOCK)
     inside = columns < HIDDEN
     weight = tl.load(weight_ptr + expert * HIDDEN + columns, mask=inside, other=0.0)
-    wait_first(OVERLAPPED)
+    if STARTS_NEXT:
+        wait(OVERLAPPED)
+    else:
+        wait_first(OVERLAPPED)
     x = tl.load(x_ptr + row * x_stride + columns, mask=inside, other=0.0)
     if NORMALISES:
         x = normalised(x, tl.load(norm_ptr + columns, mask=inside, other=0.0), eps, HIDDEN)

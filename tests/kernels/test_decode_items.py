@@ -1,0 +1,91 @@
+"""Decode attention divides contexts of any lengths into items of about the same size, and joins them again."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from attention_cases import paged_case, plain_attention
+from splitserve.kernels.api import AttentionShape, PagedBatch
+from splitserve.kernels.paged import flat_tables
+from splitserve.kernels.triton.attention import TritonPagedAttention
+from splitserve.kernels.triton.plans import decode_items, num_alike, num_decode_items
+from splitserve.kernels.tuning import parameters as tuning
+from splitserve.kernels.tuning.decode_launch import MAX_PARTS, DecodeLaunch
+
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.on_gpu]
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+TILE = 16
+BLOCK_SIZE = 16
+
+
+def batch_of(contexts: list[int], *, repeats: int = 0) -> PagedBatch:
+    """Return a batch whose last sequence is repeated, as padding rows repeat it."""
+    tables = [list(range(-(-context // BLOCK_SIZE))) for context in contexts]
+    contexts, tables = contexts + contexts[-1:] * repeats, tables + tables[-1:] * repeats
+    return PagedBatch([1] * len(contexts), contexts, tables)
+
+
+@given(
+    contexts=st.lists(st.integers(1, 300) | st.integers(1, 5000), min_size=1, max_size=20),
+    repeats=st.integers(0, 5),
+    num_parts=st.sampled_from([1, 2, 3, 8, MAX_PARTS]),
+    window=st.none() | st.integers(1, 400),
+)
+def test_items_cover_each_context_once(contexts: list[int], repeats: int, num_parts: int, window: int | None) -> None:
+    batch = batch_of(contexts, repeats=repeats)
+    size, tables = len(batch.query_lens), flat_tables(batch, BLOCK_SIZE)
+    assert num_alike(batch, size) == repeats + 1
+    items = decode_items(tables, size, repeats + 1, DecodeLaunch(num_parts, TILE), window)
+    assert len(items) == num_decode_items(size, num_parts)
+    used = [[int(number) for number in item] for item in items if item[3]]
+    assert not items[len(used) :].any()
+    begins = [max(0, context - window) // TILE if window else 0 for context in contexts]
+    lengths = [-(-(end - first * TILE) // TILE) for _, _, first, end, *_ in used]  # in tiles
+    share = max(1.0, sum(lengths) / (size * num_parts))
+    for sequence, (context, begin) in enumerate(zip(contexts, begins, strict=True)):
+        own = [at for at, item in enumerate(used) if item[0] == sequence]
+        assert own == list(range(own[0], own[-1] + 1))
+        assert used[own[0]][2] == begin and used[own[-1]][3] == context
+        assert all(used[at][3] == used[at + 1][2] * TILE for at in own[:-1])
+        rows = repeats + 1 if sequence == len(contexts) - 1 else 1
+        for at in own:
+            assert used[at][1] == tables.indptr[sequence] and used[at][4:] == [own[0], len(own), context, rows]
+            assert lengths[at] < 2 * share or len(own) >= MAX_PARTS // 2  # 33 to 64 parts, in whole tiles
+    first_lengths = [lengths[at] for at, item in enumerate(used) if item[4] == at]
+    assert first_lengths == sorted(first_lengths, reverse=True)
+
+
+@pytest.mark.parametrize(("window", "has_sinks"), [(None, False), (100, True)])
+@pytest.mark.parametrize("num_parts", [1, 3])
+def test_a_long_context_among_short_ones(num_parts: int, window: int | None, has_sinks: bool) -> None:
+    """The long one has more parts than are joined at once."""
+    shape = AttentionShape(6, 2, 24, BLOCK_SIZE, 2, torch.float32, DEVICE, window=window, has_sinks=has_sinks)
+    lengths = [(1, 3), (1, 40), (1, 900), *[(1, 17)] * (25 if num_parts == 1 else 8)]
+    sinks = torch.linspace(-2.0, 2.0, 6, device=DEVICE) if has_sinks else None
+    query, kv_layer, batch = paged_case(shape, lengths)
+    with tuning.forced("attention_decode", {"num_parts": num_parts, "tile": TILE}):
+        attention = TritonPagedAttention(shape)
+        plan = attention.make_decode_plan(len(lengths), 60)
+    plan.update(batch)
+    out = attention.run(query, kv_layer, plan, sinks)
+    expected = plain_attention(query.cpu(), kv_layer.cpu(), batch, None if sinks is None else sinks.cpu(), window)
+    torch.testing.assert_close(out.double().cpu(), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("last", [30, 400])
+def test_padding_rows_get_the_result_of_the_sequence_that_they_repeat(last: int) -> None:
+    shape = AttentionShape(4, 2, 16, BLOCK_SIZE, 2, torch.float32, DEVICE)
+    query, kv_layer, batch = paged_case(shape, [(1, 20), (1, 90), (1, last)])
+    query = torch.cat((query, query[-1:], query[-1:]))
+    tables = [*batch.block_tables, batch.block_tables[-1], batch.block_tables[-1]]
+    padded = PagedBatch([1] * 5, [*batch.context_lens, last, last], tables)
+    with tuning.forced("attention_decode", {"num_parts": 2, "tile": TILE}):
+        attention = TritonPagedAttention(shape)
+        plan = attention.make_decode_plan(5, 26)
+    plan.update(padded)
+    out = attention.run(query, kv_layer, plan)
+    expected = plain_attention(query.cpu(), kv_layer.cpu(), padded, None)
+    torch.testing.assert_close(out.double().cpu(), expected, rtol=1e-4, atol=1e-5)
+    assert torch.equal(out[2], out[3]) and torch.equal(out[2], out[4])
