@@ -108,7 +108,8 @@ class DecodePlan(AttentionPlan, Protocol):
 
     def update(self, batch: PagedBatch) -> None:
         """Fill the plan for ``batch``, which begins with exactly as many sequences of one query token, in the order of
-        the current stream."""
+        the current stream. If the last of these have one table (the same object) and one context, they are one
+        sequence that is repeated, with one query: a backend may compute it once."""
         ...
 
 

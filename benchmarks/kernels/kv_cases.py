@@ -16,7 +16,7 @@ from splitserve.models.step_costs import attended_pairs
 MAX_SEQUENCES = 256  # rows of a step that are sampled
 _MIN_PROMPT = 512
 _PROMPT_LAYERS = 4
-_LONGER = 32  # contexts that one is as long as
+_LONGER = 32  # length of the one long context, in multiples of the others
 _MEMORY_SHARE = 0.25  # share of a device's free memory, for KV
 
 

@@ -2,13 +2,21 @@
 step more than a millisecond, and the step is padded to the size of a CUDA graph."""
 
 from bisect import bisect_left
+from collections.abc import Sequence
 
 from splitserve.protocol.placement.step_model import StepWork
 
-BESIDE_TOKENS = (0, 80, 160, 240, 320, 448, 576)
+H100_BESIDE_TOKENS = (0, 80, 160, 240, 320, 448, 576)
 """Prompt tokens in a step that decodes: those of CUDA graphs, and none."""
-BESIDE_SECONDS = (0.0, 1.4e-3, 2.3e-3, 3.5e-3, 5.4e-3, 7.9e-3, 10.2e-3)
+H100_BESIDE_SECONDS = (0.0, 1.4e-3, 2.3e-3, 3.5e-3, 5.4e-3, 7.9e-3, 10.2e-3)
 """Seconds that they add to a decode step of 16, 32 or 64 sequences, from position 1,152 of a prompt."""
+H200_BESIDE_TOKENS = (0, 80, 160, 240, 320, 448)
+H200_BESIDE_SECONDS = (0.0, 1.5e-3, 3.6e-3, 5.0e-3, 6.6e-3, 9.3e-3)
+"""The same of 32 to 64 sequences."""
+H200_SEQUENCES = (1, 8, 16, 32, 48, 64, 80, 96)
+H200_DECODE_SECONDS = (3.89e-3, 4.24e-3, 4.26e-3, 4.38e-3, 4.47e-3, 4.35e-3, 5.07e-3, 5.00e-3, 5.00e-3)
+"""Seconds of a decode step of up to so many sequences, and of more, beyond those for its context: products of more
+than 64 rows take other kernels."""
 
 
 class H100Steps:
@@ -28,18 +36,18 @@ class H100Steps:
             return max(6e-3, 3.5e-3 + 20.5e-6 * num_tokens + 1.6e-9 * num_pairs)
         seconds = 5.4e-3 + 4.66e-8 * context
         if num_tokens:
-            seconds += _beside(num_tokens) + 1.6e-9 * max(0.0, num_pairs - 1152 * num_tokens)
+            seconds += _padded(H100_BESIDE_TOKENS, H100_BESIDE_SECONDS, num_tokens)
+            seconds += 1.6e-9 * max(0.0, num_pairs - 1152 * num_tokens)
         return seconds
 
 
 class H200Steps:
-    """Steps of the same model on an H200 as they took while requests were served: 8.0 ms for 49 sequences of 2,304
-    tokens, 10.1 for 72 (1129T053128, 1129T053631); alone, without HTTP, they take up to 9% less. Prompts alone as in
-    ``splitserve bench engine`` (1123T155513): 11 to 12 ms for 512 tokens, 48 for 2,048, 97 for 4,096, 211 for 8,192.
+    """Steps of the same model on an H200, likewise (1129T091727; 8 sequences are from 1129T091535, and parts of prompts
+    of 240 tokens or more from 1129T081902, of another H200). Prompts alone are from 1123T155513: 11 to 12 ms for 512
+    tokens, 48 for 2,048, 97 for 4,096, 211 for 8,192.
 
-    Prompts beside outputs weren't measured alone. They add what they add on an H100, which has the same
-    multiprocessors, and 0.6 ms, which is fitted: with it two mixed workers miss the objectives at the rates of those
-    two runs.
+    Decode steps of 2,304 tokens of context take 4.0 ms for one sequence, 8.9 for 64, 10.7 for 80 and 14.0 for 128;
+    served ones can take up to 9% longer.
     """
 
     def seconds(self, work: StepWork) -> float:
@@ -47,14 +55,14 @@ class H200Steps:
         num_decodes, context, num_tokens, num_pairs = work
         if not num_decodes:
             return max(5e-3, 0.8e-3 + 22.6e-6 * num_tokens + 6e-10 * num_pairs)
-        seconds = 4.2e-3 + 1.1e-5 * num_decodes + 3e-8 * context
+        seconds = H200_DECODE_SECONDS[bisect_left(H200_SEQUENCES, num_decodes)] + 3.05e-8 * context
         if num_tokens:
-            seconds += 0.6e-3 + _beside(num_tokens) + 6e-10 * max(0.0, num_pairs - 1152 * num_tokens)
+            seconds += _padded(H200_BESIDE_TOKENS, H200_BESIDE_SECONDS, num_tokens)
+            seconds += 6e-10 * max(0.0, num_pairs - 1152 * num_tokens)
         return seconds
 
 
-def _beside(num_tokens: float) -> float:
-    at = bisect_left(BESIDE_TOKENS, num_tokens)
-    if at < len(BESIDE_TOKENS):
-        return BESIDE_SECONDS[at]
-    return BESIDE_SECONDS[-1] + 20.5e-6 * (num_tokens - BESIDE_TOKENS[-1])
+def _padded(sizes: Sequence[int], seconds: Sequence[float], number: float) -> float:
+    """Return the seconds of the next larger size; above the largest, 20.5 us more for each one more."""
+    at = bisect_left(sizes, number)
+    return seconds[at] if at < len(sizes) else seconds[-1] + 20.5e-6 * (number - sizes[-1])

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from splitserve.benchmarks.tables.runs import NO_COMMIT, Run
+from splitserve.benchmarks.tables.runs import NO_COMMIT, Run, short
 
 Rows = list[list[str]]
 
@@ -40,9 +40,7 @@ def run_link(run: Run) -> str:
 
 
 def commit(run: Run) -> str:
-    """Return a cell with the run's commit, whose hash is cut to twelve digits, and whether there were changes."""
-    digest, plus, changes = run.commit.partition("+")
-    return digest[:12] + plus + changes or f"**{NO_COMMIT}**"
+    return short(run.commit) or f"**{NO_COMMIT}**"
 
 
 def awake(run: Run) -> str:

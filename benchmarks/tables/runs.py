@@ -114,6 +114,12 @@ def cited(runs: Iterable[Run]) -> str:
     for run in sorted(set(runs), key=lambda run: (not run.commit, run.label)):
         commits.setdefault(run.commit, []).append(run)
     return "; ".join(
-        f"{f'`{commit}`' if commit else f'commit {NO_COMMIT}'}: {', '.join(run.label for run in found)}"
+        f"{f'`{short(commit)}`' if commit else f'commit {NO_COMMIT}'}: {', '.join(run.label for run in found)}"
         for commit, found in commits.items()
     )
+
+
+def short(commit: str) -> str:
+    """Return a commit with its hash cut to twelve digits, and whether there were changes."""
+    digest, plus, changes = commit.partition("+")
+    return digest[:12] + plus + changes

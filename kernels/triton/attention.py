@@ -135,11 +135,10 @@ class TritonPagedAttention:
 
 
 def _parts_at_once(launch: DecodeLaunch, num_elements: int) -> int:
-    """Return the parts of so many elements that a program joins at once: as many as fit, but few where contexts are
-    hardly ever split, since then they would only take registers."""
-    return min(
-        max(1, launch.num_warps * _JOINED_PER_WARP // num_elements), triton.next_power_of_2(4 * launch.num_parts)
-    )
+    """Return the number of parts, of ``num_elements`` each, that a program joins at a time: limited by registers, and
+    to four times the usual number of parts or a little more, since most sequences have no more."""
+    usual: int = triton.next_power_of_2(4 * launch.num_parts)
+    return min(max(1, launch.num_warps * _JOINED_PER_WARP // num_elements), usual)
 
 
 def unsupported_reason(shape: AttentionShape) -> str | None:
@@ -193,7 +192,7 @@ def _decode_kernel(
     num_rows = tl.load(at + 7)
     inner = tl.arange(0, TILE)
     head_offset = kv_head * (2 * BLOCK_SIZE * HEAD_DIM)
-    if first >= last:  # nothing waits for such a program: others of its kernel wait for the previous one
+    if first >= last:  # no item: it writes nothing, and others of its kernel wait for the previous one
         return
     if OVERLAPPED:  # all but the newest token's keys and values are there already
         token_ahead = tl.minimum(first + inner, last - 1)

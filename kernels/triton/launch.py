@@ -4,7 +4,8 @@ With programmatic dependent launch (compute capability 9.0 and later) the next k
 ended, and wait on the device until the previous kernel has completed. A decode step has hundreds of kernels of a few
 microseconds, so the gaps between them matter. Every kernel launched this way must call ``wait`` before it reads what a
 kernel wrote, or writes what one may read: completion is then transitive. It may at once read what was written before
-the first kernel of a step (weights, the plan's numbers, which are copied, not computed).
+the first kernel of a step (weights, the plan's numbers, which are copied, not computed). A program that does neither
+may end without a wait, as long as another one of its kernel waits.
 
 Programs that start early are placed where there is room, so unevenly while the previous kernel holds most of the
 device. That is good for short kernels, and for those that fetch weights before they wait; a long kernel is better

@@ -170,43 +170,48 @@ def decode_items(
     tables: FlatTables, num_sequences: int, num_alike: int, launch: DecodeLaunch, window: int | None
 ) -> Int32Array:
     """Divide the contexts of the first ``num_sequences`` sequences, of one query token each, into items of about the
-    same size; return int32 [N, ITEM_NUMBERS], padded with zeros to :func:`num_decode_items`.
+    same size; return int32 [N, ITEM_NUMBERS], padded with zeros to :func:`num_decode_items`. The last ``num_alike`` of
+    these sequences are the same one: its context is divided once, and its result goes to all of their rows.
 
-    With P = ``launch.num_parts`` an item has about 1 / P of the mean context, and never as much as 2 / P, so that
-    nothing waits for a long context among short ones. The last ``num_alike`` sequences are one, whose result goes to
-    all of their rows.
+    The tokens that sequences attend to, in tiles, are shared out among ``launch.num_parts`` items per sequence: a
+    context has as many items as it has such shares, rounded, at least one and at most ``MAX_PARTS``. So none is as long
+    as two shares, if its context isn't divided into ``MAX_PARTS``, and nothing waits for a long context among short
+    ones. Items of a sequence follow each other; the longest items come first. The numbers of an item:
 
-    A sequence has at most ``MAX_PARTS`` items, one after the other, and long items come first. The numbers of an item:
-    its sequence, the sequence's first block in ``tables.indices``, the item's first tile and the end of its tokens, the
-    sequence's first item and number of items, its context, and the rows that its result goes to.
+    - its sequence, and the sequence's first block in ``tables.indices``
+    - the item's first tile, and the end of its tokens
+    - the sequence's first item, and number of items
+    - the sequence's context, and the number of rows that its result goes to
     """
     items = np.zeros((num_decode_items(num_sequences, launch.num_parts), ITEM_NUMBERS), dtype=np.int32)
     if not num_sequences:
         return items
     contexts = tables.context_lens[: num_sequences - num_alike + 1]
+    assert contexts.min() > 0, "a kernel without items wouldn't wait for the one before"
     begins = np.maximum(contexts - (window or contexts), 0) // launch.tile  # of tiles with a token to attend to
     num_tiles = -(-contexts // launch.tile) - begins
     share = max(1.0, num_tiles.sum() / (num_sequences * launch.num_parts))
     num_parts = np.clip(np.floor(num_tiles / share + 0.5), 1, MAX_PARTS).astype(np.int64)
-    sizes = np.maximum(-(-num_tiles // num_parts), 1)
-    num_parts = -(-num_tiles // sizes)  # those that aren't empty
-    order = np.argsort(-sizes, kind="stable")  # the longest items start first
-    first_items = np.zeros_like(num_parts)
-    first_items[order[1:]] = np.cumsum(num_parts[order])[:-1]
-    sequence = np.repeat(order, num_parts[order])
-    first = begins[sequence] + (np.arange(len(sequence)) - first_items[sequence]) * sizes[sequence]
-    end = np.minimum((first + sizes[sequence]) * launch.tile, contexts[sequence])
-    rows = np.where(sequence == len(contexts) - 1, num_alike, 1)
-    of_sequence = (tables.indptr[:-1][: len(contexts)], first_items, num_parts, contexts)
-    first_block, first_item, parts, context = (numbers[sequence] for numbers in of_sequence)
-    items[: len(sequence)].T[:] = sequence, first_block, first, end, first_item, parts, context, rows
+    order = np.argsort(-num_tiles / num_parts, kind="stable")
+    first_items, rows = np.empty_like(num_parts), np.ones_like(num_parts)
+    first_items[order] = np.cumsum(num_parts[order]) - num_parts[order]
+    rows[-1] = num_alike
+    own = np.repeat(order, num_parts[order])  # each item's sequence
+    part = np.arange(len(own)) - first_items[own]
+    first, after = (begins[own] + num_tiles[own] * cut // num_parts[own] for cut in (part, part + 1))
+    end = np.minimum(after * launch.tile, contexts[own])
+    of_sequence = [numbers[own] for numbers in (first_items, num_parts, contexts, rows)]
+    items[: len(own)].T[:] = own, tables.indptr[own], first, end, *of_sequence
     return items
 
 
 def num_alike(batch: PagedBatch, num_sequences: int) -> int:
-    """Return how many of the first sequences are the last of these: padding rows repeat it, with the same table."""
-    tables = batch.block_tables[:num_sequences]
-    return next((count for count, table in enumerate(reversed(tables)) if table is not tables[-1]), num_sequences)
+    """Return how many of the first ``num_sequences`` sequences, counted from the last of these, are the same as it:
+    they have its very table, and its context. So rows that pad a CUDA graph repeat a sequence."""
+    tables, contexts = batch.block_tables[:num_sequences], batch.context_lens[:num_sequences]
+    pairs = enumerate(zip(reversed(tables), reversed(contexts), strict=True))
+    others = (count for count, (table, context) in pairs if table is not tables[-1] or context != contexts[-1])
+    return next(others, num_sequences)
 
 
 def chunk_workspace(shape: AttentionShape) -> ChunkWorkspace:

@@ -9,15 +9,15 @@ from splitserve.kernels.tuning.parameters import shape_key, tuned
 OPERATION = "attention_decode"
 MAX_PARTS = 64
 PROGRAMS_PER_DEVICE = 528  # 4 for each of an H100's 132 multiprocessors
-_PARTS_OF_MANY = range(1, 5)
-_PART_COST = 0.05  # of the time of one part, for each further one
+_PARTS_OF_MANY = range(1, 5)  # where programs of whole contexts fill the device
+_PART_COST = 0.05  # what each part more costs, as a share of the time in which all programs run without a gap
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeLaunch:
     """Launch parameters of decode attention."""
 
-    num_parts: int  # programs that share a (sequence, key/value head)
+    num_parts: int  # programs that share a key/value head of a sequence whose context is the mean
     tile: int = 64  # tokens of context that a program handles at a time, a power of two
     num_warps: int = 2
     num_stages: int = 3
@@ -30,8 +30,8 @@ def decode_launch(shape: AttentionShape, batch_size: int) -> DecodeLaunch:
 
 
 def _num_parts(num_programs: int) -> int:
-    """Return the parts of ``num_programs`` equal contexts such that their programs fill the device a whole number of
-    times, nearly: more parts for that, though each costs something."""
+    """Return the parts of ``num_programs`` equal contexts: as many as fill the device at most once, where whole
+    contexts leave room for it, else so many that all parts nearly fill it a whole number of times."""
     if num_programs < PROGRAMS_PER_DEVICE:
         return min(MAX_PARTS, PROGRAMS_PER_DEVICE // num_programs)
     times = num_programs / PROGRAMS_PER_DEVICE

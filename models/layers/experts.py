@@ -27,7 +27,7 @@ class Router(Layer):
     def __init__(self, name: str, config: ModelConfig, spec: ExpertsSpec, *, correction: str) -> None:
         count = spec.router.num_experts
         self.spec = spec.router
-        self._has_shared = bool(spec.shared_size)
+        self._has_shared = bool(spec.shared_size) and not spec.shared_gate
         self._weight = Weight(f"{name}.weight", (count, config.hidden_size), Role.ROUTER)
         self._declared_bias = Weight(f"{name}.bias", (count,), Role.BIAS)
         self._declared_correction = Weight(correction, (count,), Role.CORRECTION_BIAS)

@@ -52,15 +52,16 @@ def test_items_cover_each_context_once(contexts: list[int], repeats: int, num_pa
         rows = repeats + 1 if sequence == len(contexts) - 1 else 1
         for at in own:
             assert used[at][1] == tables.indptr[sequence] and used[at][4:] == [own[0], len(own), context, rows]
-            assert lengths[at] < 2 * share or len(own) >= MAX_PARTS // 2  # 33 to 64 parts, in whole tiles
-    first_lengths = [lengths[at] for at, item in enumerate(used) if item[4] == at]
-    assert first_lengths == sorted(first_lengths, reverse=True)
+            assert lengths[at] < 2 * share or len(own) == MAX_PARTS
+        assert max(lengths[at] for at in own) - min(lengths[at] for at in own) <= 1
+    means = [sum(lengths[at : at + item[5]]) / item[5] for at, item in enumerate(used) if item[4] == at]
+    assert means == sorted(means, reverse=True)
 
 
-@pytest.mark.parametrize(("window", "has_sinks"), [(None, False), (100, True)])
+@pytest.mark.parametrize(("window", "has_sinks"), [(None, False), (800, True)])
 @pytest.mark.parametrize("num_parts", [1, 3])
 def test_a_long_context_among_short_ones(num_parts: int, window: int | None, has_sinks: bool) -> None:
-    """The long one has more parts than are joined at once."""
+    """The long one has more parts than are joined at a time."""
     shape = AttentionShape(6, 2, 24, BLOCK_SIZE, 2, torch.float32, DEVICE, window=window, has_sinks=has_sinks)
     lengths = [(1, 3), (1, 40), (1, 900), *[(1, 17)] * (25 if num_parts == 1 else 8)]
     sinks = torch.linspace(-2.0, 2.0, 6, device=DEVICE) if has_sinks else None
@@ -69,6 +70,8 @@ def test_a_long_context_among_short_ones(num_parts: int, window: int | None, has
         attention = TritonPagedAttention(shape)
         plan = attention.make_decode_plan(len(lengths), 60)
     plan.update(batch)
+    decode = plan.fixed.decode
+    assert decode is not None and decode.items[:, 5].max() > {1: 4, 3: 16}[num_parts]
     out = attention.run(query, kv_layer, plan, sinks)
     expected = plain_attention(query.cpu(), kv_layer.cpu(), batch, None if sinks is None else sinks.cpu(), window)
     torch.testing.assert_close(out.double().cpu(), expected, rtol=1e-4, atol=1e-5)
@@ -89,3 +92,34 @@ def test_padding_rows_get_the_result_of_the_sequence_that_they_repeat(last: int)
     expected = plain_attention(query.cpu(), kv_layer.cpu(), padded, None)
     torch.testing.assert_close(out.double().cpu(), expected, rtol=1e-4, atol=1e-5)
     assert torch.equal(out[2], out[3]) and torch.equal(out[2], out[4])
+
+
+@pytest.mark.parametrize(
+    "is_captured", [False, pytest.param(True, marks=pytest.mark.skipif(DEVICE.type == "cpu", reason="CUDA graphs"))]
+)
+def test_padding_rows_of_a_step_with_a_prompt(is_captured: bool) -> None:
+    """They come between the sequences that decode and the prompt."""
+    shape = AttentionShape(4, 2, 16, BLOCK_SIZE, 2, torch.float32, DEVICE, window=50)
+    query, kv_layer, batch = paged_case(shape, [(1, 20), (1, 90), (20, 30)])
+    tables = [batch.block_tables[0], *[batch.block_tables[1]] * 3, batch.block_tables[2]]
+    padded = PagedBatch([1, 1, 1, 1, 20], [20, 90, 90, 90, 30], tables)
+    query = torch.cat((query[:2], query[1:2], query[1:2], query[2:]))
+    attention = TritonPagedAttention(shape)
+    plan = attention.make_mixed_plan(4, 32, 2, 8)
+    plan.update(padded)
+    out = attention.run(query, kv_layer, plan)
+    if is_captured:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = attention.run(query, kv_layer, plan)
+        graph.replay()
+    expected = plain_attention(query.cpu(), kv_layer.cpu(), padded, None, 50)
+    torch.testing.assert_close(out.double().cpu(), expected, rtol=1e-4, atol=1e-5)
+    assert torch.equal(out[1], out[2]) and torch.equal(out[1], out[3])
+
+
+def test_the_same_table_with_another_context_is_another_sequence() -> None:
+    table = [0, 1, 2]
+    assert num_alike(PagedBatch([1] * 3, [40, 40, 40], [table] * 3), 3) == 3
+    assert num_alike(PagedBatch([1] * 3, [40, 39, 40], [table] * 3), 3) == 1
+    assert num_alike(PagedBatch([1] * 3, [40, 40, 40], [table, table, list(table)]), 3) == 1

@@ -70,6 +70,16 @@ def _tickets(device: torch.device) -> Tensor:
     return torch.zeros(MAX_PROGRAMS, dtype=torch.int32, device=device)
 
 
+@triton.jit
+def _wait(STARTS_NEXT: tl.constexpr, OVERLAPPED: tl.constexpr):
+    """Wait for the kernel that makes the rows. The next kernel may start before that if it has weights to load until
+    the choice is made, and else afterwards, when it is placed evenly."""
+    if STARTS_NEXT:
+        wait(OVERLAPPED)
+    else:
+        wait_first(OVERLAPPED)
+
+
 @triton.jit(do_not_specialize=["x_stride"])
 def _router_kernel(
     x_ptr,
@@ -84,7 +94,7 @@ def _router_kernel(
     factors_ptr,
     x_stride,
     eps,
-    STARTS_NEXT: tl.constexpr,  # before this kernel waits: the next one has weights to load until the choice is made
+    STARTS_NEXT: tl.constexpr,
     NORMALISES: tl.constexpr,
     HAS_LOGITS_BIAS: tl.constexpr,
     IS_WIDE: tl.constexpr,
@@ -105,14 +115,10 @@ def _router_kernel(
     OVERLAPPED: tl.constexpr,
 ):
     NUM_EXPERTS: tl.constexpr = GROUPS * GROUP_SIZE
-    expert, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    columns = tl.arange(0, BLOCK)
+    expert, row, columns = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.arange(0, BLOCK)
     inside = columns < HIDDEN
     weight = tl.load(weight_ptr + expert * HIDDEN + columns, mask=inside, other=0.0)
-    if STARTS_NEXT:
-        wait(OVERLAPPED)
-    else:
-        wait_first(OVERLAPPED)
+    _wait(STARTS_NEXT, OVERLAPPED)
     x = tl.load(x_ptr + row * x_stride + columns, mask=inside, other=0.0)
     if NORMALISES:
         x = normalised(x, tl.load(norm_ptr + columns, mask=inside, other=0.0), eps, HIDDEN)
