@@ -21,9 +21,7 @@ class RouterWeights:
     weight: Tensor  # [E, hidden], in float32 if the spec has wide logits, else in the model's dtype
     bias: Tensor | None = None  # [E], of the logits
     correction: Tensor | None = None  # float32 [E], of the scores, for the choice alone
-    has_shared: bool = (
-        False  # the experts that follow are computed with a shared one, which doesn't wait for the choice
-    )
+    has_shared: bool = False  # a shared expert without a gate follows, whose weights don't depend on the choice
 
 
 class Router(Protocol):

@@ -22,13 +22,13 @@ from splitserve.kernels.triton.plans import (
     ITEM_NUMBERS,
     ChunkPart,
     DecodePart,
+    DecodeWorkspaces,
     TritonDecodePlan,
     TritonMixedPlan,
     TritonPlan,
     chunk_arrays,
     chunk_workspace,
     decode_items,
-    decode_workspace,
 )
 from splitserve.kernels.triton.sampling import to_device
 from splitserve.kernels.tuning.decode_launch import DecodeLaunch
@@ -47,6 +47,7 @@ class TritonPagedAttention:
         self._scale = shape.score_scale
         self._overlapped = overlapped(shape.device)
         self._chunk_workspace = chunk_workspace(shape)
+        self._workspaces = DecodeWorkspaces(shape)
 
     # ---- once per step ----
 
@@ -56,7 +57,7 @@ class TritonPagedAttention:
         indptr, indices = self._on_device(tables.indptr, tables.indices)
         decode = chunks = None
         if num_decodes:
-            workspace = decode_workspace(self._shape, num_decodes)
+            workspace = self._workspaces.of(num_decodes)
             (items,) = self._on_device(decode_items(tables, num_decodes, 1, workspace.launch, self._shape.window))
             decode = DecodePart(indices, items, workspace)
         if num_decodes < len(batch.query_lens):
@@ -67,14 +68,15 @@ class TritonPagedAttention:
 
     def make_decode_plan(self, batch_size: int, max_blocks: int) -> TritonDecodePlan:
         """See :class:`splitserve.kernels.api.PagedAttention`."""
-        return TritonDecodePlan(self._shape, batch_size, max_blocks)
+        return TritonDecodePlan(self._shape, batch_size, max_blocks, self._workspaces.of(batch_size))
 
     def make_mixed_plan(
         self, num_decodes: int, num_chunk_tokens: int, num_chunks: int, max_blocks: int
     ) -> TritonMixedPlan:
         """See :class:`splitserve.kernels.api.PagedAttention`."""
+        decodes = self._workspaces.of(num_decodes)
         return TritonMixedPlan(
-            self._shape, num_decodes, num_chunk_tokens, num_chunks, max_blocks, self._chunk_workspace
+            self._shape, num_decodes, num_chunk_tokens, num_chunks, max_blocks, decodes, self._chunk_workspace
         )
 
     def _on_device(self, *arrays: Int32Array) -> list[Tensor]:

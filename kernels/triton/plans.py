@@ -21,7 +21,8 @@ UNSPLIT_TILES = 8  # tiles of context: splitting so few costs more than it saves
 
 @dataclass(frozen=True, slots=True)
 class DecodeWorkspace:
-    """Buffers for parts of contexts that are to be joined, for S sequences of one query token each."""
+    """Buffers for parts of contexts that are to be joined, for S sequences of one query token each; reused by each
+    step."""
 
     launch: DecodeLaunch
     partial: Tensor  # float32 [N, H, D], a slot for each item
@@ -33,12 +34,37 @@ class DecodeWorkspace:
         return self.partial.shape[0]
 
 
+class DecodeWorkspaces:
+    """Workspaces of plans of any sizes, which run one after the other: all have the same memory, which doubles where a
+    plan needs more."""
+
+    def __init__(self, shape: AttentionShape) -> None:
+        self._shape = shape
+        self._partial, self._lse, self._tickets = self._allocated(0, 0)
+
+    def of(self, num_sequences: int) -> DecodeWorkspace:
+        """Return the workspace of a plan of so many sequences."""
+        launch = decode_launch(self._shape, max(1, num_sequences))
+        num_items = num_decode_items(num_sequences, launch.num_parts)
+        most_items, most_sequences = self._partial.shape[0], self._tickets.shape[0]
+        if num_items > most_items or num_sequences > most_sequences:
+            sizes = max(num_items, 2 * most_items), max(num_sequences, 2 * most_sequences)
+            self._partial, self._lse, self._tickets = self._allocated(*sizes)
+        return DecodeWorkspace(launch, self._partial[:num_items], self._lse[:num_items], self._tickets[:num_sequences])
+
+    def _allocated(self, num_items: int, num_sequences: int) -> tuple[Tensor, Tensor, Tensor]:
+        shape, device = self._shape, self._shape.device
+        partial = torch.empty((num_items, shape.num_heads, shape.head_dim), dtype=torch.float32, device=device)
+        lse = torch.empty((num_items, shape.num_heads), dtype=torch.float32, device=device)
+        return partial, lse, torch.zeros((num_sequences, shape.num_kv_heads), dtype=torch.int32, device=device)
+
+
 @dataclass(frozen=True, slots=True)
 class DecodePart:
     """The sequences of one query token each, in the form of :func:`decode_items`."""
 
     indices: Tensor  # int32: blocks of all sequences
-    items: Tensor  # int32 [N, 8]
+    items: Tensor  # int32 [N, ITEM_NUMBERS]
     workspace: DecodeWorkspace
 
 
@@ -95,9 +121,9 @@ class FixedArrays:
 class TritonDecodePlan:
     """A plan whose tensors keep their addresses, for CUDA graphs. Implements ``kernels.api.DecodePlan``."""
 
-    def __init__(self, shape: AttentionShape, batch_size: int, max_blocks: int) -> None:
+    def __init__(self, shape: AttentionShape, batch_size: int, max_blocks: int, workspace: DecodeWorkspace) -> None:
         self._shape, self._batch_size, self._max_indices = shape, batch_size, batch_size * max_blocks
-        self._workspace = decode_workspace(shape, batch_size)
+        self._workspace = workspace
         self._numbers = FixedArrays((ITEM_NUMBERS * self._workspace.num_items, self._max_indices), shape.device)
         items, indices = self._numbers.arrays
         self.fixed = TritonPlan(DecodePart(indices, items.view(-1, ITEM_NUMBERS), self._workspace), None)
@@ -121,20 +147,20 @@ class TritonMixedPlan:
         num_chunk_tokens: int,
         num_chunks: int,
         max_blocks: int,
+        decodes: DecodeWorkspace,
         workspace: ChunkWorkspace,
     ) -> None:
-        self._shape = shape
+        self._shape, self._workspace = shape, decodes
         num_sequences = num_decodes + num_chunks
         num_tiles = num_chunk_tokens // QUERY_TILE + num_chunks
         splits = max_blocks * shape.block_size > UNSPLIT_TILES * CONTEXT_TILE
         self._num_programs = workspace.programs_per_head if splits else 1
         num_items, num_joins = num_tiles + self._num_programs - 1, min(num_tiles, self._num_programs - 1)
-        self._workspace = decode_workspace(shape, num_decodes)
-        num_numbers = ITEM_NUMBERS * self._workspace.num_items
+        num_numbers = ITEM_NUMBERS * decodes.num_items
         sizes = (num_sequences + 1, num_numbers, 7 * num_items, 1 + 4 * num_joins, num_sequences * max_blocks)
         self._numbers = FixedArrays(sizes, shape.device)
         indptr, decode_numbers, items, joins, indices = self._numbers.arrays
-        decode = DecodePart(indices, decode_numbers.view(-1, ITEM_NUMBERS), self._workspace) if num_decodes else None
+        decode = DecodePart(indices, decode_numbers.view(-1, ITEM_NUMBERS), decodes) if num_decodes else None
         chunks = ChunkPart(indptr[num_decodes:], indices, items.view(7, num_items), joins, workspace)
         self.fixed = TritonPlan(decode, chunks)
         self._num_decodes, self._num_chunks = num_decodes, num_chunks
@@ -145,20 +171,10 @@ class TritonMixedPlan:
         assert len(batch.query_lens) <= self._num_decodes + self._num_chunks
         tables = flat_tables(batch, self._shape.block_size)
         alike = num_alike(batch, self._num_decodes)
-        decodes = decode_items(tables, self._num_decodes, alike, self._workspace.launch, self._shape.window)
+        decode = decode_items(tables, self._num_decodes, alike, self._workspace.launch, self._shape.window)
         items, joins = chunk_arrays(batch, self._num_decodes, self._num_programs, self._num_items, self._num_joins)
         assert items.shape[1] == self._num_items and joins.shape[0] == 1 + 4 * self._num_joins, "too many chunk tokens"
-        self._numbers.fill((tables.indptr, decodes.ravel(), items.ravel(), joins, tables.indices))
-
-
-def decode_workspace(shape: AttentionShape, num_sequences: int) -> DecodeWorkspace:
-    """Allocate buffers for so many sequences of one query token each."""
-    launch = decode_launch(shape, max(1, num_sequences))
-    sizes = (num_decode_items(num_sequences, launch.num_parts), shape.num_heads)
-    partial = torch.empty((*sizes, shape.head_dim), dtype=torch.float32, device=shape.device)
-    lse = torch.empty(sizes, dtype=torch.float32, device=shape.device)
-    tickets = torch.zeros((num_sequences, shape.num_kv_heads), dtype=torch.int32, device=shape.device)
-    return DecodeWorkspace(launch, partial, lse, tickets)
+        self._numbers.fill((tables.indptr, decode.ravel(), items.ravel(), joins, tables.indices))
 
 
 def num_decode_items(num_sequences: int, num_parts: int) -> int:

@@ -118,6 +118,26 @@ def test_padding_rows_of_a_step_with_a_prompt(is_captured: bool) -> None:
     assert torch.equal(out[1], out[2]) and torch.equal(out[1], out[3])
 
 
+def test_plans_of_an_attention_share_memory_for_parts() -> None:
+    """The largest comes first, as graphs are captured; each is right after the others."""
+    shape = AttentionShape(4, 2, 16, BLOCK_SIZE, 2, torch.float32, DEVICE)
+    with tuning.forced("attention_decode", {"num_parts": 3, "tile": TILE}):
+        attention = TritonPagedAttention(shape)
+        plans = {size: attention.make_decode_plan(size, 20) for size in (4, 2, 1)}
+    workspaces = [plan.fixed.decode.workspace for plan in plans.values() if plan.fixed.decode is not None]
+    assert (
+        len({each.partial.data_ptr() for each in workspaces})
+        == len({each.tickets.data_ptr() for each in workspaces})
+        == 1
+    )
+    assert [each.num_items for each in workspaces] == [16, 8, 4]
+    for size, plan in [*plans.items(), *reversed(plans.items())]:
+        query, kv_layer, batch = paged_case(shape, [(1, 30), (1, 300), (1, 7), (1, 90)][:size])
+        plan.update(batch)
+        expected = plain_attention(query.cpu(), kv_layer.cpu(), batch)
+        torch.testing.assert_close(attention.run(query, kv_layer, plan).double().cpu(), expected, rtol=1e-4, atol=1e-5)
+
+
 def test_the_same_table_with_another_context_is_another_sequence() -> None:
     table = [0, 1, 2]
     assert num_alike(PagedBatch([1] * 3, [40, 40, 40], [table] * 3), 3) == 3
