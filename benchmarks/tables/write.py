@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from splitserve.benchmarks.common.report import RESULTS_DIRECTORY
-from splitserve.benchmarks.tables import goodputs, placement, simulations, twins
+from splitserve.benchmarks.tables import goodputs, kernels, placement, simulations, twins
 from splitserve.benchmarks.tables import more_sections as results_more
 from splitserve.benchmarks.tables import readme as results_readme
 from splitserve.benchmarks.tables import sections as results_sections
@@ -79,6 +79,7 @@ SECTIONS: Sequence[Callable[[Sequence[Run]], Section]] = (
     results_sections.stages,
     results_sections.steps,
     results_sections.mixed_steps,
+    kernels.decode_attentions,
     results_sections.serving,
     results_more.tensor_parallel,
     results_more.all_reduce,

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from splitserve.benchmarks.kv.handover_ranks import STAGES
+from splitserve.benchmarks.tables import kernels as results_kernels
 from splitserve.benchmarks.tables import more_sections as results_more
 from splitserve.benchmarks.tables import readme as results_readme
 from splitserve.benchmarks.tables import sections as results_sections
@@ -214,6 +215,21 @@ def test_a_mixed_worker_s_start_on_a_gpu_has_a_row_of_starts_with_kernels_built(
     assert second[4:] == ["2", "0.30", "-", "2.00", "10.9", "11.0", "11.2", "11.5", "1.00", "imports 2.0, weights 3.5",
                           "abc1234"]  # fmt: skip
     assert rows[6][2] == "CPU"
+
+
+def test_attention_of_decodes_stands_beside_the_other_backends() -> None:
+    names = ("operation", "case", "rows", "backend", "us", "floor_share")
+    figures = [
+        ("make_attention", "decode, context 1024", 8, "triton", 10.0, 0.5),
+        ("make_attention", "decode, context 1024", 8, "flashinfer", 20.0, 0.25),
+        ("make_attention", "decode, one 32 times as long, context 1024", 8, "triton", 40.0, 0.8),
+        ("make_attention", "prompt, context 1024", 1024, "triton", 1.0, 0.1),
+        ("make_attention", "prompt, context 1024", 1024, "flashinfer", 1.0, 0.1),
+        ("rms_norm", "4096", 8, "triton", 2.0, 0.1),
+    ]
+    kept = run("kernels", figures={"llama-3.1-8b": [dict(zip(names, each, strict=True)) for each in figures]})
+    (row,) = results_kernels.decode_attentions([kept]).rows
+    assert row[1:] == ["llama-3.1-8b", "8", "1024", "10.0", "20.0", "2.00", "50.0%", "abc1234"]
 
 
 def test_simulated_clusters_have_a_row_each() -> None:
