@@ -6,6 +6,7 @@ Reading is strict: unknown and repeated keys are refused, nothing is guessed. Ev
 
 import json
 from collections.abc import Callable
+from inspect import cleandoc
 from typing import Any
 
 import msgspec
@@ -77,8 +78,20 @@ def to_yaml(spec: ClusterSpec) -> str:
 
 def json_schema() -> dict[str, Any]:
     """Return the document's JSON schema, made from the structs."""
-    schema = msgspec.json.schema(ClusterSpec)
+    schema = _with_plain_descriptions(msgspec.json.schema(ClusterSpec))
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "Splitserve cluster", **schema}
+
+
+def _with_plain_descriptions(node: Any) -> Any:
+    """Return a schema whose descriptions have no indentation of docstrings, which msgspec keeps before 0.23."""
+    if isinstance(node, list):
+        return [_with_plain_descriptions(each) for each in node]
+    if not isinstance(node, dict):
+        return node
+    return {
+        name: cleandoc(each) if name == "description" and isinstance(each, str) else _with_plain_descriptions(each)
+        for name, each in node.items()
+    }
 
 
 def schema_text() -> str:
