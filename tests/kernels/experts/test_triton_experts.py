@@ -110,6 +110,9 @@ def test_a_router_is_one_kernel_for_few_rows(name: str, dtype: torch.dtype, monk
         torch.testing.assert_close(actual[0], expected[0], rtol=1e-3, atol=1e-3)
         assert torch.equal(actual[1].sort(-1).values, expected[1].sort(-1).values)
         torch.testing.assert_close(actual[2].sort(-1).values, expected[2].sort(-1).values, rtol=2e-2, atol=1e-3)
+    weights = replace(weights, has_shared=True)  # a single row's router then lets the next kernel start early
+    early = TritonRouter(weights, pack_linear=_unused, rms_norm=_unused, route=_unused)(x[:1], norm, 1e-5)
+    assert torch.equal(early[1].sort(-1).values, expected[1][:1].sort(-1).values)
     monkeypatch.setattr(router, "MAX_PROGRAMS", 0)
     beyond = TritonRouter(weights, pack_linear=partial(PlainLinear, **parts), rms_norm=operations.rms_norm, route=route)
     assert torch.equal(beyond(x, norm, 1e-5)[1].sort(-1).values, expected[1].sort(-1).values)
