@@ -62,29 +62,35 @@ class AttentionShape:
         return first.unsqueeze(1) + heads
 
 
+def slots_of_groups(shapes: Sequence[AttentionShape], block_ids: Tensor, positions: Tensor) -> Tensor:
+    """Return where tokens go in N groups of the cache: int64 [N, T, G]. ``block_ids``: int64 [N, T]; -1 gives a
+    negative slot. ``positions``: int64 [T]."""
+    offsets = positions % shapes[0].block_size
+    return torch.stack([shape.slots(blocks, offsets) for shape, blocks in zip(shapes, block_ids, strict=True)])
+
+
 @dataclass(frozen=True, slots=True)
 class TokenRows:
     """Inputs of a forward pass."""
 
     hidden: Tensor  # [T, hidden]; the forward pass overwrites it
     rotation: tuple[Tensor, Tensor]  # cos and sin [T, D]; see PrepareQkv
-    slots: Tensor  # int64 [T, G], location of keys and values; see AttentionShape.slots
+    slots: Tensor  # int64 [N, T, G], location of keys and values in N groups of the cache; see AttentionShape.slots
     # What some models need besides, made by the model: rotations of other layers by name, factors [T, 1, 1] of queries
     other_rotations: Mapping[str | None, tuple[Tensor, Tensor]] = field(default_factory=dict)
     query_factors: Tensor | None = None
-    other_slots: Sequence[Tensor] = ()  # as ``slots``, for layers in the cache's groups after the first
 
 
 class BeginStep(Protocol):
     def __call__(
-        self, inputs: Tensor, drawn: Tensor, embedding: Tensor, rotations: Tensor, shape: AttentionShape
+        self, inputs: Tensor, drawn: Tensor, embedding: Tensor, rotations: Tensor, shapes: Sequence[AttentionShape]
     ) -> TokenRows:
-        """Compute the inputs of a forward pass.
+        """Compute the inputs of a forward pass over a cache of N groups, which ``shapes`` describe.
 
-        ``inputs`` int64 [4, T]: token ids; positions; blocks to write to (-1: nothing is written for that token, as for
-        rows that fill up a step of a CUDA graph); the index in ``drawn`` of a token that the host doesn't know yet (-1:
-        the token id counts). ``drawn``: int64, any negative id counts as 0; ``embedding``: [vocab, hidden];
-        ``rotations``: [positions, 2 (cos, sin), D].
+        ``inputs`` int64 [3 + N, T]: token ids; positions; the index in ``drawn`` of a token that the host doesn't know
+        yet (-1: the token id counts); the blocks of each group to write to (-1: nothing is written for that token, as
+        for rows that fill up a step of a CUDA graph). ``drawn``: int64, any negative id counts as 0; ``embedding``:
+        [vocab, hidden]; ``rotations``: [positions, 2 (cos, sin), D].
         """
         ...
 

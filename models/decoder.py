@@ -50,7 +50,7 @@ class RunnableModel(Protocol):
         """See :meth:`DecoderModel.tokens`."""
         ...
 
-    def begin_step(self, inputs: Tensor, drawn: Tensor, shape: AttentionShape) -> TokenRows:
+    def begin_step(self, inputs: Tensor, drawn: Tensor, shapes: Sequence[AttentionShape]) -> TokenRows:
         """See :meth:`DecoderModel.begin_step`."""
         ...
 
@@ -96,14 +96,14 @@ class DecoderModel:
         return self._group.shard.rank == 0
 
     def tokens(self, token_ids: Tensor, positions: Tensor, slots: Tensor) -> TokenRows:
-        """Return the rows of ids and positions (int64 [T]) that the host knows; ``slots`` int64 [T, G]."""
+        """Return the rows of ids and positions (int64 [T]) that the host knows; ``slots`` int64 [N, T, G]."""
         hidden = torch.nn.functional.embedding(token_ids, self.decoder.embedding).to(self.dtype)
         return self._completed(TokenRows(hidden, self._rotary(positions), slots), positions)
 
-    def begin_step(self, inputs: Tensor, drawn: Tensor, shape: AttentionShape) -> TokenRows:
+    def begin_step(self, inputs: Tensor, drawn: Tensor, shapes: Sequence[AttentionShape]) -> TokenRows:
         """Return the rows of a step on a GPU: see :class:`splitserve.kernels.api.BeginStep`."""
         assert self._rotary.table is not None
-        rows = self.kernels.begin_step(inputs, drawn, self.decoder.embedding, self._rotary.table, shape)
+        rows = self.kernels.begin_step(inputs, drawn, self.decoder.embedding, self._rotary.table, shapes)
         return self._completed(rows, inputs[1])
 
     def _completed(self, rows: TokenRows, positions: Tensor) -> TokenRows:
@@ -134,7 +134,7 @@ class DecoderModel:
             kernels=self.kernels,
             rotations={"main": batch.tokens.rotation, **batch.tokens.other_rotations},
             query_factors=batch.tokens.query_factors,
-            slots=(batch.tokens.slots, *batch.tokens.other_slots),
+            slots=batch.tokens.slots,
             rows=batch.sample_rows,
             kv_layers=kv_layers,
             attention=attention,

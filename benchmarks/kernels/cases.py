@@ -41,13 +41,13 @@ def _begin_step(target: Target, rows: int) -> Iterator[Case]:
         token_ids, positions = (
             torch.randint(0, end, (rows,), device=device) for end in (config.vocab_size, _POSITIONS)
         )
-        return torch.stack((token_ids, positions, blocks, torch.full_like(blocks, -1)))
+        return torch.stack((token_ids, positions, torch.full_like(blocks, -1), blocks))
 
     inputs = target.copies(num_bytes, make_inputs)
 
     def make_calls(kernels: Kernels) -> list[Call]:
         def call(each: Tensor) -> Tensor:
-            return kernels.begin_step(each, drawn, embedding, rotations, shape).hidden
+            return kernels.begin_step(each, drawn, embedding, rotations, [shape]).hidden
 
         return [partial(call, each) for each in inputs]
 

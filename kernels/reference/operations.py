@@ -3,21 +3,29 @@
 Signatures and shapes are those of :mod:`splitserve.kernels.api`.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from splitserve.kernels.api import AttentionShape, TokenRows
+from splitserve.kernels.api import AttentionShape, TokenRows, slots_of_groups
 from splitserve.kernels.fp8.kv import FP8, LARGEST
 
 
-def begin_step(inputs: Tensor, drawn: Tensor, embedding: Tensor, rotations: Tensor, shape: AttentionShape) -> TokenRows:
+def begin_step(
+    inputs: Tensor, drawn: Tensor, embedding: Tensor, rotations: Tensor, shapes: Sequence[AttentionShape]
+) -> TokenRows:
     """See :class:`splitserve.kernels.api.BeginStep`."""
-    token_ids, positions, blocks, previous = inputs.unbind(0)
-    known = drawn[previous.clamp(min=0)].clamp(min=0)
-    token_ids = torch.where(previous >= 0, known, token_ids)
+    positions = inputs[1]
     cos, sin = rotations[positions].unbind(1)
-    slots = shape.slots(blocks, positions % shape.block_size)
-    return TokenRows(torch.nn.functional.embedding(token_ids, embedding).to(shape.dtype), (cos, sin), slots)
+    hidden = torch.nn.functional.embedding(known_tokens(inputs, drawn), embedding).to(shapes[0].dtype)
+    return TokenRows(hidden, (cos, sin), slots_of_groups(shapes, inputs[3:], positions))
+
+
+def known_tokens(inputs: Tensor, drawn: Tensor) -> Tensor:
+    """Return the token ids [T] of a step; those that the host doesn't know are looked up in ``drawn``."""
+    token_ids, previous = inputs[0], inputs[2]
+    return torch.where(previous >= 0, drawn[previous.clamp(min=0)].clamp(min=0), token_ids)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

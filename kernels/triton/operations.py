@@ -5,6 +5,8 @@ long flat batches) are computed in 64 bits.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -17,14 +19,16 @@ _SILU_BLOCK = 1024
 _HEADS_PER_PROGRAM = 8
 
 
-def begin_step(inputs: Tensor, drawn: Tensor, embedding: Tensor, rotations: Tensor, shape: AttentionShape) -> TokenRows:
+def begin_step(
+    inputs: Tensor, drawn: Tensor, embedding: Tensor, rotations: Tensor, shapes: Sequence[AttentionShape]
+) -> TokenRows:
     """See :class:`splitserve.kernels.api.BeginStep`: one kernel instead of a dozen."""
-    num_tokens, hidden_size = inputs.shape[1], embedding.shape[1]
+    num_tokens, hidden_size, shape = inputs.shape[1], embedding.shape[1], shapes[0]
     device = inputs.device
     assert inputs.is_contiguous() and drawn.is_contiguous() and embedding.is_contiguous() and rotations.is_contiguous()
     hidden = torch.empty((num_tokens, hidden_size), dtype=shape.dtype, device=device)
     rotation = torch.empty((num_tokens, 2, shape.head_dim), dtype=rotations.dtype, device=device)
-    slots = torch.empty((num_tokens, shape.num_kv_heads), dtype=torch.int64, device=device)
+    slots = torch.empty((len(shapes), num_tokens, shape.num_kv_heads), dtype=torch.int64, device=device)
     _begin_step_kernel[(num_tokens,)](
         inputs,
         drawn,
@@ -39,7 +43,7 @@ def begin_step(inputs: Tensor, drawn: Tensor, embedding: Tensor, rotations: Tens
         ROTATION=2 * shape.head_dim,
         ROTATION_BLOCK=triton.next_power_of_2(2 * shape.head_dim),
         BLOCK_SIZE=shape.block_size,
-        BLOCK_ROWS=shape.rows_per_block * shape.block_size,
+        BLOCK_ROWS=tuple(each.rows_per_block * each.block_size for each in shapes),
         KV_HEADS=shape.num_kv_heads,
         KV_HEADS_BLOCK=triton.next_power_of_2(shape.num_kv_heads),
         num_warps=4,
@@ -63,7 +67,7 @@ def _begin_step_kernel(
     ROTATION: tl.constexpr,
     ROTATION_BLOCK: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,  # of each group of the cache
     KV_HEADS: tl.constexpr,
     KV_HEADS_BLOCK: tl.constexpr,
     OVERLAPPED: tl.constexpr,
@@ -72,8 +76,7 @@ def _begin_step_kernel(
     row = tl.program_id(0).to(tl.int64)
     token = tl.load(inputs_ptr + row)
     position = tl.load(inputs_ptr + num_tokens + row)
-    block = tl.load(inputs_ptr + 2 * num_tokens + row)
-    previous = tl.load(inputs_ptr + 3 * num_tokens + row)
+    previous = tl.load(inputs_ptr + 2 * num_tokens + row)
     known = tl.maximum(tl.load(drawn_ptr + tl.maximum(previous, 0)), 0)
     token = tl.where(previous >= 0, known, token)
 
@@ -84,8 +87,10 @@ def _begin_step_kernel(
     rotation = tl.load(rotations_ptr + position * ROTATION + column, mask=column < ROTATION)
     tl.store(rotation_ptr + row * ROTATION + column, rotation, mask=column < ROTATION)
     head = tl.arange(0, KV_HEADS_BLOCK)
-    slot = block * BLOCK_ROWS + position % BLOCK_SIZE + head * (2 * BLOCK_SIZE)
-    tl.store(slots_ptr + row * KV_HEADS + head, slot, mask=head < KV_HEADS)
+    for group in tl.static_range(len(BLOCK_ROWS)):
+        block = tl.load(inputs_ptr + (3 + group) * num_tokens + row)
+        slot = block * BLOCK_ROWS[group] + position % BLOCK_SIZE + head * (2 * BLOCK_SIZE)
+        tl.store(slots_ptr + (group * num_tokens + row) * KV_HEADS + head, slot, mask=head < KV_HEADS)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -65,14 +65,6 @@ class RunnerCache:
         """Return where the chunks' queries and contexts are, in each group: for attention."""
         return [paged_batch(chunks, group, self.block_size) for group in range(self.num_groups)]
 
-    def other_slots(self, block_ids: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
-        """Return the slots of tokens in the groups after the first. ``block_ids``: int64 [groups after the first, T];
-        -1 gives a negative slot."""
-        offsets = positions % self.block_size
-        return tuple(
-            shape.slots(blocks, offsets) for shape, blocks in zip(self.shapes[1:], block_ids.unbind(), strict=True)
-        )
-
     def copy_blocks(self, chunks: Sequence[ScheduledChunk]) -> None:
         """Make the copies of blocks that the chunks need, in the order of the device's other work."""
         for chunk in chunks:

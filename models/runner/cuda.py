@@ -195,11 +195,8 @@ class CudaRunner(ModelRunner):
         return self._forward(batch, self._waiting(gates))
 
     def _forward_batch(self, inputs: Tensor, rows: Tensor | None, plan: LayerPlans | FixedLayerPlans) -> ForwardBatch:
-        """Return the model's inputs. ``inputs`` [4 + N, T] are on the device, as in :class:`DecodeGraph`."""
-        tokens = self.model.begin_step(inputs[:4], self._drawn, self.cache.shapes[0])
-        if self.cache.num_groups > 1:
-            tokens = replace(tokens, other_slots=self.cache.other_slots(inputs[4:], inputs[1]))
-        return ForwardBatch(tokens, rows, plan)
+        """Return the model's inputs. ``inputs`` [3 + N, T] are on the device, as in :class:`DecodeGraph`."""
+        return ForwardBatch(self.model.begin_step(inputs, self._drawn, self.cache.shapes), rows, plan)
 
     # ---- graphs ----
 

@@ -13,7 +13,7 @@ class DecodeGraph:
     """One captured batch size."""
 
     graph: torch.cuda.CUDAGraph
-    inputs: Tensor  # int64 [4 + N, S]: tokens, positions, blocks to write, rows of drawn tokens, N other groups' blocks
+    inputs: Tensor  # int64 [3 + N, S]: tokens, positions, rows of drawn tokens, blocks to write of N groups
     plan: FixedLayerPlans
     logits: Tensor
 
@@ -23,7 +23,7 @@ class MixedGraph:
     """One captured :class:`MixedSize` of S tokens."""
 
     parts: dict[int, torch.cuda.CUDAGraph]  # replayed in this order, by the first layer of each
-    inputs: Tensor  # int64 [(4 + N) * S + R]: those of :class:`DecodeGraph`, then the rows to sample
+    inputs: Tensor  # int64 [(3 + N) * S + R]: those of :class:`DecodeGraph`, then the rows to sample
     plan: FixedLayerPlans
     logits: Tensor  # [R, vocab], shared by all mixed graphs
     least_tokens: int = 1  # steps with fewer prefill tokens are quicker without it

@@ -32,15 +32,15 @@ class StepInputs:
         return 3 + self._cache.num_groups
 
     def flatten(self, chunks: Sequence[ScheduledChunk], out: Int64Array) -> Int64Array:
-        """Fill ``out`` [4 + N, T] as described in :class:`.graphs.DecodeGraph`; return the rows that draw."""
+        """Fill ``out`` [3 + N, T] as described in :class:`.graphs.DecodeGraph`; return the rows that draw."""
         rows, first, block_size = [], 0, self._cache.block_size
         for chunk in chunks:
             end = first + len(chunk.token_ids)
             positions = np.arange(chunk.start, chunk.start + end - first)
             out[0, first:end] = chunk.token_ids
             out[1, first:end] = positions
-            out[2, first:end] = np.asarray(chunk.block_ids)[positions // block_size]
-            out[3, first:end] = self._previous_row(chunk)
+            out[2, first:end] = self._previous_row(chunk)
+            out[3, first:end] = np.asarray(chunk.block_ids)[positions // block_size]
             for row, table in enumerate(chunk.other_tables, 4):
                 out[row, first:end] = np.asarray(table.block_ids)[positions // block_size - table.first_number]
             if chunk.sample is not None:
@@ -56,8 +56,8 @@ class StepInputs:
         numbers = [
             [chunk.token_ids[0] for chunk in padded],
             [chunk.start for chunk in padded],
-            [chunk.block_ids[chunk.start // block_size] for chunk in padded],
             [self._previous_row(chunk) for chunk in padded],
+            [chunk.block_ids[chunk.start // block_size] for chunk in padded],
         ]
         groups = range(1, self._cache.num_groups)
         numbers += [[chunk.table(group).block_ids[-1] for chunk in padded] for group in groups]
@@ -73,7 +73,7 @@ class StepInputs:
         repeated = [decodes[-1]] * (size.num_decodes - num_decodes) if decodes else []
         padded = [*decodes, *repeated, *longer]
         flat = np.zeros((self.num_rows, sum(size)), dtype=np.int64)
-        flat[2], flat[3], flat[4:] = _NO_BLOCK, _NO_ROW, _NO_BLOCK
+        flat[2], flat[3:] = _NO_ROW, _NO_BLOCK
         rows = self.flatten(padded, flat)
         drawing = np.concatenate((rows[:num_decodes], rows[size.num_decodes :]))
         left_over = inputs.shape[0] - flat.size - len(drawing)

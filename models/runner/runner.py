@@ -5,7 +5,6 @@ later split into launch and wait can build the next step while this one runs.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TypeAlias
 
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor
 
 from splitserve.common.errors import SplitserveError
+from splitserve.kernels.api import slots_of_groups
 from splitserve.models.decoder import ForwardBatch, RunnableModel
 from splitserve.models.layers.step import BeforeLayer
 from splitserve.models.runner.cache import RunnerCache
@@ -133,11 +133,8 @@ class ModelRunner:
         if prompts is not None:
             sample_rows.extend(prompts.rows)
         flat = torch.tensor([token_ids, positions, *slot_blocks]).to(self.model.device)
-        tokens = self.model.tokens(flat[0], flat[1], self.cache.shapes[0].slots(flat[2], flat[1] % size))
-        if self.cache.num_groups > 1:
-            tokens = replace(tokens, other_slots=self.cache.other_slots(flat[3:], flat[1]))
         return ForwardBatch(
-            tokens=tokens,
+            tokens=self.model.tokens(flat[0], flat[1], slots_of_groups(self.cache.shapes, flat[2:], flat[1])),
             sample_rows=torch.tensor(sample_rows, dtype=torch.int64, device=self.model.device),
             attention_plan=self.cache.attention.plan(self.cache.batches(chunks)),
             scored=prompts,

@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from splitserve.kernels.api import AttentionShape, Kernels, TokenRows
+from splitserve.kernels.api import AttentionShape, Kernels, TokenRows, slots_of_groups
+from splitserve.kernels.reference.operations import known_tokens
 from splitserve.kernels.windows import FixedLayerPlans, LayeredAttention, LayerPlans
 from splitserve.models.config import ModelConfig
 from splitserve.models.decoder import ForwardBatch
@@ -53,7 +54,7 @@ class PagedStep:
             0.0,
             self.rows.rotation,
             kv_layer=self.kv_layers[call.layer],
-            slots=(self.rows.slots, *self.rows.other_slots)[group],
+            slots=self.rows.slots[group],
         )
         sinks = call.given.get("s_aux")
         context = self.attention.run(
@@ -123,16 +124,14 @@ class TransformersModel:
         return True
 
     def tokens(self, token_ids: Tensor, positions: Tensor, slots: Tensor) -> TokenRows:
-        """Return the rows of ids and positions (int64 [T]) that the host knows; ``slots`` int64 [T, G]."""
+        """Return the rows of ids and positions (int64 [T]) that the host knows; ``slots`` int64 [N, T, G]."""
         ones = torch.ones((token_ids.shape[0], self.config.head_dim), dtype=self.dtype, device=self.device)
         return PlacedRows(token_ids, (ones, torch.zeros_like(ones)), slots, positions=positions)
 
-    def begin_step(self, inputs: Tensor, drawn: Tensor, shape: AttentionShape) -> TokenRows:
+    def begin_step(self, inputs: Tensor, drawn: Tensor, shapes: Sequence[AttentionShape]) -> TokenRows:
         """Return the rows of a step on a GPU: see :class:`splitserve.kernels.api.BeginStep`."""
-        token_ids, positions, blocks, previous = inputs.unbind(0)
-        known = drawn[previous.clamp(min=0)].clamp(min=0)
-        token_ids = torch.where(previous >= 0, known, token_ids)
-        return self.tokens(token_ids, positions, shape.slots(blocks, positions % shape.block_size))
+        slots = slots_of_groups(shapes, inputs[3:], inputs[1])
+        return self.tokens(known_tokens(inputs, drawn), inputs[1], slots)
 
     def forward(
         self,

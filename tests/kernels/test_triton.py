@@ -44,14 +44,20 @@ def assert_close(actual: Tensor, expected: Tensor) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kv_heads", [1, 3, 8])
 def test_begin_step(kv_heads: int, dtype: torch.dtype) -> None:
-    shape = AttentionShape(kv_heads * 2, kv_heads, 12, 5, 3, dtype, DEVICE)
-    inputs = torch.tensor([[3, 0, 1, 8], [0, 7, 19, 4], [2, 5, 0, 1], [-1, 1, -1, 2]], device=DEVICE)
+    """Of a cache with two groups, of three layers and of one."""
+    shapes = [AttentionShape(kv_heads * 2, kv_heads, 12, 5, num_layers, dtype, DEVICE) for num_layers in (3, 1)]
+    blocks = [[2, 5, -1, 1], [0, -1, 7, 4]]
+    inputs = torch.tensor([[3, 0, 1, 8], [0, 7, 19, 4], [-1, 1, -1, 2], *blocks], device=DEVICE)
     drawn = torch.tensor([4, 6, -1], device=DEVICE)
     embedding, rotations = rand(9, 24), rand(20, 2, 12, dtype=dtype, seed=1)
-    actual, expected = (ops.begin_step(inputs, drawn, embedding, rotations, shape) for ops in (triton_ops, reference))
+    actual, expected = (ops.begin_step(inputs, drawn, embedding, rotations, shapes) for ops in (triton_ops, reference))
     assert torch.equal(expected.hidden[:, 0].cpu(), embedding[[3, 6, 1, 0], 0].to(dtype).cpu())
     assert torch.equal(actual.hidden, expected.hidden)
     assert torch.equal(actual.slots, expected.slots)
+    for slots, shape, group in zip(expected.slots, shapes, blocks, strict=True):
+        offsets = torch.tensor([0, 2, 4, 4], device=DEVICE)
+        assert torch.equal(slots, shape.slots(torch.tensor(group, device=DEVICE), offsets))
+        assert ((slots < 0).any(1).cpu() == torch.tensor(group).lt(0)).all()
     for one, other in zip(actual.rotation, expected.rotation, strict=True):
         assert torch.equal(one, other)
 

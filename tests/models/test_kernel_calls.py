@@ -176,8 +176,8 @@ def run_step(
 ) -> Tensor | None:
     rotary = model._rotary
     rotary.table = torch.stack(rotary(torch.arange(BLOCK_SIZE)), 1)  # on a GPU it is there from the start
-    inputs = torch.tensor([[5, 6, 7, 8, 9], [0, 1, 0, 1, 2], [0, 0, 1, 1, 1], [-1] * 5])
-    tokens = model.begin_step(inputs, torch.zeros(2, dtype=torch.int64), shape)
+    inputs = torch.tensor([[5, 6, 7, 8, 9], [0, 1, 0, 1, 2], [-1] * 5, [0, 0, 1, 1, 1]])
+    tokens = model.begin_step(inputs, torch.zeros(2, dtype=torch.int64), [shape])
     plan = attention.plan([PagedBatch([2, 3], [2, 3], [[0], [1]])])
     batch = ForwardBatch(tokens, None if rows is None else torch.tensor(rows, dtype=torch.int64), plan)
     layers = [cache[:, layer] for layer in range(NUM_LAYERS)]

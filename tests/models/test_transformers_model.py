@@ -84,11 +84,10 @@ def test_steps_are_those_of_transformers_on_any_device(checkpoint: Path, expecte
 
 def test_tokens_drawn_on_the_device_are_looked_up_there(checkpoint: Path) -> None:
     runner = make_runner(checkpoint)
-    inputs = torch.tensor([[5, 0, 7], [0, 17, 2], [1, 2, 3], [-1, 1, -1]])
-    rows = runner.model.begin_step(inputs, torch.tensor([11, 12]), runner.cache.shapes[0])
-    known = runner.model.tokens(
-        torch.tensor([5, 12, 7]), inputs[1], runner.cache.shapes[0].slots(inputs[2], inputs[1] % BLOCK_SIZE)
-    )
+    inputs = torch.tensor([[5, 0, 7], [0, 17, 2], [-1, 1, -1], [1, 2, 3]])
+    rows = runner.model.begin_step(inputs, torch.tensor([11, 12]), runner.cache.shapes)
+    slots = runner.cache.shapes[0].slots(inputs[3], inputs[1] % BLOCK_SIZE)
+    known = runner.model.tokens(torch.tensor([5, 12, 7]), inputs[1], slots.unsqueeze(0))
     assert isinstance(rows, backend_model.PlacedRows) and isinstance(known, backend_model.PlacedRows)
     for field in ("hidden", "positions", "slots"):
         assert torch.equal(getattr(rows, field), getattr(known, field)), field

@@ -133,7 +133,7 @@ def other_kernels(dtype: torch.dtype) -> None:
     shape = AttentionShape(4, 2, 64, 16, 2, dtype, CPU)
     table, rotations = torch.empty((100, 512), dtype=dtype), torch.empty((50, 2, 64), dtype=dtype)
     kernels.begin_step(
-        torch.zeros((4, 3), dtype=torch.int64), torch.zeros(3, dtype=torch.int64), table, rotations, shape
+        torch.zeros((5, 3), dtype=torch.int64), torch.zeros(3, dtype=torch.int64), table, rotations, [shape, shape]
     )
     kernels.route(torch.empty((3, 8), dtype=dtype), None, RouterSpec(8, 2, normalised=True))  # of many rows
     logits = torch.empty((3, 5000), dtype=dtype)
