@@ -118,6 +118,11 @@ class DecodePlan(AttentionPlan, Protocol):
         sequence that is repeated, with one query: a backend may compute it once."""
         ...
 
+    def suits(self, batch: PagedBatch, /) -> bool:
+        """Return whether a step of ``batch``, not yet padded, had better be replayed with this plan than launched
+        kernel by kernel, where its attention may have another form."""
+        ...
+
 
 class PagedAttention(Protocol):
     """Causal attention of flat query tokens over paged KV."""

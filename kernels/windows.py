@@ -42,6 +42,10 @@ class FixedLayerPlans:
         for kind, plan in self.plans.items():
             plan.update(batches[kind.group])
 
+    def suits(self, batches: Sequence[PagedBatch]) -> bool:
+        """Return whether all plans suit a batch, given likewise (:meth:`splitserve.kernels.api.DecodePlan.suits`)."""
+        return all(plan.suits(batches[kind.group]) for kind, plan in self.plans.items())
+
 
 class LayeredAttention:
     """The attention of all layers: a backend for each kind that they have.

@@ -22,6 +22,8 @@ from splitserve.kernels.triton.sampling import to_device
 
 MIN_PAIRS = 1_500_000
 """Pairs of a query and a key in a step: with fewer, the launches take longer than is saved."""
+MIN_PAIRS_WITHOUT_GRAPH = 4_000_000
+"""The same, where the step could be replayed as a CUDA graph otherwise."""
 MIN_QUERIES_PER_TOKEN = 400
 """Of the context, in the mean: with fewer, expanding it takes longer than is saved."""
 MAX_BYTES = 256 * 1024 * 1024
@@ -30,7 +32,7 @@ _SIZES = (192, 128)  # elements of a query and of a value that the kernel is mad
 _WORKSPACE_BYTES = 16 * 1024 * 1024
 
 
-def pays(shape: AttentionShape, batch: PagedBatch, first: int) -> bool:
+def pays(shape: AttentionShape, batch: PagedBatch, first: int, min_pairs: int = MIN_PAIRS) -> bool:
     """Return whether expanded attention is the better form for the sequences of ``batch`` from ``first`` on."""
     latent = shape.latent
     assert latent is not None
@@ -39,7 +41,7 @@ def pays(shape: AttentionShape, batch: PagedBatch, first: int) -> bool:
     num_tokens = sum(contexts)
     num_elements = num_tokens * shape.num_heads * (latent.query_dim + latent.plain_dim + latent.value_dim)
     return (
-        num_pairs >= max(MIN_PAIRS, MIN_QUERIES_PER_TOKEN * num_tokens)
+        num_pairs >= max(min_pairs, MIN_QUERIES_PER_TOKEN * num_tokens)
         and num_elements * shape.dtype.itemsize <= MAX_BYTES
     )
 

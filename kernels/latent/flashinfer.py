@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from splitserve.kernels.api import AttentionPlan, AttentionShape, DecodePlan, LatentAttention, PagedBatch
+from splitserve.kernels.api import AttentionPlan, AttentionShape, LatentAttention, PagedBatch
 from splitserve.kernels.flashinfer.ragged import pinned_buffers
-from splitserve.kernels.latent.expanded import ExpandedPlan, ExpandedPrefill, pays
+from splitserve.kernels.latent.expanded import MIN_PAIRS_WITHOUT_GRAPH, ExpandedPlan, ExpandedPrefill, pays
 from splitserve.kernels.latent.reference import score_scale
 from splitserve.kernels.latent.triton import TritonLatentAttention
 from splitserve.kernels.latent.triton_products import head_products
@@ -75,19 +75,32 @@ class FlashInferLatentAttention:
             plan_step(self._wrapper, self._pinned, absorbed, self._shape)
         return FlashInferLatentPlan(self._wrapper, sum(absorbed.query_lens), expanded)
 
-    def make_decode_plan(self, batch_size: int, max_blocks: int) -> "FlashInferLatentDecodePlan":
+    def make_decode_plan(self, batch_size: int, max_blocks: int) -> "FixedLatentPlan":
         """See :class:`splitserve.kernels.api.PagedAttention`."""
-        return FlashInferLatentDecodePlan(self._flashinfer, self._shape, self._workspace, batch_size, max_blocks)
+        return self._fixed(batch_size, batch_size, max_blocks)
 
-    def make_mixed_plan(self, num_decodes: int, num_chunk_tokens: int, num_chunks: int, max_blocks: int) -> DecodePlan:
-        """See :class:`splitserve.kernels.api.PagedAttention`."""
-        raise NotImplementedError("CUDA graphs of mixed steps aren't supported with latent attention")
+    def make_mixed_plan(
+        self, num_decodes: int, num_chunk_tokens: int, num_chunks: int, max_blocks: int
+    ) -> "FixedLatentPlan":
+        """See :class:`splitserve.kernels.api.PagedAttention`. Long chunks are absorbed, too."""
+        return self._fixed(num_decodes + num_chunk_tokens, num_decodes + num_chunks + 1, max_blocks)
+
+    def _fixed(self, num_rows: int, num_sequences: int, max_blocks: int) -> "FixedLatentPlan":
+        sizes = num_sequences + 1, num_sequences + 1, num_sequences * max_blocks, num_sequences
+        ends, counts, indices, lens = (
+            torch.zeros(size, dtype=torch.int32, device=self._shape.device) for size in sizes
+        )
+        wrapper = self._flashinfer.mla.BatchMLAPagedAttentionWrapper(
+            self._workspace, use_cuda_graph=True, qo_indptr=ends, kv_indptr=counts, kv_indices=indices, kv_len_arr=lens
+        )
+        wrapper._int_workspace_buffer = self._wrapper._int_workspace_buffer  # each step fills it in the stream's order
+        return FixedLatentPlan(wrapper, self._pinned, self._shape, num_rows, num_sequences)
 
     # ---- once per layer ----
 
     def run_latent(self, query: Tensor, expansion: Tensor, kv_layer: Tensor, plan: AttentionPlan) -> Tensor:
         """See :class:`splitserve.kernels.api.LatentAttention`."""
-        if isinstance(plan, FlashInferLatentDecodePlan):
+        if isinstance(plan, FixedLatentPlan):
             return self._run_absorbed(query, expansion, kv_layer, plan.wrapper)
         assert isinstance(plan, FlashInferLatentPlan)
         if plan.expanded is None:
@@ -108,26 +121,45 @@ class FlashInferLatentAttention:
         return head_products(mixed, expansion[:, plain_dim:])
 
 
-class FlashInferLatentDecodePlan:
-    """A decode plan whose tensors keep their addresses, for CUDA graphs. Implements ``kernels.api.DecodePlan``."""
+class FixedLatentPlan:
+    """A plan whose tensors keep their addresses, for CUDA graphs. Implements ``kernels.api.DecodePlan``.
+
+    ``num_rows`` query tokens belong to ``num_sequences`` sequences, of which the last has those that a batch doesn't
+    use, if there are any, and no context: their results are zero. The kernel's grid depends on the mean of query
+    tokens per sequence, which so stays the same.
+    """
 
     def __init__(
-        self, flashinfer: Any, shape: AttentionShape, workspace: Tensor, batch_size: int, max_blocks: int
+        self, wrapper: Any, pinned: Iterator[Tensor], shape: AttentionShape, num_rows: int, num_sequences: int
     ) -> None:
-        self._shape, self._batch_size = shape, batch_size
-        ends, counts, indices, lens = (
-            torch.zeros(size, dtype=torch.int32, device=shape.device)
-            for size in (batch_size + 1, batch_size + 1, batch_size * max_blocks, batch_size)
-        )
-        self.wrapper: Any = flashinfer.mla.BatchMLAPagedAttentionWrapper(
-            workspace, use_cuda_graph=True, qo_indptr=ends, kv_indptr=counts, kv_indices=indices, kv_len_arr=lens
-        )
-        self._pinned = pinned_buffers(self.wrapper)
+        self.wrapper = wrapper
+        self._pinned, self._shape = pinned, shape
+        self._num_rows, self._num_sequences = num_rows, num_sequences
+        self._may_expand = ExpandedPrefill.supports(shape)
+        self._grid: list[int] | None = None
 
     def update(self, batch: PagedBatch) -> None:
         """See :class:`splitserve.kernels.api.DecodePlan`."""
-        assert len(batch.query_lens) == self._batch_size
-        plan_step(self.wrapper, self._pinned, batch, self._shape)
+        plan_step(self.wrapper, self._pinned, filled_up(batch, self._num_rows, self._num_sequences), self._shape)
+        grid = [int(size) for size in self.wrapper._plan_info[:2]]
+        assert self._grid in (None, grid), "a graph has the grid of its capture"
+        self._grid = grid
+
+    def suits(self, batch: PagedBatch, /) -> bool:
+        """See :class:`splitserve.kernels.api.DecodePlan`. Long chunks of long contexts had better be expanded."""
+        first = num_leading_decodes(batch)
+        return not self._may_expand or not pays(self._shape, batch, first, min_pairs=MIN_PAIRS_WITHOUT_GRAPH)
+
+
+def filled_up(batch: PagedBatch, num_rows: int, num_sequences: int) -> PagedBatch:
+    """Return ``batch`` with so many query tokens and sequences: empty ones follow, the last has the missing tokens."""
+    num_more = num_sequences - len(batch.query_lens)
+    missing = num_rows - sum(batch.query_lens)
+    assert missing >= 0 and num_more >= (1 if missing else 0), "the batch is larger than its plan"
+    if not num_more:
+        return batch
+    query_lens = [*batch.query_lens, *[0] * (num_more - 1), missing]
+    return PagedBatch(query_lens, [*batch.context_lens, *[0] * num_more], [*batch.block_tables, *[()] * num_more])
 
 
 def plan_step(wrapper: Any, pinned: Iterator[Tensor], batch: PagedBatch, shape: AttentionShape) -> None:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from splitserve.kernels.api import AttentionPlan, AttentionShape, DecodePlan, LatentAttention, PagedBatch
 from splitserve.kernels.latent.flashinfer import FlashInferLatentAttention, has_kernels
-from splitserve.kernels.latent.plans import RowDecodePlan
+from splitserve.kernels.latent.plans import FixedRowPlan
 from splitserve.kernels.latent.triton import TritonLatentAttention
 
 MAX_ROWS = 2
@@ -43,9 +43,9 @@ class HybridLatentAttention:
 
     def make_mixed_plan(self, num_decodes: int, num_chunk_tokens: int, num_chunks: int, max_blocks: int) -> DecodePlan:
         """See :class:`splitserve.kernels.api.PagedAttention`."""
-        return self._triton.make_mixed_plan(num_decodes, num_chunk_tokens, num_chunks, max_blocks)
+        return self._flashinfer.make_mixed_plan(num_decodes, num_chunk_tokens, num_chunks, max_blocks)
 
     def run_latent(self, query: Tensor, expansion: Tensor, kv_layer: Tensor, plan: AttentionPlan) -> Tensor:
         """See :class:`splitserve.kernels.api.LatentAttention`."""
-        attention = self._triton if isinstance(plan, RowDecodePlan) else self._flashinfer
+        attention = self._triton if isinstance(plan, FixedRowPlan) else self._flashinfer
         return attention.run_latent(query, expansion, kv_layer, plan)

@@ -57,16 +57,23 @@ def make_row_plan(shape: AttentionShape, arrays: Sequence[Tensor]) -> RowPlan:
     return RowPlan(starts, contexts, indices, num_parts, partial, lse)
 
 
-class RowDecodePlan:
-    """A plan whose tensors keep their addresses, for CUDA graphs. Implements ``kernels.api.DecodePlan``."""
+class FixedRowPlan:
+    """A plan whose tensors keep their addresses, for CUDA graphs. Implements ``kernels.api.DecodePlan``. Rows that a
+    batch doesn't use repeat its last one, so that their results are numbers."""
 
-    def __init__(self, shape: AttentionShape, batch_size: int, max_blocks: int) -> None:
-        self._block_size, self._batch_size = shape.block_size, batch_size
-        self._numbers = FixedArrays((batch_size, batch_size, batch_size * max_blocks), shape.device)
+    def __init__(self, shape: AttentionShape, num_rows: int, num_sequences: int, max_blocks: int) -> None:
+        self._block_size, self._num_rows = shape.block_size, num_rows
+        self._numbers = FixedArrays((num_rows, num_rows, num_sequences * max_blocks), shape.device)
         self.fixed = make_row_plan(shape, self._numbers.arrays)
 
     def update(self, batch: PagedBatch) -> None:
         """See :class:`splitserve.kernels.api.DecodePlan`."""
         starts, contexts, indices = row_arrays(batch, self._block_size)
-        assert len(starts) == self._batch_size and len(indices) <= self.fixed.indices.shape[0]
+        num_unused = self._num_rows - len(starts)
+        assert num_unused >= 0 and len(indices) <= self.fixed.indices.shape[0]
+        starts, contexts = (np.pad(array, (0, num_unused), mode="edge") for array in (starts, contexts))
         self._numbers.fill((starts, contexts, indices))
+
+    def suits(self, _batch: PagedBatch, /) -> bool:
+        """Return True: there is one form of attention. See :class:`splitserve.kernels.api.DecodePlan`."""
+        return True

@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from splitserve.kernels.api import AttentionPlan, AttentionShape, DecodePlan, PagedBatch
-from splitserve.kernels.latent.plans import RowDecodePlan, RowPlan, heads_per_program, make_row_plan, row_arrays
+from splitserve.kernels.api import AttentionPlan, AttentionShape, PagedBatch
+from splitserve.kernels.latent.plans import FixedRowPlan, RowPlan, heads_per_program, make_row_plan, row_arrays
 from splitserve.kernels.latent.reference import score_scale
 from splitserve.kernels.latent.triton_products import head_products, join_parts
 from splitserve.kernels.triton.launch import overlapped, prefetch, wait
@@ -43,19 +43,21 @@ class TritonLatentAttention:
         ]
         return make_row_plan(self._shape, arrays)
 
-    def make_decode_plan(self, batch_size: int, max_blocks: int) -> RowDecodePlan:
+    def make_decode_plan(self, batch_size: int, max_blocks: int) -> FixedRowPlan:
         """See :class:`splitserve.kernels.api.PagedAttention`."""
-        return RowDecodePlan(self._shape, batch_size, max_blocks)
+        return FixedRowPlan(self._shape, batch_size, batch_size, max_blocks)
 
-    def make_mixed_plan(self, num_decodes: int, num_chunk_tokens: int, num_chunks: int, max_blocks: int) -> DecodePlan:
+    def make_mixed_plan(
+        self, num_decodes: int, num_chunk_tokens: int, num_chunks: int, max_blocks: int
+    ) -> FixedRowPlan:
         """See :class:`splitserve.kernels.api.PagedAttention`."""
-        raise NotImplementedError("CUDA graphs of mixed steps aren't supported with latent attention")
+        return FixedRowPlan(self._shape, num_decodes + num_chunk_tokens, num_decodes + num_chunks, max_blocks)
 
     # ---- once per layer ----
 
     def run_latent(self, query: Tensor, expansion: Tensor, kv_layer: Tensor, plan: AttentionPlan) -> Tensor:
         """See :class:`splitserve.kernels.api.LatentAttention`."""
-        if isinstance(plan, RowDecodePlan):
+        if isinstance(plan, FixedRowPlan):
             plan = plan.fixed
         assert isinstance(plan, RowPlan) and plan.starts.shape[0] == query.shape[0]
         sizes = self._latent

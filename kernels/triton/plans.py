@@ -136,6 +136,10 @@ class TritonDecodePlan:
         items = decode_items(tables, self._batch_size, alike, self._workspace.launch, self._shape.window)
         self._numbers.fill((items.ravel(), tables.indices))
 
+    def suits(self, _batch: PagedBatch, /) -> bool:
+        """Return True: there is one form of attention. See :class:`splitserve.kernels.api.DecodePlan`."""
+        return True
+
 
 class TritonMixedPlan:
     """A :class:`TritonDecodePlan` with optional chunks after the decoding sequences; unused items have no rows."""
@@ -175,6 +179,10 @@ class TritonMixedPlan:
         items, joins = chunk_arrays(batch, self._num_decodes, self._num_programs, self._num_items, self._num_joins)
         assert items.shape[1] == self._num_items and joins.shape[0] == 1 + 4 * self._num_joins, "too many chunk tokens"
         self._numbers.fill((tables.indptr, decode.ravel(), items.ravel(), joins, tables.indices))
+
+    def suits(self, _batch: PagedBatch, /) -> bool:
+        """Return True: there is one form of attention. See :class:`splitserve.kernels.api.DecodePlan`."""
+        return True
 
 
 def num_decode_items(num_sequences: int, num_parts: int) -> int:

@@ -229,7 +229,9 @@ class CudaRunner(ModelRunner):
             and size.num_tokens >= num_tokens >= graph.least_tokens
             and (num_decodes or not size.num_decodes)
         )
-        return min(fitting, key=sum, default=None)
+        size = min(fitting, key=sum, default=None)
+        suits = size is not None and self._mixed_graphs[size].plan.suits(self.cache.batches(chunks))
+        return size if suits else None
 
     def _replay_mixed(self, chunks: Sequence[ScheduledChunk], size: MixedSize, gates: Sequence[int]) -> Tensor:
         graph = self._mixed_graphs[size]

@@ -7,7 +7,7 @@ from tests.kernels.test_latent_expanded import shape_of
 
 pytest.importorskip("triton")
 from splitserve.kernels.latent import hybrid
-from splitserve.kernels.latent.plans import RowDecodePlan
+from splitserve.kernels.latent.plans import FixedRowPlan
 
 
 @pytest.mark.gpu
@@ -18,7 +18,7 @@ def test_few_rows_take_triton_and_all_are_right(num_rows: int) -> None:
     attention = hybrid.make_attention(shape)
     assert isinstance(attention, hybrid.HybridLatentAttention)
     plan = attention.make_decode_plan(num_rows, 20)
-    assert isinstance(plan, RowDecodePlan) == (num_rows <= hybrid.MAX_ROWS)
+    assert isinstance(plan, FixedRowPlan) == (num_rows <= hybrid.MAX_ROWS)
     for longest in (1, 64, 700):
         lengths = [(1, max(1, longest - row)) for row in range(num_rows)]
         query, expansion, layer, batch = case(shape, lengths, seed=longest)

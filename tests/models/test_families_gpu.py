@@ -1,4 +1,5 @@
-"""Every family on a GPU, with steps from CUDA graphs: its greedy tokens in float32 are those of transformers."""
+"""Every family on a GPU, with steps from CUDA graphs: its greedy tokens in float32 are those of transformers. Prompts'
+last chunks are replayed, too, those before them aren't."""
 
 import random
 from pathlib import Path
@@ -10,6 +11,7 @@ from family_runs import BLOCK_SIZE, NUM_BLOCKS, greedy
 from serving import transformers_greedy
 from splitserve.models.config import load_model_config
 from splitserve.models.runner.cuda import CudaRunner
+from splitserve.models.runner.graph_sizes import MixedSize
 from splitserve.models.weights.loader import load_model
 from transformers_models import NATIVE, write_transformers_model
 
@@ -27,6 +29,7 @@ def test_tokens_are_those_of_transformers(architecture: str, tmp_path: Path) -> 
     memory = torch.full((NUM_BLOCKS, *model.config.block_shape(BLOCK_SIZE)), torch.nan, device=device)
     runner = CudaRunner(model, memory, max_num_seqs=4, max_model_len=NUM_BLOCKS * BLOCK_SIZE)
     runner.capture([1, 4])
+    runner.capture_mixed([MixedSize(0, 20)])
     for prompt, reference in zip(PROMPTS, expected, strict=True):
         tokens = greedy(runner, prompt, 24, NUM_NEW_TOKENS)
         assert reference.agrees(tokens), f"prompt of {len(prompt)}: {tokens} instead of {reference.token_ids}"

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from splitserve.kernels.registry import OPERATIONS, select_kernels
 from splitserve.models.config import load_model_config
 from splitserve.models.demo import checkpoint as demo
 from splitserve.models.runner import cuda
+from splitserve.models.runner.cache import paged_batch
 from splitserve.models.runner.cuda import CudaRunner
 from splitserve.models.runner.graph_sizes import MixedSize, least_tokens, longer_tokens, mixed_sizes
 from splitserve.models.runner.graphs import MixedGraph
@@ -136,12 +138,16 @@ def test_the_runner_measures_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "_eager", lambda _chunks, _gates: device.run(0.012, 0.025))
     monkeypatch.setattr(runner, "_replay_mixed", lambda *_: device.run(0.001, 0.024))
     assert runner._measured_least_tokens(MixedSize(0, 1000)) == 960
+    plan = SimpleNamespace(suits=lambda batches: batches[0].context_lens[0] < 9000)
     runner._mixed_graphs = {
-        MixedSize(0, 512): MixedGraph({}, *[torch.empty(0)] * 3),  # type: ignore[arg-type]
-        MixedSize(0, 1000): MixedGraph({}, *[torch.empty(0)] * 3, least_tokens=960),  # type: ignore[arg-type]
+        size: MixedGraph({}, torch.empty(0), plan, torch.empty(0), least_tokens)  # type: ignore[arg-type]
+        for size, least_tokens in ((MixedSize(0, 512), 1), (MixedSize(0, 1000), 960))
     }
+    runner.cache = SimpleNamespace(batches=lambda chunks: [paged_batch(chunks)])  # type: ignore[assignment]
     sizes = [runner._mixed_size([chunk(0, count, [1])]) for count in (2, 512, 513, 959, 960, 1000, 1001)]
     assert sizes == [MixedSize(0, 512)] * 2 + [None] * 2 + [MixedSize(0, 1000)] * 2 + [None]
+    starts = [runner._mixed_size([chunk(start, 512, [1])]) for start in (8000, 9000)]
+    assert starts == [MixedSize(0, 512), None], "a plan that doesn't suit the contexts"
 
 
 @given(st.integers(1, 640), st.integers(1, 2048), st.floats(1e-4, 0.2), st.integers(0, 100_000))
