@@ -110,7 +110,7 @@ class AttentionPlan(Protocol):
 
 class DecodePlan(AttentionPlan, Protocol):
     """A plan of fixed size whose tensors keep their addresses: a CUDA graph captured with it can be replayed after
-    :meth:`update`."""
+    :meth:`update`, until another plan of the same attention is made or filled, since these may share memory."""
 
     def update(self, batch: PagedBatch) -> None:
         """Fill the plan for ``batch``, which begins with exactly as many sequences of one query token, in the order of
@@ -118,9 +118,13 @@ class DecodePlan(AttentionPlan, Protocol):
         sequence that is repeated, with one query: a backend may compute it once."""
         ...
 
+
+class MixedPlan(DecodePlan, Protocol):
+    """A :class:`DecodePlan` for longer chunks, too."""
+
     def suits(self, batch: PagedBatch, /) -> bool:
-        """Return whether a step of ``batch``, not yet padded, had better be replayed with this plan than launched
-        kernel by kernel, where its attention may have another form."""
+        """Return whether to replay a step of ``batch``, which isn't padded yet, with this plan, rather than to launch
+        it kernel by kernel, where its attention may have another form."""
         ...
 
 
@@ -134,7 +138,7 @@ class PagedAttention(Protocol):
         CUDA."""
         ...
 
-    def make_mixed_plan(self, num_decodes: int, num_chunk_tokens: int, num_chunks: int, max_blocks: int) -> DecodePlan:
+    def make_mixed_plan(self, num_decodes: int, num_chunk_tokens: int, num_chunks: int, max_blocks: int) -> MixedPlan:
         """Make a plan for ``num_decodes`` sequences of one query token, then up to ``num_chunks`` longer ones with at
         most ``num_chunk_tokens`` in total.
 
@@ -161,7 +165,7 @@ class LatentAttention(Protocol):
         """See :meth:`PagedAttention.make_decode_plan`."""
         ...
 
-    def make_mixed_plan(self, num_decodes: int, num_chunk_tokens: int, num_chunks: int, max_blocks: int) -> DecodePlan:
+    def make_mixed_plan(self, num_decodes: int, num_chunk_tokens: int, num_chunks: int, max_blocks: int) -> MixedPlan:
         """See :meth:`PagedAttention.make_mixed_plan`."""
         ...
 

@@ -12,6 +12,7 @@ from splitserve.kernels.api import (
     AttentionShape,
     DecodePlan,
     LatentAttention,
+    MixedPlan,
     PagedAttention,
     PagedBatch,
 )
@@ -42,8 +43,15 @@ class FixedLayerPlans:
         for kind, plan in self.plans.items():
             plan.update(batches[kind.group])
 
+
+@dataclass(frozen=True, slots=True)
+class MixedLayerPlans(FixedLayerPlans):
+    """Plans of fixed size for longer chunks, too (:class:`splitserve.kernels.api.MixedPlan`)."""
+
+    plans: Mapping[LayerAttention, MixedPlan]
+
     def suits(self, batches: Sequence[PagedBatch]) -> bool:
-        """Return whether all plans suit a batch, given likewise (:meth:`splitserve.kernels.api.DecodePlan.suits`)."""
+        """Return whether all plans suit a batch, given for each group with the tables of that group."""
         return all(plan.suits(batches[kind.group]) for kind, plan in self.plans.items())
 
 
@@ -83,10 +91,10 @@ class LayeredAttention:
 
     def make_mixed_plan(
         self, num_decodes: int, num_chunk_tokens: int, num_chunks: int, max_blocks: int
-    ) -> FixedLayerPlans:
+    ) -> MixedLayerPlans:
         """See :class:`splitserve.kernels.api.PagedAttention`."""
         sizes = (num_decodes, num_chunk_tokens, num_chunks, max_blocks)
-        return FixedLayerPlans({kind: backend.make_mixed_plan(*sizes) for kind, backend in self._backends.items()})
+        return MixedLayerPlans({kind: backend.make_mixed_plan(*sizes) for kind, backend in self._backends.items()})
 
     def run(
         self,

@@ -134,7 +134,7 @@ class DecoderModel:
             kernels=self.kernels,
             rotations={"main": batch.tokens.rotation, **batch.tokens.other_rotations},
             query_factors=batch.tokens.query_factors,
-            slots=batch.tokens.slots,
+            slots=batch.tokens.slots.unbind(),
             rows=batch.sample_rows,
             kv_layers=kv_layers,
             attention=attention,

@@ -246,7 +246,7 @@ class EngineBench:
             sizes = mixed_sizes(most, limits.max_num_prefill_tokens_beside_decode, 1, sized)
             mixed += [size for size in sizes if size.num_decodes]
         if mixed:
-            with contextlib.suppress(NotImplementedError):  # FlashInfer alone has no plans for them
+            with contextlib.suppress(NotImplementedError):  # some backends have no plans for them
                 seconds += self._runner.capture_mixed(mixed)
         return seconds
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from splitserve.kernels.api import AttentionPlan, AttentionShape, DecodePlan, PagedBatch
+from splitserve.kernels.api import AttentionPlan, AttentionShape, MixedPlan, PagedBatch
 from splitserve.kernels.flashinfer.ragged import RaggedPlan, RaggedPrefill, pinned_buffers, score_options
 from splitserve.kernels.paged import FlatTables, flat_tables, num_leading_decodes
 from splitserve.kernels.triton.plans import FixedArrays
@@ -97,7 +97,7 @@ class FlashInferPagedAttention:
         """See :class:`splitserve.kernels.api.PagedAttention`."""
         return FlashInferDecodePlan(self._flashinfer, self._shape, self._workspace, batch_size, max_blocks)
 
-    def make_mixed_plan(self, num_decodes: int, num_chunk_tokens: int, num_chunks: int, max_blocks: int) -> DecodePlan:
+    def make_mixed_plan(self, num_decodes: int, num_chunk_tokens: int, num_chunks: int, max_blocks: int) -> MixedPlan:
         """See :class:`splitserve.kernels.api.PagedAttention`."""
         raise NotImplementedError("CUDA graphs of mixed steps need the triton or the hybrid attention backend")
 

@@ -81,7 +81,8 @@ class RaggedPrefill:
 
 
 def pinned_buffers(wrapper: Any) -> Iterator[Tensor]:
-    """Return an endless iterator over host buffers for ``wrapper``'s plans."""
+    """Return an endless iterator over host buffers for the plans of ``wrapper``, and of others that are used in its
+    place."""
     first = wrapper._pin_memory_int_workspace_buffer
     buffers = [first, *(torch.empty_like(first, pin_memory=True) for _ in range(_NUM_PINNED - 1))]
     return itertools.cycle(buffers)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from splitserve.kernels.api import AttentionPlan, AttentionShape, DecodePlan, PagedAttention, PagedBatch
+from splitserve.kernels.api import AttentionPlan, AttentionShape, DecodePlan, MixedPlan, PagedAttention, PagedBatch
 
 FP8 = torch.float8_e4m3fn
 LARGEST = 448.0
@@ -50,7 +50,7 @@ class DequantisingAttention:
             f"a fixed plan over FP8 KV (for {batch_size} sequences of {max_blocks} blocks) needs the triton backend"
         )
 
-    def make_mixed_plan(self, num_decodes: int, num_chunk_tokens: int, num_chunks: int, max_blocks: int) -> DecodePlan:
+    def make_mixed_plan(self, num_decodes: int, num_chunk_tokens: int, num_chunks: int, max_blocks: int) -> MixedPlan:
         """See :class:`splitserve.kernels.api.PagedAttention`."""
         raise NotImplementedError("CUDA graphs of mixed steps over FP8 KV need the triton attention backend")
 

@@ -22,14 +22,25 @@ from splitserve.kernels.triton.sampling import to_device
 
 MIN_PAIRS = 1_500_000
 """Pairs of a query and a key in a step: with fewer, the launches take longer than is saved."""
-MIN_PAIRS_WITHOUT_GRAPH = 4_000_000
-"""The same, where the step could be replayed as a CUDA graph otherwise."""
+BUSY_TOKENS = 1024
+"""Query tokens that take the device as long as the launches take the host."""
+LAUNCHES_IN_PAIRS = 64_000_000
+"""Pairs of all heads for which the absorbed form takes some 5 ms longer in 27 layers at 500 TFLOP/s: an estimate of how
+long the device waits for launches, where it has little else to do."""
 MIN_QUERIES_PER_TOKEN = 400
 """Of the context, in the mean: with fewer, expanding it takes longer than is saved."""
 MAX_BYTES = 256 * 1024 * 1024
 """Of a layer's keys and values at once."""
 _SIZES = (192, 128)  # elements of a query and of a value that the kernel is made for
 _WORKSPACE_BYTES = 16 * 1024 * 1024
+
+
+def pays_without_graph(shape: AttentionShape, batch: PagedBatch, first: int) -> bool:
+    """Return whether :func:`pays` although the step, absorbed, could be replayed as a CUDA graph: with few query tokens
+    as much time has to be saved as the device would wait for launches."""
+    num_tokens = sum(batch.query_lens[first:])
+    min_pairs = MIN_PAIRS if num_tokens >= BUSY_TOKENS else LAUNCHES_IN_PAIRS // shape.num_heads
+    return pays(shape, batch, first, min_pairs)
 
 
 def pays(shape: AttentionShape, batch: PagedBatch, first: int, min_pairs: int = MIN_PAIRS) -> bool:

@@ -2,7 +2,8 @@
 chunks are expanded (:mod:`.expanded`).
 
 The kernels read latents in place: the two parts of one field are strided views of a layer. A plan's numbers are copied
-from pinned buffers that rotate, as in :mod:`splitserve.kernels.flashinfer.attention`. Latents in FP8 and sizes other
+from pinned buffers that rotate, as in :mod:`splitserve.kernels.flashinfer.attention`; all plans of an attention share
+these, and the memory on the device that the numbers go to. Latents in FP8 and sizes other
 than DeepSeek's take Triton's kernels.
 """
 
@@ -16,7 +17,8 @@ from torch import Tensor
 
 from splitserve.kernels.api import AttentionPlan, AttentionShape, LatentAttention, PagedBatch
 from splitserve.kernels.flashinfer.ragged import pinned_buffers
-from splitserve.kernels.latent.expanded import MIN_PAIRS_WITHOUT_GRAPH, ExpandedPlan, ExpandedPrefill, pays
+from splitserve.kernels.latent.expanded import ExpandedPlan, ExpandedPrefill, pays, pays_without_graph
+from splitserve.kernels.latent.plans import PlanSize
 from splitserve.kernels.latent.reference import score_scale
 from splitserve.kernels.latent.triton import TritonLatentAttention
 from splitserve.kernels.latent.triton_products import head_products
@@ -24,6 +26,9 @@ from splitserve.kernels.paged import flat_tables, num_leading_decodes
 
 _SIZES = (512, 64)  # of a latent and of the rotated part of a key
 _WORKSPACE_BYTES = 128 * 1024 * 1024
+MAX_REPEATED_TOKENS = 500_000
+"""Tokens of context that a replay may read again in each layer: of 1,152 bytes in 16 bits, which takes an H200 some
+0.14 ms. A layer's launches take the host about twice that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,24 +82,26 @@ class FlashInferLatentAttention:
 
     def make_decode_plan(self, batch_size: int, max_blocks: int) -> "FixedLatentPlan":
         """See :class:`splitserve.kernels.api.PagedAttention`."""
-        return self._fixed(batch_size, batch_size, max_blocks)
+        return self._fixed(PlanSize(batch_size, batch_size, batch_size), max_blocks)
 
     def make_mixed_plan(
         self, num_decodes: int, num_chunk_tokens: int, num_chunks: int, max_blocks: int
     ) -> "FixedLatentPlan":
         """See :class:`splitserve.kernels.api.PagedAttention`. Long chunks are absorbed, too."""
-        return self._fixed(num_decodes + num_chunk_tokens, num_decodes + num_chunks + 1, max_blocks)
+        size = PlanSize(num_decodes, num_decodes + num_chunk_tokens, num_decodes + num_chunks + 1)
+        return self._fixed(size, max_blocks)
 
-    def _fixed(self, num_rows: int, num_sequences: int, max_blocks: int) -> "FixedLatentPlan":
-        sizes = num_sequences + 1, num_sequences + 1, num_sequences * max_blocks, num_sequences
+    def _fixed(self, size: PlanSize, max_blocks: int) -> "FixedLatentPlan":
+        count = size.num_sequences
+        sizes = count + 1, count + 1, count * max_blocks, count
         ends, counts, indices, lens = (
-            torch.zeros(size, dtype=torch.int32, device=self._shape.device) for size in sizes
+            torch.zeros(each, dtype=torch.int32, device=self._shape.device) for each in sizes
         )
         wrapper = self._flashinfer.mla.BatchMLAPagedAttentionWrapper(
             self._workspace, use_cuda_graph=True, qo_indptr=ends, kv_indptr=counts, kv_indices=indices, kv_len_arr=lens
         )
         wrapper._int_workspace_buffer = self._wrapper._int_workspace_buffer  # each step fills it in the stream's order
-        return FixedLatentPlan(wrapper, self._pinned, self._shape, num_rows, num_sequences)
+        return FixedLatentPlan(wrapper, self._pinned, self._shape, size)
 
     # ---- once per layer ----
 
@@ -122,43 +129,44 @@ class FlashInferLatentAttention:
 
 
 class FixedLatentPlan:
-    """A plan whose tensors keep their addresses, for CUDA graphs. Implements ``kernels.api.DecodePlan``.
+    """A plan whose tensors keep their addresses, for CUDA graphs. Implements ``kernels.api.MixedPlan``.
 
-    ``num_rows`` query tokens belong to ``num_sequences`` sequences, of which the last has those that a batch doesn't
-    use, if there are any, and no context: their results are zero. The kernel's grid depends on the mean of query
-    tokens per sequence, which so stays the same.
+    Every batch is filled up to ``size``. The kernel's grid depends on the mean of query tokens per sequence, and
+    therefore stays the same.
     """
 
-    def __init__(
-        self, wrapper: Any, pinned: Iterator[Tensor], shape: AttentionShape, num_rows: int, num_sequences: int
-    ) -> None:
+    def __init__(self, wrapper: Any, pinned: Iterator[Tensor], shape: AttentionShape, size: PlanSize) -> None:
         self.wrapper = wrapper
-        self._pinned, self._shape = pinned, shape
-        self._num_rows, self._num_sequences = num_rows, num_sequences
+        self._pinned, self._shape, self._size = pinned, shape, size
         self._may_expand = ExpandedPrefill.supports(shape)
         self._grid: list[int] | None = None
 
     def update(self, batch: PagedBatch) -> None:
         """See :class:`splitserve.kernels.api.DecodePlan`."""
-        plan_step(self.wrapper, self._pinned, filled_up(batch, self._num_rows, self._num_sequences), self._shape)
-        grid = [int(size) for size in self.wrapper._plan_info[:2]]
+        plan_step(self.wrapper, self._pinned, filled_up(batch, self._size), self._shape)
+        grid = [int(extent) for extent in self.wrapper._plan_info[:2]]
         assert self._grid in (None, grid), "a graph has the grid of its capture"
         self._grid = grid
 
     def suits(self, batch: PagedBatch, /) -> bool:
-        """See :class:`splitserve.kernels.api.DecodePlan`. Long chunks of long contexts had better be expanded."""
+        """See :class:`splitserve.kernels.api.MixedPlan`: not for chunks that had better be expanded, nor if the kernel
+        would read long contexts again for decodes that repeat the last one."""
         first = num_leading_decodes(batch)
-        return not self._may_expand or not pays(self._shape, batch, first, min_pairs=MIN_PAIRS_WITHOUT_GRAPH)
+        if first and (self._size.num_decodes - first) * batch.context_lens[first - 1] > MAX_REPEATED_TOKENS:
+            return False
+        return not self._may_expand or not pays_without_graph(self._shape, batch, first)
 
 
-def filled_up(batch: PagedBatch, num_rows: int, num_sequences: int) -> PagedBatch:
-    """Return ``batch`` with so many query tokens and sequences: empty ones follow, the last has the missing tokens."""
-    num_more = num_sequences - len(batch.query_lens)
-    missing = num_rows - sum(batch.query_lens)
-    assert missing >= 0 and num_more >= (1 if missing else 0), "the batch is larger than its plan"
+def filled_up(batch: PagedBatch, size: PlanSize) -> PagedBatch:
+    """Return ``batch`` padded to the query tokens and sequences of ``size``: with empty sequences, of which the last
+    has the unused query tokens."""
+    num_more = size.num_sequences - len(batch.query_lens)
+    num_unused = size.num_tokens - sum(batch.query_lens)
+    assert num_leading_decodes(batch) >= size.num_decodes, "too few sequences that decode"
+    assert num_unused >= 0 and num_more >= (1 if num_unused else 0), "the batch is larger than its plan"
     if not num_more:
         return batch
-    query_lens = [*batch.query_lens, *[0] * (num_more - 1), missing]
+    query_lens = [*batch.query_lens, *[0] * (num_more - 1), num_unused]
     return PagedBatch(query_lens, [*batch.context_lens, *[0] * num_more], [*batch.block_tables, *[()] * num_more])
 
 

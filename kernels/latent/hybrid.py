@@ -6,7 +6,7 @@ FlashInfer's kernels for everything else (docs/decisions/031-latent-decode.md).
 
 from torch import Tensor
 
-from splitserve.kernels.api import AttentionPlan, AttentionShape, DecodePlan, LatentAttention, PagedBatch
+from splitserve.kernels.api import AttentionPlan, AttentionShape, DecodePlan, LatentAttention, MixedPlan, PagedBatch
 from splitserve.kernels.latent.flashinfer import FlashInferLatentAttention, has_kernels
 from splitserve.kernels.latent.plans import FixedRowPlan
 from splitserve.kernels.latent.triton import TritonLatentAttention
@@ -41,7 +41,7 @@ class HybridLatentAttention:
         attention = self._triton if batch_size <= MAX_ROWS else self._flashinfer
         return attention.make_decode_plan(batch_size, max_blocks)
 
-    def make_mixed_plan(self, num_decodes: int, num_chunk_tokens: int, num_chunks: int, max_blocks: int) -> DecodePlan:
+    def make_mixed_plan(self, num_decodes: int, num_chunk_tokens: int, num_chunks: int, max_blocks: int) -> MixedPlan:
         """See :class:`splitserve.kernels.api.PagedAttention`."""
         return self._flashinfer.make_mixed_plan(num_decodes, num_chunk_tokens, num_chunks, max_blocks)
 

@@ -1,14 +1,16 @@
 """Plans of latent attention on GPUs in which each query token is a row with a context of its own."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from splitserve.kernels.api import AttentionShape, PagedBatch
-from splitserve.kernels.paged import Int32Array, flat_tables
+from splitserve.kernels.paged import Int32Array, flat_tables, num_leading_decodes
 from splitserve.kernels.triton.plans import FixedArrays
 
 PROGRAMS_PER_DEVICE = 528  # 4 for each of an H100's 132 multiprocessors
@@ -44,36 +46,56 @@ def row_arrays(batch: PagedBatch, block_size: int) -> tuple[Int32Array, Int32Arr
     return np.repeat(tables.indptr[:-1], lens), contexts.astype(np.int32), tables.indices
 
 
-def make_row_plan(shape: AttentionShape, arrays: Sequence[Tensor]) -> RowPlan:
-    """Return a plan of starts, contexts and indices, with its buffers."""
-    assert shape.latent is not None
-    starts, contexts, indices = arrays
-    num_rows = starts.shape[0]
-    programs = num_rows * (shape.num_heads // heads_per_program(shape.num_heads))
-    num_parts = max(1, min(MAX_PARTS, PROGRAMS_PER_DEVICE // programs))
-    sizes = (num_rows if num_parts > 1 else 0, shape.num_heads, num_parts)
-    partial = torch.empty((*sizes, shape.latent.rank), dtype=torch.float32, device=shape.device)
-    lse = torch.empty(sizes, dtype=torch.float32, device=shape.device)
-    return RowPlan(starts, contexts, indices, num_parts, partial, lse)
+class RowWorkspace:
+    """Memory for the parts of contexts, shared by all plans of an attention: 17 MB in DeepSeek-V2-Lite's shape."""
+
+    def __init__(self, shape: AttentionShape) -> None:
+        assert shape.latent is not None
+        heads = heads_per_program(shape.num_heads)
+        self._num_heads, self._rank = shape.num_heads, shape.latent.rank
+        self._programs_per_row = shape.num_heads // heads
+        most = PROGRAMS_PER_DEVICE * heads  # parts of all heads of all rows
+        self._partial = torch.empty(most * self._rank, dtype=torch.float32, device=shape.device)
+        self._partial_lse = torch.empty(most, dtype=torch.float32, device=shape.device)
+
+    def plan(self, arrays: Sequence[Tensor]) -> RowPlan:
+        """Return a plan of starts, contexts and indices."""
+        starts, contexts, indices = arrays
+        num_rows = starts.shape[0]
+        num_parts = max(1, min(MAX_PARTS, PROGRAMS_PER_DEVICE // (num_rows * self._programs_per_row)))
+        sizes = (num_rows if num_parts > 1 else 0, self._num_heads, num_parts)
+        partial = self._partial[: math.prod(sizes) * self._rank].view(*sizes, self._rank)
+        lse = self._partial_lse[: math.prod(sizes)].view(sizes)
+        return RowPlan(starts, contexts, indices, num_parts, partial, lse)
+
+
+class PlanSize(NamedTuple):
+    """The size that a plan keeps. Query tokens and sequences include the leading sequences of one token each, of which
+    every batch has ``num_decodes``."""
+
+    num_decodes: int
+    num_tokens: int
+    num_sequences: int
 
 
 class FixedRowPlan:
-    """A plan whose tensors keep their addresses, for CUDA graphs. Implements ``kernels.api.DecodePlan``. Rows that a
-    batch doesn't use repeat its last one, so that their results are numbers."""
+    """A plan whose tensors keep their addresses, for CUDA graphs. Implements ``kernels.api.MixedPlan``. Unused rows
+    attend to one token."""
 
-    def __init__(self, shape: AttentionShape, num_rows: int, num_sequences: int, max_blocks: int) -> None:
-        self._block_size, self._num_rows = shape.block_size, num_rows
-        self._numbers = FixedArrays((num_rows, num_rows, num_sequences * max_blocks), shape.device)
-        self.fixed = make_row_plan(shape, self._numbers.arrays)
+    def __init__(self, shape: AttentionShape, size: PlanSize, max_blocks: int, workspace: RowWorkspace) -> None:
+        self._block_size, self._size = shape.block_size, size
+        self._numbers = FixedArrays((size.num_tokens, size.num_tokens, size.num_sequences * max_blocks), shape.device)
+        self.fixed = workspace.plan(self._numbers.arrays)
 
     def update(self, batch: PagedBatch) -> None:
         """See :class:`splitserve.kernels.api.DecodePlan`."""
         starts, contexts, indices = row_arrays(batch, self._block_size)
-        num_unused = self._num_rows - len(starts)
-        assert num_unused >= 0 and len(indices) <= self.fixed.indices.shape[0]
-        starts, contexts = (np.pad(array, (0, num_unused), mode="edge") for array in (starts, contexts))
+        num_unused = self._size.num_tokens - len(starts)
+        assert num_leading_decodes(batch) >= self._size.num_decodes and num_unused >= 0
+        assert len(indices) <= self.fixed.indices.shape[0]
+        starts, contexts = np.pad(starts, (0, num_unused)), np.pad(contexts, (0, num_unused), constant_values=1)
         self._numbers.fill((starts, contexts, indices))
 
     def suits(self, _batch: PagedBatch, /) -> bool:
-        """Return True: there is one form of attention. See :class:`splitserve.kernels.api.DecodePlan`."""
+        """Return True: replayed or not, attention is the same. See :class:`splitserve.kernels.api.MixedPlan`."""
         return True

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from splitserve.kernels.api import AttentionPlan, AttentionShape, DecodePlan, PagedBatch
+from splitserve.kernels.api import AttentionPlan, AttentionShape, DecodePlan, MixedPlan, PagedBatch
 from splitserve.kernels.fp8.kv import FP8, LARGEST
 from splitserve.kernels.latent.shape import LatentShape
 from splitserve.kernels.reference.attend import QUERY_BLOCK, attend_segment, merge
@@ -121,9 +121,9 @@ class ReferenceLatentAttention:
             "--enforce-eager with it"
         )
 
-    def make_mixed_plan(self, num_decodes: int, num_chunk_tokens: int, num_chunks: int, max_blocks: int) -> DecodePlan:
+    def make_mixed_plan(self, num_decodes: int, num_chunk_tokens: int, num_chunks: int, max_blocks: int) -> MixedPlan:
         """See :class:`splitserve.kernels.api.PagedAttention`."""
-        raise NotImplementedError("CUDA graphs of mixed steps aren't supported with latent attention")
+        raise NotImplementedError("the reference attention has no CUDA graphs of mixed steps")
 
     def _segments(self, query_len: int, context: int, table: Sequence[int]) -> tuple[_Segment, ...]:
         """Split the context; the last segment holds all queries."""

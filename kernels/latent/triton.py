@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from splitserve.kernels.api import AttentionPlan, AttentionShape, PagedBatch
-from splitserve.kernels.latent.plans import FixedRowPlan, RowPlan, heads_per_program, make_row_plan, row_arrays
+from splitserve.kernels.latent.plans import FixedRowPlan, PlanSize, RowPlan, RowWorkspace, heads_per_program, row_arrays
 from splitserve.kernels.latent.reference import score_scale
 from splitserve.kernels.latent.triton_products import head_products, join_parts
 from splitserve.kernels.triton.launch import overlapped, prefetch, wait
@@ -32,6 +32,7 @@ class TritonLatentAttention:
         assert shape.latent is not None
         self._shape, self._latent = shape, shape.latent
         self._scale = score_scale(shape)
+        self._workspace = RowWorkspace(shape)
 
     # ---- once per step ----
 
@@ -41,17 +42,18 @@ class TritonLatentAttention:
             to_device(torch.from_numpy(array), self._shape.device)
             for array in row_arrays(batch, self._shape.block_size)
         ]
-        return make_row_plan(self._shape, arrays)
+        return self._workspace.plan(arrays)
 
     def make_decode_plan(self, batch_size: int, max_blocks: int) -> FixedRowPlan:
         """See :class:`splitserve.kernels.api.PagedAttention`."""
-        return FixedRowPlan(self._shape, batch_size, batch_size, max_blocks)
+        return FixedRowPlan(self._shape, PlanSize(batch_size, batch_size, batch_size), max_blocks, self._workspace)
 
     def make_mixed_plan(
         self, num_decodes: int, num_chunk_tokens: int, num_chunks: int, max_blocks: int
     ) -> FixedRowPlan:
         """See :class:`splitserve.kernels.api.PagedAttention`."""
-        return FixedRowPlan(self._shape, num_decodes + num_chunk_tokens, num_decodes + num_chunks, max_blocks)
+        size = PlanSize(num_decodes, num_decodes + num_chunk_tokens, num_decodes + num_chunks)
+        return FixedRowPlan(self._shape, size, max_blocks, self._workspace)
 
     # ---- once per layer ----
 

@@ -20,7 +20,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from splitserve.kernels.api import AttentionPlan, AttentionShape, DecodePlan, PagedBatch
+from splitserve.kernels.api import AttentionPlan, AttentionShape, DecodePlan, MixedPlan, PagedBatch
 from splitserve.kernels.reference.attend import (
     QUERY_BLOCK,
     attend_segment,
@@ -120,7 +120,7 @@ class ReferencePagedAttention:
             "--enforce-eager with it"
         )
 
-    def make_mixed_plan(self, num_decodes: int, num_chunk_tokens: int, num_chunks: int, max_blocks: int) -> DecodePlan:
+    def make_mixed_plan(self, num_decodes: int, num_chunk_tokens: int, num_chunks: int, max_blocks: int) -> MixedPlan:
         """See :class:`splitserve.kernels.api.PagedAttention`."""
         raise NotImplementedError("CUDA graphs of mixed steps need the triton or the hybrid attention backend")
 

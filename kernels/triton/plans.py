@@ -136,10 +136,6 @@ class TritonDecodePlan:
         items = decode_items(tables, self._batch_size, alike, self._workspace.launch, self._shape.window)
         self._numbers.fill((items.ravel(), tables.indices))
 
-    def suits(self, _batch: PagedBatch, /) -> bool:
-        """Return True: there is one form of attention. See :class:`splitserve.kernels.api.DecodePlan`."""
-        return True
-
 
 class TritonMixedPlan:
     """A :class:`TritonDecodePlan` with optional chunks after the decoding sequences; unused items have no rows."""
@@ -181,7 +177,7 @@ class TritonMixedPlan:
         self._numbers.fill((tables.indptr, decode.ravel(), items.ravel(), joins, tables.indices))
 
     def suits(self, _batch: PagedBatch, /) -> bool:
-        """Return True: there is one form of attention. See :class:`splitserve.kernels.api.DecodePlan`."""
+        """Return True: replayed or not, attention is the same. See :class:`splitserve.kernels.api.MixedPlan`."""
         return True
 
 

@@ -36,7 +36,7 @@ class Step:
         "Mapping[str | None, tuple[Tensor, Tensor]]"  # cos, sin [T, D] (kernels.api.PrepareQkv) by LayerSpec.rope
     )
     query_factors: "Tensor | None"  # [T, 1, 1] of queries, by their positions; None: 1
-    slots: "Tensor"  # int64 [N, T, G]: where keys and values go in each of the cache's N groups
+    slots: "Sequence[Tensor]"  # int64 [T, G] for each group of the cache: where keys and values go
     rows: "Tensor | None"  # int64 [R], rows of the flat batch to sample from; None: all of them
     kv_layers: "Sequence[Tensor]"  # per layer: [num_blocks, G, 2, B, D], or latents [num_blocks, B, width]
     attention: "LayeredAttention"

@@ -9,7 +9,8 @@ padding rows repeat the last sequence: they compute and write the same values on
 for them. Steps with a small prefill, beside decode tokens or alone, may have graphs as well
 (:func:`.graph_sizes.mixed_sizes`): launched kernel by kernel, such a step takes the host longer than the device. For
 longer prefills that depends on the model and on the number of ranks, and is measured
-(:func:`.graph_sizes.least_tokens`). The padding rows at the end of a mixed step write nothing.
+(:func:`.graph_sizes.least_tokens`). A plan may decline a step whose attention has a better form when it is launched
+(:meth:`splitserve.kernels.api.MixedPlan.suits`). The padding rows at the end of a mixed step write nothing.
 
 A step may wait on the device for copies into the blocks that it reads (:attr:`ScheduledChunk.gates`), one group of
 layers at a time. Graphs of prefill alone are cut at these groups, and replayed one after the other.

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from splitserve.kernels.windows import FixedLayerPlans
+from splitserve.kernels.windows import FixedLayerPlans, MixedLayerPlans
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +24,6 @@ class MixedGraph:
 
     parts: dict[int, torch.cuda.CUDAGraph]  # replayed in this order, by the first layer of each
     inputs: Tensor  # int64 [(3 + N) * S + R]: those of :class:`DecodeGraph`, then the rows to sample
-    plan: FixedLayerPlans
+    plan: MixedLayerPlans
     logits: Tensor  # [R, vocab], shared by all mixed graphs
     least_tokens: int = 1  # steps with fewer prefill tokens are quicker without it

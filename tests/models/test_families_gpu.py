@@ -21,7 +21,7 @@ PROMPTS = [random.Random(length).choices(range(2000), k=length) for length in (1
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("architecture", NATIVE)
-def test_tokens_are_those_of_transformers(architecture: str, tmp_path: Path) -> None:
+def test_tokens_are_those_of_transformers(architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_transformers_model(tmp_path, architecture)
     expected = transformers_greedy(tmp_path, PROMPTS, NUM_NEW_TOKENS)
     device, config = torch.device("cuda", 0), load_model_config(tmp_path)
@@ -30,6 +30,10 @@ def test_tokens_are_those_of_transformers(architecture: str, tmp_path: Path) -> 
     runner = CudaRunner(model, memory, max_num_seqs=4, max_model_len=NUM_BLOCKS * BLOCK_SIZE)
     runner.capture([1, 4])
     runner.capture_mixed([MixedSize(0, 20)])
+    replayed: list[MixedSize] = []
+    replay = runner._replay_mixed
+    monkeypatch.setattr(runner, "_replay_mixed", lambda *step: replayed.append(step[1]) or replay(*step))
     for prompt, reference in zip(PROMPTS, expected, strict=True):
         tokens = greedy(runner, prompt, 24, NUM_NEW_TOKENS)
         assert reference.agrees(tokens), f"prompt of {len(prompt)}: {tokens} instead of {reference.token_ids}"
+    assert replayed == [MixedSize(0, 20)] * sum(len(prompt) > 1 for prompt in PROMPTS)
