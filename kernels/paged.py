@@ -35,13 +35,6 @@ def flat_tables(batch: PagedBatch, block_size: int, first: int = 0) -> FlatTable
     return FlatTables(indptr, np.array(indices, dtype=np.int32), np.array(context_lens, dtype=np.int32))
 
 
-def num_pairs(batch: PagedBatch, first: int, window: int | None = None) -> float:
-    """Return the number of pairs of a query token and a token that it attends to, of the sequences from ``first`` on;
-    with a ``window`` at most so many tokens for each query, roughly."""
-    ends = zip(batch.query_lens[first:], batch.context_lens[first:], strict=True)
-    return sum(count * min(end - (count - 1) / 2, window or end) for count, end in ends)
-
-
 def num_leading_decodes(batch: PagedBatch) -> int:
     """Return the number of sequences before the first one with more than one query token."""
     for index, query_len in enumerate(batch.query_lens):

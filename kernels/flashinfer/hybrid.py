@@ -14,11 +14,6 @@ from splitserve.kernels.paged import num_leading_decodes
 from splitserve.kernels.triton.attention import TritonPagedAttention
 from splitserve.kernels.triton.plans import TritonDecodePlan, TritonMixedPlan
 
-MOST_REPLAYED_PRODUCTS = 60_000_000_000
-"""Pairs of a query and a key in a layer's chunks, times the elements of a token's queries, up to which a step is
-replayed as a CUDA graph. Its attention is Triton's, which computes 260 to 270 TFLOP/s on an H200; FlashInfer's computes
-550 to 600. Beyond, a replayed layer takes half a millisecond longer or more, and its launches take the host less."""
-
 
 @dataclass(frozen=True, slots=True)
 class HybridPlan:
@@ -34,7 +29,6 @@ class HybridPagedAttention:
     """Implements :class:`splitserve.kernels.api.PagedAttention`. Raises ValueError for a shape without kernels."""
 
     def __init__(self, shape: AttentionShape) -> None:
-        self._width = shape.num_heads * shape.head_dim
         self._triton = TritonPagedAttention(shape)
         self._flashinfer = FlashInferPagedAttention(shape)
 
@@ -58,9 +52,7 @@ class HybridPagedAttention:
         self, num_decodes: int, num_chunk_tokens: int, num_chunks: int, max_blocks: int
     ) -> TritonMixedPlan:
         """See :class:`splitserve.kernels.api.PagedAttention`."""
-        plan = self._triton.make_mixed_plan(num_decodes, num_chunk_tokens, num_chunks, max_blocks)
-        plan.most_pairs = MOST_REPLAYED_PRODUCTS / self._width
-        return plan
+        return self._triton.make_mixed_plan(num_decodes, num_chunk_tokens, num_chunks, max_blocks)
 
     def run(self, query: Tensor, kv_layer: Tensor, plan: AttentionPlan, sinks: Tensor | None = None) -> Tensor:
         """See :class:`splitserve.kernels.api.PagedAttention`."""

@@ -18,7 +18,6 @@ from torch import Tensor
 from splitserve.kernels.api import AttentionShape, PagedBatch
 from splitserve.kernels.flashinfer.ragged import pinned_buffers
 from splitserve.kernels.latent.reference import score_scale
-from splitserve.kernels.paged import num_pairs
 from splitserve.kernels.triton.sampling import to_device
 
 MIN_PAIRS = 1_500_000
@@ -48,10 +47,12 @@ def pays(shape: AttentionShape, batch: PagedBatch, first: int, min_pairs: int = 
     """Return whether expanded attention is the better form for the sequences of ``batch`` from ``first`` on."""
     latent = shape.latent
     assert latent is not None
-    num_tokens = sum(batch.context_lens[first:])
+    queries, contexts = batch.query_lens[first:], batch.context_lens[first:]
+    num_pairs = sum(count * (end - (count - 1) / 2) for count, end in zip(queries, contexts, strict=True))
+    num_tokens = sum(contexts)
     num_elements = num_tokens * shape.num_heads * (latent.query_dim + latent.plain_dim + latent.value_dim)
     return (
-        num_pairs(batch, first) >= max(min_pairs, MIN_QUERIES_PER_TOKEN * num_tokens)
+        num_pairs >= max(min_pairs, MIN_QUERIES_PER_TOKEN * num_tokens)
         and num_elements * shape.dtype.itemsize <= MAX_BYTES
     )
 

@@ -1,7 +1,6 @@
 """Plans of Triton's paged attention: for one step, or of fixed size, for CUDA graphs."""
 
 import itertools
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor
 
 from splitserve.kernels.api import AttentionShape, PagedBatch
-from splitserve.kernels.paged import FlatTables, Int32Array, flat_tables, num_leading_decodes, num_pairs
+from splitserve.kernels.paged import FlatTables, Int32Array, flat_tables
 from splitserve.kernels.tuning.decode_launch import MAX_PARTS, PROGRAMS_PER_DEVICE, DecodeLaunch, decode_launch
 
 QUERY_TILE = 64
@@ -139,10 +138,7 @@ class TritonDecodePlan:
 
 
 class TritonMixedPlan:
-    """A :class:`TritonDecodePlan` with optional chunks after the decoding sequences; unused items have no rows.
-    Implements ``kernels.api.MixedPlan``. ``most_pairs``: of a query and a key in chunks, in steps that it suits."""
-
-    most_pairs = math.inf
+    """A :class:`TritonDecodePlan` with optional chunks after the decoding sequences; unused items have no rows."""
 
     def __init__(
         self,
@@ -180,9 +176,9 @@ class TritonMixedPlan:
         assert items.shape[1] == self._num_items and joins.shape[0] == 1 + 4 * self._num_joins, "too many chunk tokens"
         self._numbers.fill((tables.indptr, decode.ravel(), items.ravel(), joins, tables.indices))
 
-    def suits(self, batch: PagedBatch, /) -> bool:
-        """See :class:`splitserve.kernels.api.MixedPlan`."""
-        return num_pairs(batch, num_leading_decodes(batch), self._shape.window) <= self.most_pairs
+    def suits(self, _batch: PagedBatch, /) -> bool:
+        """Return True: replayed or not, attention is the same. See :class:`splitserve.kernels.api.MixedPlan`."""
+        return True
 
 
 def num_decode_items(num_sequences: int, num_parts: int) -> int:

@@ -2,7 +2,6 @@
 
 import math
 import random
-from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -13,14 +12,12 @@ from torch import Tensor
 from attention_cases import Lengths, attention_shape, paged_case
 from splitserve.kernels.api import AttentionShape, PagedBatch
 from splitserve.kernels.fp8.kv import FP8
-from splitserve.kernels.paged import num_pairs
 from splitserve.kernels.reference.attention import ReferencePagedAttention
 
 pytest.importorskip("triton")
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 
-from splitserve.kernels.flashinfer.hybrid import HybridPagedAttention
 from splitserve.kernels.triton import plans as triton_plans
 from splitserve.kernels.triton.attention import TritonPagedAttention
 from splitserve.kernels.triton.plans import CONTEXT_TILE, QUERY_TILE, UNSPLIT_TILES, chunk_arrays
@@ -275,30 +272,3 @@ def test_fixed_arrays_are_filled_in_place() -> None:
             assert numbers == array.tolist() + [0] * (size - len(array))
         assert filled == arrays[-1].tolist() + last[lengths[-1] :]
     assert [array.data_ptr() for array in fixed.arrays] == places
-
-
-@pytest.mark.parametrize(
-    ("lengths", "suits"),
-    [
-        ([(1, 90_000), (512, 20_000)], True),
-        ([(1, 90_000), (512, 30_000)], False),
-        ([(256, 30_000), (256, 30_000)], False),  # the chunks of a step count together
-        ([(1, 90_000)] * 9 + [(64, 200_000)], True),
-    ],
-)
-def test_graphs_decline_chunks_of_long_contexts_that_flashinfer_computes_faster(lengths: Lengths, suits: bool) -> None:
-    """Not where Triton's kernels are the only ones, nor if layers attend to a window."""
-    shape = AttentionShape(32, 8, 128, 64, 1, torch.bfloat16, DEVICE)
-    both = HybridPagedAttention.__new__(HybridPagedAttention)
-    for window in (None, 4096):
-        both._triton, both._width = TritonPagedAttention(replace(shape, window=window)), 32 * 128
-        batch = plain_batch(lengths)
-        assert both.make_mixed_plan(1, 512, 2, 4).suits(batch) == (suits or window is not None)
-        assert both._triton.make_mixed_plan(1, 512, 2, 4).suits(batch)
-
-
-def test_pairs_of_a_query_and_a_key() -> None:
-    batch = plain_batch([(1, 50), (3, 10), (2, 2)])
-    assert num_pairs(batch, 1) == (8 + 9 + 10) + (1 + 2)
-    assert num_pairs(batch, 0) == 50 + num_pairs(batch, 1)
-    assert num_pairs(batch, 0, window=5) == 5 + 3 * 5 + (1 + 2)
