@@ -105,12 +105,13 @@ class PagedBatch:
 
 
 class AttentionPlan(Protocol):
-    """Data that a backend derives from a :class:`PagedBatch` once per step, used by every layer's ``run``."""
+    """Data that a backend derives from a :class:`PagedBatch` once per step, used by every layer's ``run``. It is valid
+    until another plan of the same attention is made or filled, since these may share memory."""
 
 
 class DecodePlan(AttentionPlan, Protocol):
     """A plan of fixed size whose tensors keep their addresses: a CUDA graph captured with it can be replayed after
-    :meth:`update`, until another plan of the same attention is made or filled, since these may share memory."""
+    :meth:`update`."""
 
     def update(self, batch: PagedBatch) -> None:
         """Fill the plan for ``batch``, which begins with exactly as many sequences of one query token, in the order of

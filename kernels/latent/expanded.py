@@ -23,10 +23,10 @@ from splitserve.kernels.triton.sampling import to_device
 MIN_PAIRS = 1_500_000
 """Pairs of a query and a key in a step: with fewer, the launches take longer than is saved."""
 BUSY_TOKENS = 1024
-"""Query tokens that take the device as long as the launches take the host."""
+"""Prompt tokens that, without decodes beside them, take the device as long as the launches take the host."""
 LAUNCHES_IN_PAIRS = 64_000_000
-"""Pairs of all heads for which the absorbed form takes some 5 ms longer in 27 layers at 500 TFLOP/s: an estimate of how
-long the device waits for launches, where it has little else to do."""
+"""Pairs, times a rank's heads, for which the absorbed form takes some 3 ms longer in DeepSeek-V2-Lite's 27 layers at
+500 TFLOP/s, expansion included. An estimate: so long the device waits for launches, where it has little else to do."""
 MIN_QUERIES_PER_TOKEN = 400
 """Of the context, in the mean: with fewer, expanding it takes longer than is saved."""
 MAX_BYTES = 256 * 1024 * 1024

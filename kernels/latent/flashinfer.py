@@ -26,9 +26,6 @@ from splitserve.kernels.paged import flat_tables, num_leading_decodes
 
 _SIZES = (512, 64)  # of a latent and of the rotated part of a key
 _WORKSPACE_BYTES = 128 * 1024 * 1024
-MAX_REPEATED_TOKENS = 500_000
-"""Tokens of context that a replay may read again in each layer: of 1,152 bytes in 16 bits, which takes an H200 some
-0.14 ms. A layer's launches take the host about twice that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,12 +146,9 @@ class FixedLatentPlan:
         self._grid = grid
 
     def suits(self, batch: PagedBatch, /) -> bool:
-        """See :class:`splitserve.kernels.api.MixedPlan`: not for chunks that had better be expanded, nor if the kernel
-        would read long contexts again for decodes that repeat the last one."""
-        first = num_leading_decodes(batch)
-        if first and (self._size.num_decodes - first) * batch.context_lens[first - 1] > MAX_REPEATED_TOKENS:
-            return False
-        return not self._may_expand or not pays_without_graph(self._shape, batch, first)
+        """See :class:`splitserve.kernels.api.MixedPlan`: not for chunks that had better be expanded, either."""
+        expands = self._may_expand and pays_without_graph(self._shape, batch, num_leading_decodes(batch))
+        return not expands and not self._size.repeats_much(batch)
 
 
 def filled_up(batch: PagedBatch, size: PlanSize) -> PagedBatch:

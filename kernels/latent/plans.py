@@ -16,6 +16,9 @@ from splitserve.kernels.triton.plans import FixedArrays
 PROGRAMS_PER_DEVICE = 528  # 4 for each of an H100's 132 multiprocessors
 MAX_PARTS = 32
 MAX_HEADS = 32  # of one program
+MAX_REPEATED_TOKENS = 500_000
+"""Tokens of context that a replay may read again in each layer: of 1,152 bytes in 16 bits with DeepSeek's sizes, which
+takes an H200 some 0.14 ms. A replay saves 0.1 to 0.6 ms of a layer (docs/decisions/037-latent-graphs.md)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +80,12 @@ class PlanSize(NamedTuple):
     num_tokens: int
     num_sequences: int
 
+    def repeats_much(self, batch: PagedBatch) -> bool:
+        """Return whether ``batch``, which isn't padded yet, leaves so many rows of decodes, which will repeat its last
+        decode, that reading their contexts takes too long."""
+        first = num_leading_decodes(batch)
+        return first > 0 and (self.num_decodes - first) * batch.context_lens[first - 1] > MAX_REPEATED_TOKENS
+
 
 class FixedRowPlan:
     """A plan whose tensors keep their addresses, for CUDA graphs. Implements ``kernels.api.MixedPlan``. Unused rows
@@ -96,6 +105,6 @@ class FixedRowPlan:
         starts, contexts = np.pad(starts, (0, num_unused)), np.pad(contexts, (0, num_unused), constant_values=1)
         self._numbers.fill((starts, contexts, indices))
 
-    def suits(self, _batch: PagedBatch, /) -> bool:
-        """Return True: replayed or not, attention is the same. See :class:`splitserve.kernels.api.MixedPlan`."""
-        return True
+    def suits(self, batch: PagedBatch, /) -> bool:
+        """See :class:`splitserve.kernels.api.MixedPlan`."""
+        return not self._size.repeats_much(batch)

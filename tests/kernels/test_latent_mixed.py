@@ -11,7 +11,7 @@ from splitserve.kernels.latent.shape import LatentShape
 
 pytest.importorskip("triton")
 from splitserve.kernels.latent import flashinfer, hybrid
-from splitserve.kernels.latent.plans import PlanSize
+from splitserve.kernels.latent.plans import FixedRowPlan, PlanSize, RowWorkspace
 from splitserve.kernels.latent.triton import TritonLatentAttention
 
 # two decodes, then chunks: less than a plan holds, all of its 20 tokens in one chunk, and its most chunks
@@ -54,6 +54,7 @@ class Filled:
             self.graph.replay()
         expected, tolerance = defined(self.shape, query, expansion, self.kv_layer, batch), TOLERANCE[self.shape.dtype]
         torch.testing.assert_close(self.out[:used].double(), expected, rtol=tolerance, atol=tolerance)
+        assert self.out.isfinite().all()
 
     def run(self) -> None:
         self.out = self.attention.run_latent(self.query, self.expansion, self.kv_layer, self.plan)
@@ -113,6 +114,7 @@ def test_a_batch_is_filled_up_with_sequences_without_context() -> None:
     [
         (16, [(1000, 1000)], True),  # absorbed as well if it is launched
         (16, [(1000, 2500)], True),  # expanded it would be quicker, but the device would wait for launches
+        (16, [(1000, 3000)], True),
         (32, [(1000, 3000)], False),  # twice the heads, so twice the work
         (16, [(2048, 2048)], False),  # so many tokens that the device doesn't wait
         (16, [(1, 16_000), (512, 16_000)], False),
@@ -132,6 +134,8 @@ def test_long_chunks_of_long_contexts_are_launched_kernel_by_kernel(
 def test_long_contexts_are_not_read_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """65 sequences that decode leave 63 rows of the next size, which repeat the last one."""
     monkeypatch.setattr(flashinfer.ExpandedPrefill, "supports", lambda _: True)
-    plan = flashinfer.FixedLatentPlan(None, iter(()), deepseek_shape(16), PlanSize(128, 208, 133))
+    size, shape = PlanSize(128, 208, 133), deepseek_shape(16)
+    plans = flashinfer.FixedLatentPlan(None, iter(()), shape, size), FixedRowPlan(shape, size, 4, RowWorkspace(shape))
     for num_decodes, context, suits in ((65, 4000, True), (65, 16_000, False), (128, 16_000, True)):
-        assert plan.suits(batch_of([(1, context)] * num_decodes + [(80, 80)])) == suits
+        batch = batch_of([(1, context)] * num_decodes + [(80, 80)])
+        assert [plan.suits(batch) for plan in plans] == [suits] * 2
