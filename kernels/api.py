@@ -62,13 +62,6 @@ class AttentionShape:
         return first.unsqueeze(1) + heads
 
 
-def slots_of_groups(shapes: Sequence[AttentionShape], block_ids: Tensor, positions: Tensor) -> Tensor:
-    """Return where tokens go in N groups of the cache: int64 [N, T, G]. ``block_ids``: int64 [N, T]; -1 gives a
-    negative slot. ``positions``: int64 [T]."""
-    offsets = positions % shapes[0].block_size
-    return torch.stack([shape.slots(blocks, offsets) for shape, blocks in zip(shapes, block_ids, strict=True)])
-
-
 @dataclass(frozen=True, slots=True)
 class TokenRows:
     """Inputs of a forward pass."""

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, cast
 
+import torch
 from torch import Tensor
 
 from splitserve.kernels.api import (
@@ -53,6 +54,13 @@ class MixedLayerPlans(FixedLayerPlans):
     def suits(self, batches: Sequence[PagedBatch]) -> bool:
         """Return whether all plans suit a batch, given for each group with the tables of that group."""
         return all(plan.suits(batches[kind.group]) for kind, plan in self.plans.items())
+
+
+def slots_of_groups(shapes: Sequence[AttentionShape], block_ids: Tensor, positions: Tensor) -> Tensor:
+    """Return where tokens go in N groups of the cache: int64 [N, T, G]. ``block_ids``: int64 [N, T]; -1 gives a
+    negative slot. ``positions``: int64 [T]."""
+    offsets = positions % shapes[0].block_size
+    return torch.stack([shape.slots(blocks, offsets) for shape, blocks in zip(shapes, block_ids, strict=True)])
 
 
 class LayeredAttention:

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from splitserve.kernels.api import AttentionShape, TokenRows, slots_of_groups
+from splitserve.kernels.api import AttentionShape, TokenRows
 from splitserve.kernels.fp8.kv import FP8, LARGEST
+from splitserve.kernels.windows import slots_of_groups
 
 
 def begin_step(

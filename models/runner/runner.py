@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from splitserve.common.errors import SplitserveError
-from splitserve.kernels.api import slots_of_groups
+from splitserve.kernels.windows import slots_of_groups
 from splitserve.models.decoder import ForwardBatch, RunnableModel
 from splitserve.models.layers.step import BeforeLayer
 from splitserve.models.runner.cache import RunnerCache

@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from splitserve.kernels.api import AttentionShape, Kernels, TokenRows, slots_of_groups
+from splitserve.kernels.api import AttentionShape, Kernels, TokenRows
 from splitserve.kernels.reference.operations import known_tokens
-from splitserve.kernels.windows import FixedLayerPlans, LayeredAttention, LayerPlans
+from splitserve.kernels.windows import FixedLayerPlans, LayeredAttention, LayerPlans, slots_of_groups
 from splitserve.models.config import ModelConfig
 from splitserve.models.decoder import ForwardBatch
 from splitserve.models.layers.decoder import SCORED_ROWS_AT_ONCE

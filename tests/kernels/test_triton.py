@@ -44,7 +44,7 @@ def assert_close(actual: Tensor, expected: Tensor) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kv_heads", [1, 3, 8])
 def test_begin_step(kv_heads: int, dtype: torch.dtype) -> None:
-    """Of a cache with two groups, of three layers and of one."""
+    """A cache with two groups, of three layers and of one."""
     shapes = [AttentionShape(kv_heads * 2, kv_heads, 12, 5, num_layers, dtype, DEVICE) for num_layers in (3, 1)]
     blocks = [[2, 5, -1, 1], [0, -1, 7, 4]]
     inputs = torch.tensor([[3, 0, 1, 8], [0, 7, 19, 4], [-1, 1, -1, 2], *blocks], device=DEVICE)

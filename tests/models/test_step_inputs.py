@@ -1,4 +1,4 @@
-"""What a GPU's step reads, packed on the host: of a cache with two groups, of which the second keeps a window."""
+"""The numbers that a GPU's step reads, packed on the host, for a cache with two groups; the second keeps a window."""
 
 from types import SimpleNamespace
 from typing import Any
