@@ -6,6 +6,8 @@ from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
+import torch
+from torch import Tensor
 
 from splitserve.kernels.api import PagedBatch
 
@@ -33,6 +35,17 @@ def flat_tables(batch: PagedBatch, block_size: int, first: int = 0) -> FlatTable
     if len(indices) != indptr[-1]:
         raise ValueError("a block table is shorter than its context")
     return FlatTables(indptr, np.array(indices, dtype=np.int32), np.array(context_lens, dtype=np.int32))
+
+
+def part_of(batch: PagedBatch, first: int, end: int | None = None) -> PagedBatch:
+    """Return the sequences of ``batch`` from ``first`` on, before ``end``."""
+    part = slice(first, end)
+    return PagedBatch(batch.query_lens[part], batch.context_lens[part], batch.block_tables[part])
+
+
+def last_block_lens(tables: FlatTables, block_size: int) -> Tensor:
+    """Return the number of tokens in each sequence's last block, int32 [S] on the host; 0 without a block."""
+    return torch.from_numpy(np.minimum((tables.context_lens - 1) % block_size + 1, tables.context_lens))
 
 
 def num_leading_decodes(batch: PagedBatch) -> int:

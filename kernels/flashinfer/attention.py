@@ -5,31 +5,35 @@ numbers are copied from a pinned buffer. Since a plan may be made while the copy
 the stream, each wrapper rotates through several such buffers.
 """
 
-import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from splitserve.kernels.api import AttentionPlan, AttentionShape, MixedPlan, PagedBatch
+from splitserve.kernels.flashinfer.chunks import FixedChunkPlan, plan_chunks
 from splitserve.kernels.flashinfer.ragged import RaggedPlan, RaggedPrefill, pinned_buffers, score_options
-from splitserve.kernels.paged import FlatTables, flat_tables, num_leading_decodes
+from splitserve.kernels.paged import FlatTables, flat_tables, last_block_lens, num_leading_decodes, part_of
 from splitserve.kernels.triton.plans import FixedArrays
 
 _WORKSPACE_BYTES = 256 * 1024 * 1024
 
 
+ChunkPlan = RaggedPlan | Any
+"""Plan of chunks: for gathered keys and values, or a wrapper that reads them in place and has the step's numbers."""
+
+
 @dataclass(frozen=True, slots=True)
 class FlashInferPlan:
-    """Plan of a step: ``decode`` handles the first ``num_decodes`` query tokens, ``prefill`` or ``ragged`` the rest;
-    None: unused."""
+    """Plan of a step: ``decode``, a wrapper, handles the first ``num_decodes`` query tokens, ``chunks`` the rest; None:
+    unused."""
 
     num_decodes: int
     decode: Any
-    prefill: Any
-    ragged: RaggedPlan | None
+    chunks: ChunkPlan | None
 
 
 class FlashInferPagedAttention:
@@ -43,14 +47,18 @@ class FlashInferPagedAttention:
         self._flashinfer = flashinfer
         self._shape = shape
         self._workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=shape.device)
-        is_hopper = torch.cuda.get_device_capability(shape.device) == (9, 0)
+        self.is_hopper = is_hopper = torch.cuda.get_device_capability(shape.device) == (9, 0)
         self._decode = flashinfer.BatchDecodeWithPagedKVCacheWrapper(self._workspace, "HND", use_tensor_cores=True)
         # The decode kernels of a mixed step are launched before the prefill kernels overwrite the workspace, but plans
         # of both are in it at the same time, so each has its own.
         self._prefill_workspace = torch.empty_like(self._workspace)
-        self._prefill = flashinfer.BatchPrefillWithPagedKVCacheWrapper(
-            self._prefill_workspace, "HND", backend="fa3" if is_hopper else "fa2"
+        self._make_prefill: Callable[..., Any] = partial(
+            flashinfer.BatchPrefillWithPagedKVCacheWrapper,
+            self._prefill_workspace,
+            "HND",
+            backend="fa3" if is_hopper else "fa2",
         )
+        self._prefill = self._make_prefill()
         self._ragged = RaggedPrefill(flashinfer, shape, self._prefill_workspace) if is_hopper else None
         self._decode_pinned = pinned_buffers(self._decode)
         self._prefill_pinned = pinned_buffers(self._prefill)
@@ -60,38 +68,25 @@ class FlashInferPagedAttention:
     def plan(self, batch: PagedBatch) -> FlashInferPlan:
         num_decodes = num_leading_decodes(batch)
         if num_decodes:
-            few = PagedBatch(
-                batch.query_lens[:num_decodes], batch.context_lens[:num_decodes], batch.block_tables[:num_decodes]
-            )
-            tables = flat_tables(few, self._shape.block_size)
+            tables = flat_tables(part_of(batch, 0, num_decodes), self._shape.block_size)
             plan_decode(self._decode, self._decode_pinned, tables, self._shape)
-        decode = self._decode if num_decodes else None
-        if num_decodes == len(batch.query_lens):
-            return FlashInferPlan(num_decodes, decode, None, None)
-        if self._ragged is not None and self._ragged.serves(batch, num_decodes):
-            return FlashInferPlan(num_decodes, decode, None, self._ragged.plan(batch, num_decodes))
-        self._plan_prefill(batch, num_decodes)
-        return FlashInferPlan(num_decodes, decode, self._prefill, None)
-
-    def _plan_prefill(self, batch: PagedBatch, first: int) -> None:
-        shape = self._shape
-        tables = flat_tables(batch, shape.block_size, first)
-        query_ends = [0, *itertools.accumulate(batch.query_lens[first:])]
-        self._prefill._pin_memory_int_workspace_buffer = next(self._prefill_pinned)
-        self._prefill.plan(
-            torch.tensor(query_ends, dtype=torch.int32),
-            torch.from_numpy(tables.indptr),
-            torch.from_numpy(tables.indices).pin_memory(),
-            _last_block_lens(tables, shape.block_size),
-            shape.num_heads,
-            shape.num_kv_heads,
-            shape.head_dim,
-            shape.block_size,
-            causal=True,
-            q_data_type=shape.dtype,
-            kv_data_type=shape.dtype,
-            **score_options(shape),
+        has_chunks = num_decodes < len(batch.query_lens)
+        return FlashInferPlan(
+            num_decodes,
+            self._decode if num_decodes else None,
+            self.plan_chunks(batch, num_decodes) if has_chunks else None,
         )
+
+    def plan_chunks(self, batch: PagedBatch, first: int) -> ChunkPlan:
+        """Plan the attention of the sequences of ``batch`` from ``first`` on."""
+        if self._ragged is not None and self._ragged.serves(batch, first):
+            return self._ragged.plan(batch, first)
+        chunks = part_of(batch, first)
+        tables = flat_tables(chunks, self._shape.block_size)
+        self._prefill._pin_memory_int_workspace_buffer = next(self._prefill_pinned)
+        indices = torch.from_numpy(tables.indices).pin_memory()
+        plan_chunks(self._prefill, chunks, tables, indices, self._shape)
+        return self._prefill
 
     def make_decode_plan(self, batch_size: int, max_blocks: int) -> "FlashInferDecodePlan":
         """See :class:`splitserve.kernels.api.PagedAttention`."""
@@ -101,25 +96,43 @@ class FlashInferPagedAttention:
         """See :class:`splitserve.kernels.api.PagedAttention`."""
         raise NotImplementedError("CUDA graphs of mixed steps need the triton or the hybrid attention backend")
 
+    def make_chunk_plan(self, num_chunks: int, max_blocks: int) -> FixedChunkPlan:
+        """Make a plan of fixed size for at most ``num_chunks`` chunks of ``max_blocks`` blocks. Compute capability 9.0
+        only."""
+        assert self.is_hopper
+        plan = FixedChunkPlan(self._shape, num_chunks, max_blocks, self._make_prefill, self._prefill_pinned)
+        plan.wrapper._int_workspace_buffer = self._prefill._int_workspace_buffer  # filled in the stream's order
+        return plan
+
     # ---- once per layer ----
 
     def run(self, query: Tensor, kv_layer: Tensor, plan: AttentionPlan, sinks: Tensor | None = None) -> Tensor:
         """See :class:`splitserve.kernels.api.PagedAttention`."""
         assert sinks is None, "FlashInfer attention takes no sinks"
-        keys_values = (kv_layer[:, :, 0], kv_layer[:, :, 1])
         out = torch.empty_like(query)
         if isinstance(plan, FlashInferDecodePlan):
-            plan.wrapper.run(query, keys_values, out=out)
+            plan.wrapper.run(query, _keys_values(kv_layer), out=out)
             return out
         assert isinstance(plan, FlashInferPlan)
         if plan.decode is not None:
-            plan.decode.run(query[: plan.num_decodes], keys_values, out=out[: plan.num_decodes])
-        if plan.prefill is not None:
-            plan.prefill.run(query[plan.num_decodes :], keys_values, out=out[plan.num_decodes :])
-        if plan.ragged is not None:
-            assert self._ragged is not None
-            self._ragged.run(query[plan.num_decodes :], kv_layer, plan.ragged, out[plan.num_decodes :])
+            plan.decode.run(query[: plan.num_decodes], _keys_values(kv_layer), out=out[: plan.num_decodes])
+        if plan.chunks is not None:
+            self.run_chunks(query[plan.num_decodes :], kv_layer, plan.chunks, out[plan.num_decodes :])
         return out
+
+    def run_chunks(self, query: Tensor, kv_layer: Tensor, plan: ChunkPlan | FixedChunkPlan, out: Tensor) -> None:
+        """Attend with the query tokens of chunks alone: ``query``, ``out`` [T, H, D]."""
+        if isinstance(plan, RaggedPlan):
+            assert self._ragged is not None
+            self._ragged.run(query, kv_layer, plan, out)
+        else:
+            wrapper = plan.wrapper if isinstance(plan, FixedChunkPlan) else plan
+            wrapper.run(query, _keys_values(kv_layer), out=out)
+
+
+def _keys_values(kv_layer: Tensor) -> tuple[Tensor, Tensor]:
+    """Return keys and values, each [num_blocks, G, B, D], as views."""
+    return kv_layer[:, :, 0], kv_layer[:, :, 1]
 
 
 class FlashInferDecodePlan:
@@ -152,7 +165,7 @@ class FlashInferDecodePlan:
             self._is_planned = True
             return
         indptr, _, indices = self._numbers.arrays
-        last_lens = _last_block_lens(tables, shape.block_size)
+        last_lens = last_block_lens(tables, shape.block_size)
         self._numbers.fill((tables.indptr, last_lens.numpy(), tables.indices))
         self.wrapper._pin_memory_int_workspace_buffer = next(self._pinned)
         self._fast_plan(
@@ -177,7 +190,7 @@ def plan_decode(wrapper: Any, pinned: Iterator[Tensor], tables: FlatTables, shap
     wrapper.plan(
         torch.from_numpy(tables.indptr),
         torch.from_numpy(tables.indices).pin_memory(),
-        _last_block_lens(tables, shape.block_size),
+        last_block_lens(tables, shape.block_size),
         shape.num_heads,
         shape.num_kv_heads,
         shape.head_dim,
@@ -186,11 +199,6 @@ def plan_decode(wrapper: Any, pinned: Iterator[Tensor], tables: FlatTables, shap
         kv_data_type=shape.dtype,
         **score_options(shape),
     )
-
-
-def _last_block_lens(tables: FlatTables, block_size: int) -> Tensor:
-    """Return the number of tokens in each sequence's last block, int32 [S] on the host."""
-    return torch.from_numpy((tables.context_lens - 1) % block_size + 1)
 
 
 def unsupported_reason(shape: AttentionShape) -> str | None:

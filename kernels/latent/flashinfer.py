@@ -22,7 +22,7 @@ from splitserve.kernels.latent.plans import PlanSize
 from splitserve.kernels.latent.reference import score_scale
 from splitserve.kernels.latent.triton import TritonLatentAttention
 from splitserve.kernels.latent.triton_products import head_products
-from splitserve.kernels.paged import flat_tables, num_leading_decodes
+from splitserve.kernels.paged import flat_tables, num_leading_decodes, part_of
 
 _SIZES = (512, 64)  # of a latent and of the rotated part of a key
 _WORKSPACE_BYTES = 128 * 1024 * 1024
@@ -70,9 +70,7 @@ class FlashInferLatentAttention:
         num_decodes = num_leading_decodes(batch)
         if self._expanded is not None and pays(self._shape, batch, num_decodes):
             expanded = self._expanded.plan(batch, num_decodes)
-            absorbed = PagedBatch(
-                batch.query_lens[:num_decodes], batch.context_lens[:num_decodes], batch.block_tables[:num_decodes]
-            )
+            absorbed = part_of(batch, 0, num_decodes)
         if absorbed.query_lens:
             plan_step(self._wrapper, self._pinned, absorbed, self._shape)
         return FlashInferLatentPlan(self._wrapper, sum(absorbed.query_lens), expanded)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from attention_cases import Lengths, attention_shape, paged_case
+from attention_cases import Lengths, attention_shape, paged_case, replayed
 from splitserve.kernels.api import AttentionShape, PagedBatch
 from splitserve.kernels.fp8.kv import FP8
 from splitserve.kernels.reference.attention import ReferencePagedAttention
@@ -234,27 +234,8 @@ def test_a_captured_step_follows_its_plan(num_decodes: int) -> None:
         paged_case(shape, [*[(1, 100 + 700 * seed)] * num_decodes, *lengths], seed)
         for seed, lengths in enumerate(steps)
     ]
-    plan = backend.make_mixed_plan(num_decodes, 128, 4, 200)
-    num_blocks = max(layer.shape[0] for _, layer, _ in cases)
-    memory = torch.empty(num_blocks, 2, 8, 2, 64, 128, dtype=shape.dtype, device=DEVICE)
-    query, layer = torch.zeros(num_decodes + 128, 32, 128, dtype=shape.dtype, device=DEVICE), memory[:, 1]
-    stream, graph, out = torch.cuda.Stream(), torch.cuda.CUDAGraph(), None
-    stream.wait_stream(torch.cuda.current_stream())
-    for case in [*cases, *cases[::-1]]:
-        num_rows = case[0].shape[0]
-        with torch.cuda.stream(stream):
-            query[:num_rows].copy_(case[0])
-            layer.fill_(math.nan)
-            layer[: case[1].shape[0]].copy_(case[1])
-            plan.update(case[2])
-            if out is None:
-                backend.run(query, layer, plan)
-                with torch.cuda.graph(graph, stream=stream):
-                    out = backend.run(query, layer, plan)
-            graph.replay()
-        stream.synchronize()
-        assert out is not None
-        assert_right(out[:num_rows], shape, case)
+    for actual, case in replayed(backend, shape, num_decodes, 128, [*cases, *cases[::-1]]):
+        assert_right(actual, shape, case)
 
 
 def test_fixed_arrays_are_filled_in_place() -> None:

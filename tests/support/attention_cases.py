@@ -2,14 +2,15 @@
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from splitserve.kernels.api import AttentionShape, PagedBatch
+from splitserve.kernels.api import AttentionShape, PagedAttention, PagedBatch
 
 Lengths = Sequence[tuple[int, int]]  # (query tokens, context) of each sequence
+Case = tuple[Tensor, Tensor, PagedBatch]  # of paged_case
 LAYER, NUM_LAYERS = 1, 2
 
 
@@ -30,7 +31,7 @@ def attention_shape(
     return AttentionShape(num_heads, num_kv_heads, head_dim, block_size, NUM_LAYERS, dtype, device)
 
 
-def paged_case(shape: AttentionShape, lengths: Lengths, seed: int = 0) -> tuple[Tensor, Tensor, PagedBatch]:
+def paged_case(shape: AttentionShape, lengths: Lengths, seed: int = 0) -> Case:
     """Queries [T, H, D], one layer's view of KV memory [num_blocks, G, 2, B, D], and the batch, on ``shape.device``.
 
     Blocks are shuffled; a table is longer than its context needs; whatever no sequence wrote is NaN.
@@ -75,6 +76,36 @@ def plain_attention(
             out[row] = torch.einsum("hc,hcd->hd", weights, values[:, :seen])
             row += 1
     return out
+
+
+def replayed(
+    backend: PagedAttention, shape: AttentionShape, num_decodes: int, num_tokens: int, cases: Sequence[Case]
+) -> Iterator[tuple[Tensor, Case]]:
+    """Capture a step of so many decodes and prompt tokens, as the runner does, and replay it for each of ``cases``;
+    yield their results [T, H, D]. Memory that a case doesn't write is NaN. GPUs only."""
+    plan = backend.make_mixed_plan(num_decodes, num_tokens, 4, 200)
+    memory = torch.empty(max(layer.shape[0] for _, layer, _ in cases), 2, *cases[0][1].shape[1:]).to(cases[0][1])
+    query, layer = cases[0][0].new_zeros(num_decodes + num_tokens, *cases[0][0].shape[1:]), memory[:, LAYER]
+    full = [0] * -(-num_tokens // shape.block_size)
+    trial = PagedBatch([*[1] * num_decodes, num_tokens], [*[1] * num_decodes, num_tokens], [full] * (num_decodes + 1))
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        memory.zero_()
+        plan.update(trial)
+        backend.run(query, layer, plan)
+        with torch.cuda.graph(graph, stream=stream):
+            out = backend.run(query, layer, plan)
+    for case in cases:
+        num_rows = case[0].shape[0]
+        with torch.cuda.stream(stream):
+            query[:num_rows].copy_(case[0])
+            layer.fill_(math.nan)
+            layer[: case[1].shape[0]].copy_(case[1])
+            plan.update(case[2])
+            graph.replay()
+        stream.synchronize()
+        yield out[:num_rows], case
 
 
 def rms(x: Tensor) -> float:

@@ -1,0 +1,74 @@
+"""Plans of prompts' chunks for FlashInfer's kernels that read paged memory in place: for one step, or, with
+FlashAttention 3, for CUDA graphs, since its grid is the number of multiprocessors, whatever the chunks."""
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from splitserve.kernels.api import AttentionShape, PagedBatch
+from splitserve.kernels.flashinfer.ragged import score_options
+from splitserve.kernels.paged import FlatTables, flat_tables, last_block_lens
+from splitserve.kernels.triton.plans import FixedArrays
+
+
+class FixedChunkPlan:
+    """A plan of chunks whose tensors keep their addresses. ``wrapper`` has its numbers."""
+
+    def __init__(
+        self,
+        shape: AttentionShape,
+        num_chunks: int,
+        max_blocks: int,
+        make_wrapper: Callable[..., Any],
+        pinned: Iterator[Tensor],
+    ) -> None:
+        """``num_chunks``: the most; ``max_blocks``: of each; ``make_wrapper``: of the given buffers."""
+        self._shape, self._num_chunks, self._pinned = shape, num_chunks, pinned
+        sizes = (num_chunks + 1, num_chunks + 1, num_chunks)
+        query_ends, table_ends, last_lens = (
+            torch.zeros(size, dtype=torch.int32, device=shape.device) for size in sizes
+        )
+        self._indices = FixedArrays((num_chunks * max_blocks,), shape.device)
+        self.wrapper = make_wrapper(
+            use_cuda_graph=True,
+            qo_indptr_buf=query_ends,
+            paged_kv_indptr_buf=table_ends,
+            paged_kv_indices_buf=self._indices.arrays[0],
+            paged_kv_last_page_len_buf=last_lens,
+        )
+
+    def update(self, chunks: PagedBatch) -> None:
+        """Fill the plan, in the order of the current stream. The first time sets the most query tokens."""
+        num_more = self._num_chunks - len(chunks.query_lens)
+        padded = PagedBatch(
+            [*chunks.query_lens, *[0] * num_more],
+            [*chunks.context_lens, *[0] * num_more],
+            [*chunks.block_tables, *[()] * num_more],
+        )
+        tables = flat_tables(padded, self._shape.block_size)
+        self._indices.fill((tables.indices,))  # FlashInfer, which copies the rest, would wait for the stream after it
+        indices = self._indices.arrays[0][: len(tables.indices)]
+        self.wrapper._pin_memory_int_workspace_buffer = next(self._pinned)
+        plan_chunks(self.wrapper, padded, tables, indices, self._shape)
+
+
+def plan_chunks(wrapper: Any, chunks: PagedBatch, tables: FlatTables, indices: Tensor, shape: AttentionShape) -> None:
+    """Give ``wrapper`` the numbers of a step's chunks; ``tables``: theirs, ``indices``: the blocks in them."""
+    query_ends = torch.tensor([0, *itertools.accumulate(chunks.query_lens)], dtype=torch.int32)
+    wrapper.plan(
+        query_ends.pin_memory(),
+        torch.from_numpy(tables.indptr).pin_memory(),
+        indices,
+        last_block_lens(tables, shape.block_size).pin_memory(),
+        shape.num_heads,
+        shape.num_kv_heads,
+        shape.head_dim,
+        shape.block_size,
+        causal=True,
+        q_data_type=shape.dtype,
+        kv_data_type=shape.dtype,
+        **score_options(shape),
+    )

@@ -1,0 +1,69 @@
+"""Attention whose CUDA graphs of long prompts have FlashInfer's kernel, and of short ones Triton's."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from attention_cases import Lengths, attention_shape, paged_case, plain_attention, replayed
+from splitserve.kernels.api import AttentionShape
+
+pytestmark = pytest.mark.gpu
+
+# Chunks, each after as much of its prompt as there is more context.
+STEPS: list[Lengths] = [
+    [(512, 3000)],
+    [(64, 64)],
+    [(100, 4000), (20, 700), (1, 900), (8, 8)],
+    [(30, 6001), (482, 482)],
+    [(129, 129), (127, 300), (128, 1000), (128, 128)],
+]
+
+
+@pytest.fixture
+def shape() -> AttentionShape:
+    pytest.importorskip("flashinfer")
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("FlashAttention 3 is for compute capability 9.0")
+    return attention_shape(32, 8, 128, 64, torch.bfloat16, torch.device("cuda"))
+
+
+@pytest.mark.parametrize("window", [None, 300])
+@pytest.mark.parametrize("num_decodes", [0, 4])
+def test_a_captured_step_of_long_prompts_follows_its_plan(
+    shape: AttentionShape, num_decodes: int, window: int | None
+) -> None:
+    from splitserve.kernels.flashinfer.hybrid import HybridMixedPlan, HybridPagedAttention
+
+    shape = replace(shape, window=window)
+    backend = HybridPagedAttention(shape)
+    assert isinstance(backend.make_mixed_plan(num_decodes, 512, 4, 200), HybridMixedPlan)
+    decodes = [[(1, 100 + 700 * step)] * num_decodes for step in range(len(STEPS))]
+    cases = [
+        paged_case(shape, [*few, *chunks], seed) for seed, (few, chunks) in enumerate(zip(decodes, STEPS, strict=True))
+    ]
+    for actual, (query, layer, batch) in replayed(backend, shape, num_decodes, 512, [*cases, *cases[::-1]]):
+        expected = plain_attention(query, layer, batch, window=window)
+        torch.testing.assert_close(actual.double(), expected, rtol=3e-2, atol=3e-2)
+
+
+def test_plans_of_several_sizes_share_memory(shape: AttentionShape) -> None:
+    """Each step has its own numbers, whatever the plan that was filled before."""
+    from splitserve.kernels.flashinfer.hybrid import HybridPagedAttention
+
+    backend = HybridPagedAttention(shape)
+    cases = [paged_case(shape, lengths, seed) for seed, lengths in enumerate(STEPS)]
+    steps = [replayed(backend, shape, 0, num_tokens, cases * 2) for num_tokens in (512, 1024, 576)]
+    for results in zip(*steps, strict=True):
+        query, layer, batch = results[0][1]
+        for actual, _ in results:
+            torch.testing.assert_close(actual.double(), plain_attention(query, layer, batch), rtol=3e-2, atol=3e-2)
+
+
+def test_short_prompts_and_few_heads_keep_tritons_kernel(shape: AttentionShape) -> None:
+    from splitserve.kernels.flashinfer.hybrid import HybridPagedAttention
+    from splitserve.kernels.triton.plans import TritonMixedPlan
+
+    assert isinstance(HybridPagedAttention(shape).make_mixed_plan(4, 256, 4, 200), TritonMixedPlan)
+    few = replace(shape, num_heads=8, num_kv_heads=2)
+    assert isinstance(HybridPagedAttention(few).make_mixed_plan(0, 1024, 4, 200), TritonMixedPlan)
