@@ -132,9 +132,11 @@ class PagedAttention(Protocol):
         CUDA."""
         ...
 
-    def make_mixed_plan(self, num_decodes: int, num_chunk_tokens: int, num_chunks: int, max_blocks: int) -> MixedPlan:
-        """Make a plan for ``num_decodes`` sequences of one query token, then up to ``num_chunks`` longer ones with at
-        most ``num_chunk_tokens`` in total.
+    def make_mixed_plans(
+        self, num_decodes: int, num_chunk_tokens: int, num_chunks: int, max_blocks: int
+    ) -> Sequence[MixedPlan]:
+        """Make plans for ``num_decodes`` sequences of one query token, then up to ``num_chunks`` longer ones with at
+        most ``num_chunk_tokens`` in total. Their attention has different forms: the first that suits a step is best.
 
         Results of unused query tokens are undefined. Raises NotImplementedError if the backend has no such plan.
         """
@@ -159,8 +161,10 @@ class LatentAttention(Protocol):
         """See :meth:`PagedAttention.make_decode_plan`."""
         ...
 
-    def make_mixed_plan(self, num_decodes: int, num_chunk_tokens: int, num_chunks: int, max_blocks: int) -> MixedPlan:
-        """See :meth:`PagedAttention.make_mixed_plan`."""
+    def make_mixed_plans(
+        self, num_decodes: int, num_chunk_tokens: int, num_chunks: int, max_blocks: int
+    ) -> Sequence[MixedPlan]:
+        """See :meth:`PagedAttention.make_mixed_plans`."""
         ...
 
     def run_latent(self, query: Tensor, expansion: Tensor, kv_layer: Tensor, plan: AttentionPlan) -> Tensor:

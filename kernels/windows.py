@@ -97,12 +97,17 @@ class LayeredAttention:
             {kind: backend.make_decode_plan(batch_size, max_blocks) for kind, backend in self._backends.items()}
         )
 
-    def make_mixed_plan(
+    def make_mixed_plans(
         self, num_decodes: int, num_chunk_tokens: int, num_chunks: int, max_blocks: int
-    ) -> MixedLayerPlans:
-        """See :class:`splitserve.kernels.api.PagedAttention`."""
+    ) -> list[MixedLayerPlans]:
+        """See :class:`splitserve.kernels.api.PagedAttention`. A kind with fewer forms repeats its last one."""
         sizes = (num_decodes, num_chunk_tokens, num_chunks, max_blocks)
-        return MixedLayerPlans({kind: backend.make_mixed_plan(*sizes) for kind, backend in self._backends.items()})
+        plans = {kind: backend.make_mixed_plans(*sizes) for kind, backend in self._backends.items()}
+        num_forms = max(len(forms) for forms in plans.values())
+        return [
+            MixedLayerPlans({kind: forms[min(form, len(forms) - 1)] for kind, forms in plans.items()})
+            for form in range(num_forms)
+        ]
 
     def run(
         self,

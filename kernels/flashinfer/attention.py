@@ -5,7 +5,7 @@ numbers are copied from a pinned buffer. Since a plan may be made while the copy
 the stream, each wrapper rotates through several such buffers.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -92,7 +92,9 @@ class FlashInferPagedAttention:
         """See :class:`splitserve.kernels.api.PagedAttention`."""
         return FlashInferDecodePlan(self._flashinfer, self._shape, self._workspace, batch_size, max_blocks)
 
-    def make_mixed_plan(self, num_decodes: int, num_chunk_tokens: int, num_chunks: int, max_blocks: int) -> MixedPlan:
+    def make_mixed_plans(
+        self, num_decodes: int, num_chunk_tokens: int, num_chunks: int, max_blocks: int
+    ) -> Sequence[MixedPlan]:
         """See :class:`splitserve.kernels.api.PagedAttention`."""
         raise NotImplementedError("CUDA graphs of mixed steps need the triton or the hybrid attention backend")
 

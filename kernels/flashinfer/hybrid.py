@@ -3,6 +3,7 @@
 ``splitserve bench kernels`` compares the backends on a GPU; ``benchmarks/results`` has one run.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,10 +16,13 @@ from splitserve.kernels.paged import num_leading_decodes, part_of
 from splitserve.kernels.triton.attention import TritonPagedAttention
 from splitserve.kernels.triton.plans import TritonDecodePlan, TritonMixedPlan
 
-MIN_TILES = 96
-"""Tiles of 128 query tokens, for each head, from which on a CUDA graph has FlashInfer's kernel for its chunks. It
-divides no context, so fewer leave more of the device idle than its rate makes up for."""
-_TILE = 128
+QUERY_TILE = 128
+"""Query tokens of one head that FlashInfer's kernel computes together, over their whole context."""
+RATE_RATIO = 1.8
+"""FlashInfer's kernel computes so much faster than Triton's, which divides contexts and so keeps the device busy with
+few query tokens (docs/decisions/039-long-prompts-in-graphs.md)."""
+MIN_MEAN_CONTEXT = 1000
+"""Of query tokens: with less, Triton's kernel is as quick, and starts earlier."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,13 +56,18 @@ class HybridPagedAttention:
         """See :class:`splitserve.kernels.api.PagedAttention`."""
         return self._triton.make_decode_plan(batch_size, max_blocks)
 
-    def make_mixed_plan(self, num_decodes: int, num_chunk_tokens: int, num_chunks: int, max_blocks: int) -> MixedPlan:
-        """See :class:`splitserve.kernels.api.PagedAttention`."""
-        num_tiles = -(-num_chunk_tokens // _TILE) * self._shape.num_heads
-        if not self._flashinfer.is_hopper or num_tiles < MIN_TILES:
-            return self._triton.make_mixed_plan(num_decodes, num_chunk_tokens, num_chunks, max_blocks)
+    def make_mixed_plans(
+        self, num_decodes: int, num_chunk_tokens: int, num_chunks: int, max_blocks: int
+    ) -> Sequence[MixedPlan]:
+        """See :class:`splitserve.kernels.api.PagedAttention`. Decodes make a step long enough for one form to do."""
+        sizes = num_decodes, num_chunk_tokens, num_chunks, max_blocks
+        whole = PagedBatch([num_chunk_tokens], [num_chunk_tokens], [()])
+        if not self._flashinfer.is_hopper or not fills_device(self._shape, whole):
+            return self._triton.make_mixed_plans(*sizes)
         decode = self._triton.make_decode_plan(num_decodes, max_blocks) if num_decodes else None
-        return HybridMixedPlan(num_decodes, decode, self._flashinfer.make_chunk_plan(num_chunks, max_blocks))
+        chunks = self._flashinfer.make_chunk_plan(num_chunks, max_blocks)
+        plan = HybridMixedPlan(self._shape, num_decodes, decode, chunks)
+        return [plan] if num_decodes else [plan, *self._triton.make_mixed_plans(*sizes)]
 
     def run(self, query: Tensor, kv_layer: Tensor, plan: AttentionPlan, sinks: Tensor | None = None) -> Tensor:
         """See :class:`splitserve.kernels.api.PagedAttention`."""
@@ -78,6 +87,7 @@ class HybridMixedPlan:
     """A plan of fixed size, for CUDA graphs, in which FlashInfer attends for the chunks. Implements
     ``kernels.api.MixedPlan``."""
 
+    shape: AttentionShape
     num_decodes: int
     decode: TritonDecodePlan | None
     chunks: FixedChunkPlan
@@ -88,6 +98,20 @@ class HybridMixedPlan:
             self.decode.update(part_of(batch, 0, self.num_decodes))
         self.chunks.update(part_of(batch, self.num_decodes))
 
-    def suits(self, _batch: PagedBatch, /) -> bool:
+    def suits(self, batch: PagedBatch, /) -> bool:
         """See :class:`splitserve.kernels.api.MixedPlan`."""
-        return True
+        if self.decode is not None:
+            return True
+        num_pairs = sum(
+            count * (context - count / 2) for count, context in zip(batch.query_lens, batch.context_lens, strict=True)
+        )
+        return num_pairs >= MIN_MEAN_CONTEXT * sum(batch.query_lens) and fills_device(self.shape, batch)
+
+
+def fills_device(shape: AttentionShape, chunks: PagedBatch) -> bool:
+    """Return whether FlashInfer's kernel is quicker than Triton's for long ``chunks``, although its time is that of the
+    longest context at least. Each multiprocessor has one tile at a time."""
+    num_processors = torch.cuda.get_device_properties(shape.device).multi_processor_count
+    lengths = zip(chunks.query_lens, chunks.context_lens, strict=True)
+    work = shape.num_heads * sum(-(-count // QUERY_TILE) * context for count, context in lengths)
+    return max(chunks.context_lens) * num_processors <= RATE_RATIO * work

@@ -1,6 +1,6 @@
 """Attention over KV memory in FP8 (float8_e4m3fn), for backends that read only the model's compute dtype."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -50,7 +50,9 @@ class DequantisingAttention:
             f"a fixed plan over FP8 KV (for {batch_size} sequences of {max_blocks} blocks) needs the triton backend"
         )
 
-    def make_mixed_plan(self, num_decodes: int, num_chunk_tokens: int, num_chunks: int, max_blocks: int) -> MixedPlan:
+    def make_mixed_plans(
+        self, num_decodes: int, num_chunk_tokens: int, num_chunks: int, max_blocks: int
+    ) -> Sequence[MixedPlan]:
         """See :class:`splitserve.kernels.api.PagedAttention`."""
         raise NotImplementedError("CUDA graphs of mixed steps over FP8 KV need the triton attention backend")
 

@@ -8,7 +8,7 @@ than DeepSeek's take Triton's kernels.
 """
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,12 +79,12 @@ class FlashInferLatentAttention:
         """See :class:`splitserve.kernels.api.PagedAttention`."""
         return self._fixed(PlanSize(batch_size, batch_size, batch_size), max_blocks)
 
-    def make_mixed_plan(
+    def make_mixed_plans(
         self, num_decodes: int, num_chunk_tokens: int, num_chunks: int, max_blocks: int
-    ) -> "FixedLatentPlan":
+    ) -> Sequence["FixedLatentPlan"]:
         """See :class:`splitserve.kernels.api.PagedAttention`. Long chunks are absorbed, too."""
         size = PlanSize(num_decodes, num_decodes + num_chunk_tokens, num_decodes + num_chunks + 1)
-        return self._fixed(size, max_blocks)
+        return [self._fixed(size, max_blocks)]
 
     def _fixed(self, size: PlanSize, max_blocks: int) -> "FixedLatentPlan":
         count = size.num_sequences

@@ -4,6 +4,8 @@ FlashInfer's kernels for everything else (docs/decisions/031-latent-decode.md).
 ``splitserve bench engine --shape deepseek-v2-lite --attention-backend NAME`` compares the backends on a GPU.
 """
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from splitserve.kernels.api import AttentionPlan, AttentionShape, DecodePlan, LatentAttention, MixedPlan, PagedBatch
@@ -41,9 +43,11 @@ class HybridLatentAttention:
         attention = self._triton if batch_size <= MAX_ROWS else self._flashinfer
         return attention.make_decode_plan(batch_size, max_blocks)
 
-    def make_mixed_plan(self, num_decodes: int, num_chunk_tokens: int, num_chunks: int, max_blocks: int) -> MixedPlan:
+    def make_mixed_plans(
+        self, num_decodes: int, num_chunk_tokens: int, num_chunks: int, max_blocks: int
+    ) -> Sequence[MixedPlan]:
         """See :class:`splitserve.kernels.api.PagedAttention`."""
-        return self._flashinfer.make_mixed_plan(num_decodes, num_chunk_tokens, num_chunks, max_blocks)
+        return self._flashinfer.make_mixed_plans(num_decodes, num_chunk_tokens, num_chunks, max_blocks)
 
     def run_latent(self, query: Tensor, expansion: Tensor, kv_layer: Tensor, plan: AttentionPlan) -> Tensor:
         """See :class:`splitserve.kernels.api.LatentAttention`."""

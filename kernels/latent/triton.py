@@ -7,6 +7,7 @@ memory may hold NaN.
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
 import math
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -48,12 +49,12 @@ class TritonLatentAttention:
         """See :class:`splitserve.kernels.api.PagedAttention`."""
         return FixedRowPlan(self._shape, PlanSize(batch_size, batch_size, batch_size), max_blocks, self._workspace)
 
-    def make_mixed_plan(
+    def make_mixed_plans(
         self, num_decodes: int, num_chunk_tokens: int, num_chunks: int, max_blocks: int
-    ) -> FixedRowPlan:
+    ) -> Sequence[FixedRowPlan]:
         """See :class:`splitserve.kernels.api.PagedAttention`."""
         size = PlanSize(num_decodes, num_decodes + num_chunk_tokens, num_decodes + num_chunks)
-        return FixedRowPlan(self._shape, size, max_blocks, self._workspace)
+        return [FixedRowPlan(self._shape, size, max_blocks, self._workspace)]
 
     # ---- once per layer ----
 

@@ -120,7 +120,9 @@ class ReferencePagedAttention:
             "--enforce-eager with it"
         )
 
-    def make_mixed_plan(self, num_decodes: int, num_chunk_tokens: int, num_chunks: int, max_blocks: int) -> MixedPlan:
+    def make_mixed_plans(
+        self, num_decodes: int, num_chunk_tokens: int, num_chunks: int, max_blocks: int
+    ) -> Sequence[MixedPlan]:
         """See :class:`splitserve.kernels.api.PagedAttention`."""
         raise NotImplementedError("CUDA graphs of mixed steps need the triton or the hybrid attention backend")
 

@@ -8,6 +8,7 @@ order, so that the result doesn't depend on which one is last. All others are ch
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
 import math
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -70,14 +71,13 @@ class TritonPagedAttention:
         """See :class:`splitserve.kernels.api.PagedAttention`."""
         return TritonDecodePlan(self._shape, batch_size, max_blocks, self._workspaces.of(batch_size))
 
-    def make_mixed_plan(
+    def make_mixed_plans(
         self, num_decodes: int, num_chunk_tokens: int, num_chunks: int, max_blocks: int
-    ) -> TritonMixedPlan:
+    ) -> Sequence[TritonMixedPlan]:
         """See :class:`splitserve.kernels.api.PagedAttention`."""
         decodes = self._workspaces.of(num_decodes)
-        return TritonMixedPlan(
-            self._shape, num_decodes, num_chunk_tokens, num_chunks, max_blocks, decodes, self._chunk_workspace
-        )
+        sizes = num_decodes, num_chunk_tokens, num_chunks, max_blocks
+        return [TritonMixedPlan(self._shape, *sizes, decodes, self._chunk_workspace)]
 
     def _on_device(self, *arrays: Int32Array) -> list[Tensor]:
         return [to_device(torch.from_numpy(array), self._shape.device) for array in arrays]

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from splitserve.kernels.windows import FixedLayerPlans, LayerPlans
+from splitserve.kernels.windows import FixedLayerPlans, LayerPlans, MixedLayerPlans
 from splitserve.models.decoder import ForwardBatch, RunnableModel
 from splitserve.models.layers.step import BeforeLayer
 from splitserve.models.runner.graph_sizes import MAX_MIXED_CHUNKS, MixedSize, batch_sizes, least_tokens
@@ -67,7 +67,7 @@ class CudaRunner(ModelRunner):
         self._before = StepBefore(None, {})  # that step
         self._pool = torch.cuda.graph_pool_handle()
         self._graphs: dict[int, DecodeGraph] = {}
-        self._mixed_graphs: dict[MixedSize, MixedGraph] = {}
+        self._mixed_graphs: dict[MixedSize, list[MixedGraph]] = {}  # the first that suits a step serves it
         self._last_replay: tuple[Tensor, FixedLayerPlans, Sequence[ScheduledChunk], int] | None = None
 
     @property
@@ -146,8 +146,8 @@ class CudaRunner(ModelRunner):
             for layer in self._first_layers:
                 self._wait_for_copies(gates, layer)
             return self._replay(chunks, size)
-        if (mixed := self._mixed_size(chunks)) is not None:
-            return self._replay_mixed(chunks, mixed, gates)
+        if (mixed := self._mixed_graph(chunks)) is not None:
+            return self._replay_mixed(mixed, chunks, gates)
         return self._eager(chunks, gates)
 
     # ---- waiting for copies ----
@@ -214,8 +214,8 @@ class CudaRunner(ModelRunner):
         graph.graph.replay()
         return graph.logits[: len(chunks)]
 
-    def _mixed_size(self, chunks: Sequence[ScheduledChunk]) -> MixedSize | None:
-        """Return the captured size that serves these chunks, or None."""
+    def _mixed_graph(self, chunks: Sequence[ScheduledChunk]) -> MixedGraph | None:
+        """Return the graph that serves these chunks, or None."""
         if not self._mixed_graphs:
             return None
         num_decodes = num_leading_decodes(chunks)
@@ -225,18 +225,19 @@ class CudaRunner(ModelRunner):
         num_tokens = sum(len(chunk.token_ids) for chunk in longer)
         fitting = (
             size
-            for size, graph in self._mixed_graphs.items()
+            for size in self._mixed_graphs
             if size.num_decodes >= num_decodes
-            and size.num_tokens >= num_tokens >= graph.least_tokens
+            and size.num_tokens >= num_tokens
             and (num_decodes or not size.num_decodes)
         )
-        size = min(fitting, key=sum, default=None)
-        suits = size is not None and self._mixed_graphs[size].plan.suits(self.cache.batches(chunks))
-        return size if suits else None
+        if (size := min(fitting, key=sum, default=None)) is None:
+            return None
+        batches = self.cache.batches(chunks)
+        graph = next((graph for graph in self._mixed_graphs[size] if graph.plan.suits(batches)), None)
+        return graph if graph is not None and num_tokens >= graph.least_tokens else None
 
-    def _replay_mixed(self, chunks: Sequence[ScheduledChunk], size: MixedSize, gates: Sequence[int]) -> Tensor:
-        graph = self._mixed_graphs[size]
-        self._inputs.fill_mixed(graph.inputs, graph.plan, chunks, size)
+    def _replay_mixed(self, graph: MixedGraph, chunks: Sequence[ScheduledChunk], gates: Sequence[int]) -> Tensor:
+        self._inputs.fill_mixed(graph.inputs, graph.plan, chunks, graph.size)
         for first_layer, part in graph.parts.items():
             self._wait_for_copies(gates, first_layer)
             part.replay()
@@ -265,9 +266,10 @@ class CudaRunner(ModelRunner):
         logits = torch.empty((num_rows, self.model.config.vocab_size), dtype=self.model.dtype, device=self.model.device)
         with torch.cuda.stream(self._stream):
             for size in sorted(sizes, key=sum, reverse=True):
-                self._mixed_graphs[size] = self._capture_mixed_size(size, logits)
-                if size.is_long:
-                    self._mixed_graphs[size].least_tokens = lowest(self._measured_least_tokens(size))
+                plans = self.cache.attention.make_mixed_plans(*size, MAX_MIXED_CHUNKS, self._max_blocks)
+                self._mixed_graphs[size] = [self._capture_mixed_size(size, plan, logits) for plan in plans]
+                for graph in self._mixed_graphs[size] if size.is_long else ():
+                    graph.least_tokens = lowest(self._measured_least_tokens(graph))
         self._stream.synchronize()
         return time.perf_counter() - started
 
@@ -284,12 +286,11 @@ class CudaRunner(ModelRunner):
         assert logits is not None
         return DecodeGraph(graph, inputs, plan, logits)
 
-    def _capture_mixed_size(self, size: MixedSize, logits: Tensor) -> MixedGraph:
+    def _capture_mixed_size(self, size: MixedSize, plan: MixedLayerPlans, logits: Tensor) -> MixedGraph:
         num_tokens, num_rows = sum(size), size.num_decodes + MAX_MIXED_CHUNKS
         chunks = [*[self._trial(1)] * size.num_decodes, self._trial(size.num_tokens)]
         num_numbers = self._inputs.num_rows * num_tokens
         inputs = torch.zeros(num_numbers + num_rows, dtype=torch.int64, device=self.model.device)
-        plan = self.cache.attention.make_mixed_plan(*size, MAX_MIXED_CHUNKS, self._max_blocks)
         logits = logits[:num_rows]
 
         def run(before_layer: BeforeLayer | None = None) -> None:
@@ -302,13 +303,14 @@ class CudaRunner(ModelRunner):
         self._inputs.fill_mixed(inputs, plan, chunks, size)
         run()
         parts = self._capture_parts(run, self._first_layers if size.num_decodes == 0 else [0])
-        return MixedGraph(parts, inputs, plan, logits)
+        return MixedGraph(size, parts, inputs, plan, logits)
 
-    def _measured_least_tokens(self, size: MixedSize) -> int:
+    def _measured_least_tokens(self, graph: MixedGraph) -> int:
         """Return :func:`least_tokens` of a graph of prefill alone."""
-        chunks = [self._trial(size.num_tokens)]
+        num_tokens = graph.size.num_tokens
+        chunks = [self._trial(num_tokens)]
         seconds: list[float] = []
-        for run in (self._eager, lambda chunks, gates: self._replay_mixed(chunks, size, gates)):
+        for run in (self._eager, lambda chunks, gates: self._replay_mixed(graph, chunks, gates)):
             for _ in range(2):  # the first time sets up
                 self._stream.synchronize()
                 started = time.perf_counter()
@@ -316,7 +318,7 @@ class CudaRunner(ModelRunner):
                 launched = time.perf_counter()
                 self._stream.synchronize()
             seconds += [launched - started, time.perf_counter() - started]
-        return least_tokens(size.num_tokens, seconds[0], seconds[1], seconds[3])
+        return least_tokens(num_tokens, seconds[0], seconds[1], seconds[3])
 
     def _trial(self, num_tokens: int) -> ScheduledChunk:
         """Return a chunk to capture a graph with: the first block of each group, over and over."""

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from splitserve.kernels.windows import FixedLayerPlans, MixedLayerPlans
+from splitserve.models.runner.graph_sizes import MixedSize
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,8 +21,9 @@ class DecodeGraph:
 
 @dataclass(slots=True)
 class MixedGraph:
-    """One captured :class:`MixedSize` of S tokens."""
+    """A captured step of S tokens."""
 
+    size: MixedSize
     parts: dict[int, torch.cuda.CUDAGraph]  # replayed in this order, by the first layer of each
     inputs: Tensor  # int64 [(3 + N) * S + R]: those of :class:`DecodeGraph`, then the rows to sample
     plan: MixedLayerPlans

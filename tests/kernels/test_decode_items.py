@@ -105,7 +105,7 @@ def test_padding_rows_of_a_step_with_a_prompt(is_captured: bool) -> None:
     padded = PagedBatch([1, 1, 1, 1, 20], [20, 90, 90, 90, 30], tables)
     query = torch.cat((query[:2], query[1:2], query[1:2], query[2:]))
     attention = TritonPagedAttention(shape)
-    plan = attention.make_mixed_plan(4, 32, 2, 8)
+    plan = attention.make_mixed_plans(4, 32, 2, 8)[0]
     plan.update(padded)
     out = attention.run(query, kv_layer, plan)
     if is_captured:

@@ -1,15 +1,19 @@
 """Attention whose CUDA graphs of long prompts have FlashInfer's kernel, and of short ones Triton's."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from attention_cases import Lengths, attention_shape, paged_case, plain_attention, replayed
-from splitserve.kernels.api import AttentionShape
+from splitserve.kernels.api import AttentionShape, PagedBatch
 
-pytestmark = pytest.mark.gpu
+pytest.importorskip("triton")
+from splitserve.kernels.flashinfer.hybrid import HybridMixedPlan, HybridPagedAttention
+from splitserve.kernels.triton.plans import TritonMixedPlan
 
+SHAPE = attention_shape(32, 8, 128, 64, torch.bfloat16, torch.device("cuda"))
 # Chunks, each after as much of its prompt as there is more context.
 STEPS: list[Lengths] = [
     [(512, 3000)],
@@ -22,22 +26,22 @@ STEPS: list[Lengths] = [
 
 @pytest.fixture
 def shape() -> AttentionShape:
+    """Of a device that has both kernels."""
     pytest.importorskip("flashinfer")
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("FlashAttention 3 is for compute capability 9.0")
-    return attention_shape(32, 8, 128, 64, torch.bfloat16, torch.device("cuda"))
+    return SHAPE
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("window", [None, 300])
 @pytest.mark.parametrize("num_decodes", [0, 4])
 def test_a_captured_step_of_long_prompts_follows_its_plan(
     shape: AttentionShape, num_decodes: int, window: int | None
 ) -> None:
-    from splitserve.kernels.flashinfer.hybrid import HybridMixedPlan, HybridPagedAttention
-
     shape = replace(shape, window=window)
     backend = HybridPagedAttention(shape)
-    assert isinstance(backend.make_mixed_plan(num_decodes, 512, 4, 200), HybridMixedPlan)
+    assert isinstance(backend.make_mixed_plans(num_decodes, 512, 4, 200)[0], HybridMixedPlan)
     decodes = [[(1, 100 + 700 * step)] * num_decodes for step in range(len(STEPS))]
     cases = [
         paged_case(shape, [*few, *chunks], seed) for seed, (few, chunks) in enumerate(zip(decodes, STEPS, strict=True))
@@ -47,10 +51,9 @@ def test_a_captured_step_of_long_prompts_follows_its_plan(
         torch.testing.assert_close(actual.double(), expected, rtol=3e-2, atol=3e-2)
 
 
+@pytest.mark.gpu
 def test_plans_of_several_sizes_share_memory(shape: AttentionShape) -> None:
     """Each step has its own numbers, whatever the plan that was filled before."""
-    from splitserve.kernels.flashinfer.hybrid import HybridPagedAttention
-
     backend = HybridPagedAttention(shape)
     cases = [paged_case(shape, lengths, seed) for seed, lengths in enumerate(STEPS)]
     steps = [replayed(backend, shape, 0, num_tokens, cases * 2) for num_tokens in (512, 1024, 576)]
@@ -60,10 +63,32 @@ def test_plans_of_several_sizes_share_memory(shape: AttentionShape) -> None:
             torch.testing.assert_close(actual.double(), plain_attention(query, layer, batch), rtol=3e-2, atol=3e-2)
 
 
+@pytest.mark.gpu
 def test_short_prompts_and_few_heads_keep_tritons_kernel(shape: AttentionShape) -> None:
-    from splitserve.kernels.flashinfer.hybrid import HybridPagedAttention
-    from splitserve.kernels.triton.plans import TritonMixedPlan
-
-    assert isinstance(HybridPagedAttention(shape).make_mixed_plan(4, 256, 4, 200), TritonMixedPlan)
     few = replace(shape, num_heads=8, num_kv_heads=2)
-    assert isinstance(HybridPagedAttention(few).make_mixed_plan(0, 1024, 4, 200), TritonMixedPlan)
+    for backend, sizes in ((HybridPagedAttention(shape), (4, 256)), (HybridPagedAttention(few), (0, 1024))):
+        (plan,) = backend.make_mixed_plans(*sizes, 4, 200)
+        assert isinstance(plan, TritonMixedPlan)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "is_first"),
+    [
+        ([(1024, 1024)], False),
+        ([(1024, 2048)], True),
+        ([(400, 30_000)], True),
+        ([(200, 30_000)], False),
+        ([(100, 30_000), (900, 900)], False),
+        ([(600, 30_000), (400, 400)], True),
+        ([(100, 8000)] * 4, True),
+    ],
+)
+def test_prompts_alone_take_the_form_that_suits_their_contexts(
+    lengths: Lengths, is_first: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a device of 132 multiprocessors. Beside decodes there is one form."""
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=132))
+    batch = PagedBatch([count for count, _ in lengths], [context for _, context in lengths], [()] * len(lengths))
+    plan = HybridMixedPlan(SHAPE, 0, None, None)  # type: ignore[arg-type]
+    assert plan.suits(batch) == is_first
+    assert replace(plan, num_decodes=4, decode=object()).suits(batch)

@@ -28,7 +28,7 @@ class Filled:
     def __init__(self, attention: LatentAttention, shape: AttentionShape) -> None:
         assert shape.latent is not None
         self.attention, self.shape = attention, shape
-        self.plan = attention.make_mixed_plan(2, 20, 3, 20)
+        self.plan = attention.make_mixed_plans(2, 20, 3, 20)[0]
         query, self.expansion, layer, _ = case(shape, [(22, 100)])
         self.query = torch.zeros_like(query)
         memory = torch.zeros((60, NUM_LAYERS, *layer.shape[1:]), dtype=layer.dtype, device=layer.device)
@@ -88,7 +88,7 @@ def test_plans_of_flashinfer_are_filled_again_and_again(num_heads: int) -> None:
 
 def test_unused_rows_of_triton_attend_to_one_token() -> None:
     """Not to the last row's context, which may be long."""
-    plan = TritonLatentAttention(shape_of(SHAPES[1])).make_mixed_plan(2, 20, 3, 20)
+    plan = TritonLatentAttention(shape_of(SHAPES[1])).make_mixed_plans(2, 20, 3, 20)[0]
     plan.update(PagedBatch([1, 1, 3], [5, 6, 70], [range(2), range(2, 4), range(4, 22)]))
     assert plan.fixed.contexts.tolist() == [5, 6, 68, 69, 70, *[1] * 17]
     with pytest.raises(AssertionError):

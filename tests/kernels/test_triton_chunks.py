@@ -163,7 +163,7 @@ def test_a_mixed_plan_of_fixed_size_is_filled_again(num_decodes: int) -> None:
     """With parts, without, and with others: what the last step left doesn't count, nor who ran when."""
     shape = attention_shape(2, 1, 32, 16, torch.float32, DEVICE)
     backend = TritonPagedAttention(shape)
-    plan = backend.make_mixed_plan(num_decodes, 130, 3, 100)
+    plan = backend.make_mixed_plans(num_decodes, 130, 3, 100)[0]
     chunks = plan.fixed.chunks
     assert chunks is not None
     kept = (chunks.items.data_ptr(), chunks.joins.data_ptr(), chunks.items.shape)
@@ -186,7 +186,7 @@ def test_a_mixed_plan_of_fixed_size_is_filled_again(num_decodes: int) -> None:
 
 def test_plans_without_long_contexts_and_wide_models_join_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     shape = attention_shape(2, 1, 16, 16, torch.float32, DEVICE)
-    short = TritonPagedAttention(shape).make_mixed_plan(0, 64, 2, UNSPLIT // 16).fixed.chunks
+    short = TritonPagedAttention(shape).make_mixed_plans(0, 64, 2, UNSPLIT // 16)[0].fixed.chunks
     assert short is not None and short.max_joins == 0 and short.items.shape == (7, 3)
     monkeypatch.setattr(triton_plans, "PROGRAMS_PER_DEVICE", 3)
     backend = TritonPagedAttention(shape)

@@ -21,7 +21,8 @@ from splitserve.models.config import load_model_config
 from splitserve.models.decoder import DecoderModel
 from splitserve.models.demo import checkpoint as demo
 from splitserve.models.runner.cuda import CudaRunner
-from splitserve.models.runner.graph_sizes import MixedSize, mixed_sizes
+from splitserve.models.runner.graph_sizes import MAX_MIXED_CHUNKS, MixedSize, mixed_sizes
+from splitserve.models.runner.graphs import MixedGraph
 from splitserve.models.weights.loader import load_model
 from splitserve.protocol.memory_records import LayoutRecord
 from splitserve.protocol.step import SampleSpec, ScheduledChunk, StepPlan
@@ -122,13 +123,18 @@ def tail(num_tokens: int, gates: tuple[int, ...]) -> ScheduledChunk:
     return ScheduledChunk([5] * num_tokens, BLOCK_SIZE, [1, 2], GREEDY, gates=gates)
 
 
+def capture(runner: HostRunner, size: MixedSize, logits: torch.Tensor) -> MixedGraph:
+    (plan,) = runner.cache.attention.make_mixed_plans(*size, MAX_MIXED_CHUNKS, runner._max_blocks)
+    return runner._capture_mixed_size(size, plan, logits)
+
+
 @WITHOUT_GPU
 def test_graphs_are_cut_where_groups_begin(host_runner: HostRunner) -> None:
     log, first_layers = FakeGraph.log, LoadGates(NUM_LAYERS).first_layers
     logits = torch.empty(4, SHAPE.vocab_size)
     size = MixedSize(0, 8)
     with torch.inference_mode():
-        host_runner._mixed_graphs[size] = host_runner._capture_mixed_size(size, logits)
+        host_runner._mixed_graphs[size] = [capture(host_runner, size, logits)]
         assert log == [step for number in range(5) for step in (("begin", number), ("end", number))]
         log.clear()
         host_runner._logits([tail(3, ())], None)
@@ -141,7 +147,7 @@ def test_graphs_are_cut_where_groups_begin(host_runner: HostRunner) -> None:
         host_runner._logits([tail(3, (COPY_ID,))], None)
         assert log[:3] == [("replay", 0), ("replay", 1), ("wait", 4)]
         log.clear()
-        whole = host_runner._capture_mixed_size(MixedSize(1, 4), torch.empty(5, SHAPE.vocab_size))
+        whole = capture(host_runner, MixedSize(1, 4), torch.empty(5, SHAPE.vocab_size))
         assert list(whole.parts) == [0], "no step that decodes waits"
 
 

@@ -137,17 +137,21 @@ def test_the_runner_measures_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "_trial", lambda num_tokens: num_tokens)
     monkeypatch.setattr(runner, "_eager", lambda _chunks, _gates: device.run(0.012, 0.025))
     monkeypatch.setattr(runner, "_replay_mixed", lambda *_: device.run(0.001, 0.024))
-    assert runner._measured_least_tokens(MixedSize(0, 1000)) == 960
-    plan = SimpleNamespace(suits=lambda batches: batches[0].context_lens[0] < 9000)
-    runner._mixed_graphs = {
-        size: MixedGraph({}, torch.empty(0), plan, torch.empty(0), least_tokens)  # type: ignore[arg-type]
-        for size, least_tokens in ((MixedSize(0, 512), 1), (MixedSize(0, 1000), 960))
-    }
+    empty, below = torch.empty(0), [9000, 5000]
+
+    def graph(size: MixedSize, form: int, least_tokens: int) -> MixedGraph:
+        plan = SimpleNamespace(suits=lambda batches: batches[0].context_lens[0] < below[form])
+        return MixedGraph(size, {}, empty, plan, empty, least_tokens)  # type: ignore[arg-type]
+
+    small, large = MixedSize(0, 512), MixedSize(0, 1000)
+    first, second, long = graph(small, 1, 1), graph(small, 0, 1), graph(large, 0, 960)
+    assert runner._measured_least_tokens(long) == 960
+    runner._mixed_graphs = {small: [first, second], large: [long]}
     runner.cache = SimpleNamespace(batches=lambda chunks: [paged_batch(chunks)])  # type: ignore[assignment]
-    sizes = [runner._mixed_size([chunk(0, count, [1])]) for count in (2, 512, 513, 959, 960, 1000, 1001)]
-    assert sizes == [MixedSize(0, 512)] * 2 + [None] * 2 + [MixedSize(0, 1000)] * 2 + [None]
-    starts = [runner._mixed_size([chunk(start, 512, [1])]) for start in (8000, 9000)]
-    assert starts == [MixedSize(0, 512), None], "a plan that doesn't suit the contexts"
+    used = [runner._mixed_graph([chunk(0, count, [1])]) for count in (2, 512, 513, 959, 960, 1000, 1001)]
+    assert used == [first] * 2 + [None] * 2 + [long] * 2 + [None]
+    starts = [runner._mixed_graph([chunk(start, 512, [1])]) for start in (4000, 8000, 9000)]
+    assert starts == [first, second, None], "the first form that suits the contexts"
 
 
 @given(st.integers(1, 640), st.integers(1, 2048), st.floats(1e-4, 0.2), st.integers(0, 100_000))

@@ -81,9 +81,9 @@ def plain_attention(
 def replayed(
     backend: PagedAttention, shape: AttentionShape, num_decodes: int, num_tokens: int, cases: Sequence[Case]
 ) -> Iterator[tuple[Tensor, Case]]:
-    """Capture a step of so many decodes and prompt tokens, as the runner does, and replay it for each of ``cases``;
-    yield their results [T, H, D]. Memory that a case doesn't write is NaN. GPUs only."""
-    plan = backend.make_mixed_plan(num_decodes, num_tokens, 4, 200)
+    """Capture a step of so many decodes and prompt tokens, in its first form, as the runner does, and replay it for
+    each of ``cases``; yield their results [T, H, D]. Memory that a case doesn't write is NaN. GPUs only."""
+    plan = backend.make_mixed_plans(num_decodes, num_tokens, 4, 200)[0]
     memory = torch.empty(max(layer.shape[0] for _, layer, _ in cases), 2, *cases[0][1].shape[1:]).to(cases[0][1])
     query, layer = cases[0][0].new_zeros(num_decodes + num_tokens, *cases[0][0].shape[1:]), memory[:, LAYER]
     full = [0] * -(-num_tokens // shape.block_size)

@@ -28,7 +28,7 @@ class HostRunner(CudaRunner):
         """Logits of the rows that draw, computed with the inputs and the plan of a graph of ``size``."""
         num_numbers = self._inputs.num_rows * sum(size)
         inputs = torch.zeros(num_numbers + size.num_decodes + 4, dtype=torch.int64)
-        plan = self.cache.attention.make_mixed_plan(*size, 4, self._max_blocks)
+        plan = self.cache.attention.make_mixed_plans(*size, 4, self._max_blocks)[0]
         self._inputs.fill_mixed(inputs, plan, chunks, size)
         batch = self._forward_batch(
             inputs[:num_numbers].view(self._inputs.num_rows, sum(size)), inputs[num_numbers:], plan
