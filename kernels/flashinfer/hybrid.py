@@ -1,4 +1,4 @@
-"""A backend for each phase: Triton's decode kernel, FlashInfer's FlashAttention 3 for longer chunks.
+"""A backend for each phase: Triton's decode kernel, and for chunks that are long enough FlashInfer's FlashAttention 3.
 
 ``splitserve bench kernels`` compares the backends on a GPU; ``benchmarks/results`` has one run.
 """
@@ -14,7 +14,7 @@ from splitserve.kernels.flashinfer.attention import ChunkPlan, FlashInferPagedAt
 from splitserve.kernels.flashinfer.chunks import FixedChunkPlan
 from splitserve.kernels.paged import num_leading_decodes, part_of
 from splitserve.kernels.triton.attention import TritonPagedAttention
-from splitserve.kernels.triton.plans import TritonDecodePlan, TritonMixedPlan
+from splitserve.kernels.triton.plans import TritonDecodePlan, TritonMixedPlan, TritonPlan
 
 QUERY_TILE = 128
 """Query tokens of one head that FlashInfer's kernel computes together, over their whole context."""
@@ -27,12 +27,12 @@ MIN_MEAN_CONTEXT = 1000
 
 @dataclass(frozen=True, slots=True)
 class HybridPlan:
-    """Plan of a step: ``decode`` handles the first ``num_decodes`` query tokens, ``chunks`` all others; None if there
-    are none."""
+    """Plan of a step whose chunks are FlashInfer's: ``decode`` handles the first ``num_decodes`` query tokens, None if
+    there are none, ``chunks`` all others."""
 
     num_decodes: int
     decode: AttentionPlan | None
-    chunks: ChunkPlan | None
+    chunks: ChunkPlan
 
 
 class HybridPagedAttention:
@@ -43,14 +43,16 @@ class HybridPagedAttention:
         self._triton = TritonPagedAttention(shape)
         self._flashinfer = FlashInferPagedAttention(shape)
 
-    def plan(self, batch: PagedBatch) -> HybridPlan:
+    def plan(self, batch: PagedBatch) -> HybridPlan | TritonPlan:
         count = num_leading_decodes(batch)
-        has_chunks = count < len(batch.query_lens)
-        return HybridPlan(
-            count,
-            self._triton.plan(part_of(batch, 0, count)) if count else None,
-            self._flashinfer.plan_chunks(batch, count) if has_chunks else None,
-        )
+        if count == len(batch.query_lens) or not self._takes_flashinfer(part_of(batch, count)):
+            return self._triton.plan(batch)
+        decode = self._triton.plan(part_of(batch, 0, count)) if count else None
+        return HybridPlan(count, decode, self._flashinfer.plan_chunks(batch, count))
+
+    def _takes_flashinfer(self, chunks: PagedBatch) -> bool:
+        # Elsewhere FlashInfer's kernel is FlashAttention 2, which divides contexts.
+        return not self._flashinfer.is_hopper or fills_device(self._shape, chunks)
 
     def make_decode_plan(self, batch_size: int, max_blocks: int) -> TritonDecodePlan:
         """See :class:`splitserve.kernels.api.PagedAttention`."""
@@ -72,13 +74,12 @@ class HybridPagedAttention:
     def run(self, query: Tensor, kv_layer: Tensor, plan: AttentionPlan, sinks: Tensor | None = None) -> Tensor:
         """See :class:`splitserve.kernels.api.PagedAttention`."""
         assert sinks is None, "FlashInfer attention takes no sinks"
-        if isinstance(plan, TritonDecodePlan | TritonMixedPlan):
+        if isinstance(plan, TritonPlan | TritonDecodePlan | TritonMixedPlan):
             return self._triton.run(query, kv_layer, plan)
         assert isinstance(plan, HybridPlan | HybridMixedPlan)
-        count, decode, chunks = plan.num_decodes, plan.decode, plan.chunks
+        count, decode = plan.num_decodes, plan.decode
         out = torch.empty_like(query) if decode is None else self._triton.run(query, kv_layer, decode)
-        if chunks is not None:
-            self._flashinfer.run_chunks(query[count:], kv_layer, chunks, out[count:])
+        self._flashinfer.run_chunks(query[count:], kv_layer, plan.chunks, out[count:])
         return out
 
 

@@ -10,7 +10,7 @@ from attention_cases import Lengths, attention_shape, paged_case, plain_attentio
 from splitserve.kernels.api import AttentionShape, PagedBatch
 
 pytest.importorskip("triton")
-from splitserve.kernels.flashinfer.hybrid import HybridMixedPlan, HybridPagedAttention
+from splitserve.kernels.flashinfer.hybrid import HybridMixedPlan, HybridPagedAttention, HybridPlan
 from splitserve.kernels.triton.plans import TritonMixedPlan
 
 SHAPE = attention_shape(32, 8, 128, 64, torch.bfloat16, torch.device("cuda"))
@@ -22,6 +22,10 @@ STEPS: list[Lengths] = [
     [(30, 6001), (482, 482)],
     [(129, 129), (127, 300), (128, 1000), (128, 128)],
 ]
+
+
+def unplaced(lengths: Lengths) -> PagedBatch:
+    return PagedBatch([count for count, _ in lengths], [context for _, context in lengths], [()] * len(lengths))
 
 
 @pytest.fixture
@@ -88,7 +92,28 @@ def test_prompts_alone_take_the_form_that_suits_their_contexts(
 ) -> None:
     """On a device of 132 multiprocessors. Beside decodes there is one form."""
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=132))
-    batch = PagedBatch([count for count, _ in lengths], [context for _, context in lengths], [()] * len(lengths))
+    batch = unplaced(lengths)
     plan = HybridMixedPlan(SHAPE, 0, None, None)  # type: ignore[arg-type]
     assert plan.suits(batch) == is_first
     assert replace(plan, num_decodes=4, decode=object()).suits(batch)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "name"),
+    [
+        ([(1, 9000), (1, 30_000)], "triton"),
+        ([(300, 300)], "flashinfer"),
+        ([(1, 90_000), (300, 8000)], "flashinfer"),
+        ([(1, 5), (200, 30_000)], "triton"),
+        ([(100, 30_000), (900, 900)], "triton"),
+    ],
+)
+def test_launched_steps_take_tritons_kernel_where_the_other_leaves_the_device_idle(
+    lengths: Lengths, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=132))
+    backend = HybridPagedAttention.__new__(HybridPagedAttention)
+    plans = SimpleNamespace(is_hopper=True, plan=lambda _: "triton", plan_chunks=lambda *_: "flashinfer")
+    backend._shape, backend._triton, backend._flashinfer = SHAPE, plans, plans  # type: ignore[assignment]
+    plan = backend.plan(unplaced(lengths))
+    assert (plan.chunks if isinstance(plan, HybridPlan) else plan) == name
