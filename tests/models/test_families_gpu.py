@@ -32,7 +32,7 @@ def test_tokens_are_those_of_transformers(architecture: str, tmp_path: Path, mon
     runner.capture_mixed([MixedSize(0, 20)])
     replayed: list[MixedSize] = []
     replay = runner._replay_mixed
-    monkeypatch.setattr(runner, "_replay_mixed", lambda *step: replayed.append(step[1]) or replay(*step))
+    monkeypatch.setattr(runner, "_replay_mixed", lambda *step: replayed.append(step[0].size) or replay(*step))
     for prompt, reference in zip(PROMPTS, expected, strict=True):
         tokens = greedy(runner, prompt, 24, NUM_NEW_TOKENS)
         assert reference.agrees(tokens), f"prompt of {len(prompt)}: {tokens} instead of {reference.token_ids}"
