@@ -2,7 +2,7 @@
 
 They read KV blocks in place: keys and values of one layer are strided views in FlashInfer's "HND" order. A plan's
 numbers are copied from a pinned buffer. Since a plan may be made while the copy of an earlier one is still waiting in
-the stream, each wrapper rotates through several such buffers.
+the stream, wrappers rotate through several such buffers; all that plan chunks share theirs.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -14,16 +14,12 @@ import torch
 from torch import Tensor
 
 from splitserve.kernels.api import AttentionPlan, AttentionShape, MixedPlan, PagedBatch
-from splitserve.kernels.flashinfer.chunks import FixedChunkPlan, plan_chunks
+from splitserve.kernels.flashinfer.chunks import ChunkLimits, FixedChunkPlan, PagedChunkPlan, plan_chunks
 from splitserve.kernels.flashinfer.ragged import RaggedPlan, RaggedPrefill, pinned_buffers, score_options
 from splitserve.kernels.paged import FlatTables, flat_tables, last_block_lens, num_leading_decodes, part_of
 from splitserve.kernels.triton.plans import FixedArrays
 
 _WORKSPACE_BYTES = 256 * 1024 * 1024
-
-
-ChunkPlan = RaggedPlan | Any
-"""Plan of chunks: for gathered keys and values, or a wrapper that reads them in place and has the step's numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +29,7 @@ class FlashInferPlan:
 
     num_decodes: int
     decode: Any
-    chunks: ChunkPlan | None
+    chunks: RaggedPlan | PagedChunkPlan | None
 
 
 class FlashInferPagedAttention:
@@ -77,7 +73,7 @@ class FlashInferPagedAttention:
             self.plan_chunks(batch, num_decodes) if has_chunks else None,
         )
 
-    def plan_chunks(self, batch: PagedBatch, first: int) -> ChunkPlan:
+    def plan_chunks(self, batch: PagedBatch, first: int) -> RaggedPlan | PagedChunkPlan:
         """Plan the attention of the sequences of ``batch`` from ``first`` on."""
         if self._ragged is not None and self._ragged.serves(batch, first):
             return self._ragged.plan(batch, first)
@@ -86,7 +82,7 @@ class FlashInferPagedAttention:
         self._prefill._pin_memory_int_workspace_buffer = next(self._prefill_pinned)
         indices = torch.from_numpy(tables.indices).pin_memory()
         plan_chunks(self._prefill, chunks, tables, indices, self._shape)
-        return self._prefill
+        return PagedChunkPlan(self._prefill)
 
     def make_decode_plan(self, batch_size: int, max_blocks: int) -> "FlashInferDecodePlan":
         """See :class:`splitserve.kernels.api.PagedAttention`."""
@@ -98,13 +94,16 @@ class FlashInferPagedAttention:
         """See :class:`splitserve.kernels.api.PagedAttention`."""
         raise NotImplementedError("CUDA graphs of mixed steps need the triton or the hybrid attention backend")
 
-    def make_chunk_plan(self, num_chunks: int, max_blocks: int) -> FixedChunkPlan:
-        """Make a plan of fixed size for at most ``num_chunks`` chunks of ``max_blocks`` blocks. Compute capability 9.0
-        only."""
+    def make_chunk_plan(self, limits: ChunkLimits) -> FixedChunkPlan:
+        """Make a plan of fixed size for chunks alone. Compute capability 9.0 only."""
         assert self.is_hopper
-        plan = FixedChunkPlan(self._shape, num_chunks, max_blocks, self._make_prefill, self._prefill_pinned)
-        plan.wrapper._int_workspace_buffer = self._prefill._int_workspace_buffer  # filled in the stream's order
-        return plan
+
+        def make_wrapper(**tensors: Any) -> Any:
+            wrapper = self._make_prefill(**tensors)
+            wrapper._int_workspace_buffer = self._prefill._int_workspace_buffer  # filled in the stream's order
+            return wrapper
+
+        return FixedChunkPlan(self._shape, limits, make_wrapper, self._prefill_pinned)
 
     # ---- once per layer ----
 
@@ -122,14 +121,15 @@ class FlashInferPagedAttention:
             self.run_chunks(query[plan.num_decodes :], kv_layer, plan.chunks, out[plan.num_decodes :])
         return out
 
-    def run_chunks(self, query: Tensor, kv_layer: Tensor, plan: ChunkPlan | FixedChunkPlan, out: Tensor) -> None:
+    def run_chunks(
+        self, query: Tensor, kv_layer: Tensor, plan: RaggedPlan | PagedChunkPlan | FixedChunkPlan, out: Tensor
+    ) -> None:
         """Attend with the query tokens of chunks alone: ``query``, ``out`` [T, H, D]."""
         if isinstance(plan, RaggedPlan):
             assert self._ragged is not None
             self._ragged.run(query, kv_layer, plan, out)
         else:
-            wrapper = plan.wrapper if isinstance(plan, FixedChunkPlan) else plan
-            wrapper.run(query, _keys_values(kv_layer), out=out)
+            plan.wrapper.run(query, _keys_values(kv_layer), out=out)
 
 
 def _keys_values(kv_layer: Tensor) -> tuple[Tensor, Tensor]:

@@ -3,6 +3,7 @@ FlashAttention 3, for CUDA graphs, since its grid is the number of multiprocesso
 
 import itertools
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,24 +15,36 @@ from splitserve.kernels.paged import FlatTables, flat_tables, last_block_lens
 from splitserve.kernels.triton.plans import FixedArrays
 
 
+@dataclass(frozen=True, slots=True)
+class PagedChunkPlan:
+    """Plan of a step's chunks. ``wrapper``: FlashInfer's, which has their numbers."""
+
+    wrapper: Any
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkLimits:
+    """What a plan of fixed size has room for: chunks, query tokens in all of them, and blocks of each one."""
+
+    num_chunks: int
+    num_tokens: int
+    max_blocks: int
+
+
 class FixedChunkPlan:
-    """A plan of chunks whose tensors keep their addresses. ``wrapper`` has its numbers."""
+    """A plan whose tensors keep their addresses. ``wrapper``: FlashInfer's, which has the numbers of the last
+    update."""
 
     def __init__(
-        self,
-        shape: AttentionShape,
-        num_chunks: int,
-        max_blocks: int,
-        make_wrapper: Callable[..., Any],
-        pinned: Iterator[Tensor],
+        self, shape: AttentionShape, limits: ChunkLimits, make_wrapper: Callable[..., Any], pinned: Iterator[Tensor]
     ) -> None:
-        """``num_chunks``: the most; ``max_blocks``: of each; ``make_wrapper``: of the given buffers."""
-        self._shape, self._num_chunks, self._pinned = shape, num_chunks, pinned
-        sizes = (num_chunks + 1, num_chunks + 1, num_chunks)
+        """``make_wrapper`` makes a wrapper that has the given tensors; ``pinned``: host buffers for its plans."""
+        self._shape, self._num_chunks, self._pinned = shape, limits.num_chunks, pinned
+        sizes = (limits.num_chunks + 1, limits.num_chunks + 1, limits.num_chunks)
         query_ends, table_ends, last_lens = (
             torch.zeros(size, dtype=torch.int32, device=shape.device) for size in sizes
         )
-        self._indices = FixedArrays((num_chunks * max_blocks,), shape.device)
+        self._indices = FixedArrays((limits.num_chunks * limits.max_blocks,), shape.device)
         self.wrapper = make_wrapper(
             use_cuda_graph=True,
             qo_indptr_buf=query_ends,
@@ -39,9 +52,10 @@ class FixedChunkPlan:
             paged_kv_indices_buf=self._indices.arrays[0],
             paged_kv_last_page_len_buf=last_lens,
         )
+        self.wrapper._max_total_num_rows = limits.num_tokens  # else the first update would set it
 
     def update(self, chunks: PagedBatch) -> None:
-        """Fill the plan, in the order of the current stream. The first time sets the most query tokens."""
+        """Fill the plan, in the order of the current stream."""
         num_more = self._num_chunks - len(chunks.query_lens)
         padded = PagedBatch(
             [*chunks.query_lens, *[0] * num_more],
@@ -49,14 +63,15 @@ class FixedChunkPlan:
             [*chunks.block_tables, *[()] * num_more],
         )
         tables = flat_tables(padded, self._shape.block_size)
-        self._indices.fill((tables.indices,))  # FlashInfer, which copies the rest, would wait for the stream after it
+        self._indices.fill((tables.indices,))  # FlashInfer, which copies the other arrays, would wait for this copy
         indices = self._indices.arrays[0][: len(tables.indices)]
         self.wrapper._pin_memory_int_workspace_buffer = next(self._pinned)
         plan_chunks(self.wrapper, padded, tables, indices, self._shape)
 
 
 def plan_chunks(wrapper: Any, chunks: PagedBatch, tables: FlatTables, indices: Tensor, shape: AttentionShape) -> None:
-    """Give ``wrapper`` the numbers of a step's chunks; ``tables``: theirs, ``indices``: the blocks in them."""
+    """Give ``wrapper`` the numbers of a step's chunks. ``tables``: of these chunks; ``indices``: the blocks in them, in
+    pinned memory or on the device."""
     query_ends = torch.tensor([0, *itertools.accumulate(chunks.query_lens)], dtype=torch.int32)
     wrapper.plan(
         query_ends.pin_memory(),

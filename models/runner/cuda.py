@@ -9,8 +9,9 @@ padding rows repeat the last sequence: they compute and write the same values on
 for them. Steps with a small prefill, beside decode tokens or alone, may have graphs as well
 (:func:`.graph_sizes.mixed_sizes`): launched kernel by kernel, such a step takes the host longer than the device. For
 longer prefills that depends on the model and on the number of ranks, and is measured
-(:func:`.graph_sizes.least_tokens`). A plan may decline a step whose attention has a better form when it is launched
-(:meth:`splitserve.kernels.api.MixedPlan.suits`). The padding rows at the end of a mixed step write nothing.
+(:func:`.graph_sizes.least_tokens`). A size may have several graphs, whose attention has different forms: the first that
+suits a step serves it, and if none does, it is launched (:meth:`splitserve.kernels.api.MixedPlan.suits`). The padding
+rows at the end of a mixed step write nothing.
 
 A step may wait on the device for copies into the blocks that it reads (:attr:`ScheduledChunk.gates`), one group of
 layers at a time. Graphs of prefill alone are cut at these groups, and replayed one after the other.
@@ -267,9 +268,12 @@ class CudaRunner(ModelRunner):
         with torch.cuda.stream(self._stream):
             for size in sorted(sizes, key=sum, reverse=True):
                 plans = self.cache.attention.make_mixed_plans(*size, MAX_MIXED_CHUNKS, self._max_blocks)
-                self._mixed_graphs[size] = [self._capture_mixed_size(size, plan, logits) for plan in plans]
-                for graph in self._mixed_graphs[size] if size.is_long else ():
-                    graph.least_tokens = lowest(self._measured_least_tokens(graph))
+                graphs = [self._capture_mixed_size(size, plan, logits) for plan in plans]
+                self._mixed_graphs[size] = graphs
+                if size.is_long:  # the last form is the one for prompts with nothing before them
+                    least = lowest(self._measured_least_tokens(graphs[-1]))
+                    for graph in graphs:
+                        graph.least_tokens = least
         self._stream.synchronize()
         return time.perf_counter() - started
 

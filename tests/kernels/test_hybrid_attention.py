@@ -8,11 +8,13 @@ import torch
 
 from attention_cases import Lengths, attention_shape, paged_case, plain_attention, replayed
 from splitserve.kernels.api import AttentionShape, PagedBatch
+from splitserve.kernels.windows import LayerAttention, LayeredAttention
 
 pytest.importorskip("triton")
+from splitserve.kernels.flashinfer.choice import ChunkChoice
 from splitserve.kernels.flashinfer.hybrid import HybridMixedPlan, HybridPagedAttention, HybridPlan
-from splitserve.kernels.triton.plans import TritonMixedPlan
 
+H200 = ChunkChoice(num_heads=32, num_processors=132, query_tile=128, window=None)
 SHAPE = attention_shape(32, 8, 128, 64, torch.bfloat16, torch.device("cuda"))
 # Chunks, each after as much of its prompt as there is more context.
 STEPS: list[Lengths] = [
@@ -38,7 +40,7 @@ def shape() -> AttentionShape:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("window", [None, 300])
+@pytest.mark.parametrize("window", [None, 1100])
 @pytest.mark.parametrize("num_decodes", [0, 4])
 def test_a_captured_step_of_long_prompts_follows_its_plan(
     shape: AttentionShape, num_decodes: int, window: int | None
@@ -56,8 +58,8 @@ def test_a_captured_step_of_long_prompts_follows_its_plan(
 
 
 @pytest.mark.gpu
-def test_plans_of_several_sizes_share_memory(shape: AttentionShape) -> None:
-    """Each step has its own numbers, whatever the plan that was filled before."""
+def test_plans_that_are_filled_by_turns_keep_apart(shape: AttentionShape) -> None:
+    """They share pinned buffers and the memory for their tiles."""
     backend = HybridPagedAttention(shape)
     cases = [paged_case(shape, lengths, seed) for seed, lengths in enumerate(STEPS)]
     steps = [replayed(backend, shape, 0, num_tokens, cases * 2) for num_tokens in (512, 1024, 576)]
@@ -67,53 +69,52 @@ def test_plans_of_several_sizes_share_memory(shape: AttentionShape) -> None:
             torch.testing.assert_close(actual.double(), plain_attention(query, layer, batch), rtol=3e-2, atol=3e-2)
 
 
-@pytest.mark.gpu
-def test_short_prompts_and_few_heads_keep_tritons_kernel(shape: AttentionShape) -> None:
-    few = replace(shape, num_heads=8, num_kv_heads=2)
-    for backend, sizes in ((HybridPagedAttention(shape), (4, 256)), (HybridPagedAttention(few), (0, 1024))):
-        (plan,) = backend.make_mixed_plans(*sizes, 4, 200)
-        assert isinstance(plan, TritonMixedPlan)
-
-
 @pytest.mark.parametrize(
-    ("lengths", "is_first"),
+    ("lengths", "is_quicker", "suits_graph"),
     [
-        ([(1024, 1024)], False),
-        ([(1024, 2048)], True),
-        ([(400, 30_000)], True),
-        ([(200, 30_000)], False),
-        ([(100, 30_000), (900, 900)], False),
-        ([(600, 30_000), (400, 400)], True),
-        ([(100, 8000)] * 4, True),
+        ([(1024, 1024)], True, False),
+        ([(300, 300)], True, False),
+        ([(1024, 2048)], True, True),
+        ([(320, 8000)], True, True),
+        ([(256, 30_000)], False, False),
+        ([(100, 30_000), (900, 900)], False, False),
+        ([(600, 30_000), (400, 400)], True, True),
+        ([(100, 8000)] * 4, True, True),
     ],
 )
-def test_prompts_alone_take_the_form_that_suits_their_contexts(
-    lengths: Lengths, is_first: bool, monkeypatch: pytest.MonkeyPatch
+def test_flashinfer_takes_chunks_that_keep_the_device_busy(
+    lengths: Lengths, is_quicker: bool, suits_graph: bool
 ) -> None:
-    """On a device of 132 multiprocessors. Beside decodes there is one form."""
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=132))
-    batch = unplaced(lengths)
-    plan = HybridMixedPlan(SHAPE, 0, None, None)  # type: ignore[arg-type]
-    assert plan.suits(batch) == is_first
-    assert replace(plan, num_decodes=4, decode=object()).suits(batch)
-
-
-@pytest.mark.parametrize(
-    ("lengths", "name"),
-    [
-        ([(1, 9000), (1, 30_000)], "triton"),
-        ([(300, 300)], "flashinfer"),
-        ([(1, 90_000), (300, 8000)], "flashinfer"),
-        ([(1, 5), (200, 30_000)], "triton"),
-        ([(100, 30_000), (900, 900)], "triton"),
-    ],
-)
-def test_launched_steps_take_tritons_kernel_where_the_other_leaves_the_device_idle(
-    lengths: Lengths, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=132))
+    chunks = unplaced(lengths)
+    assert (H200.flashinfer_is_quicker(chunks), H200.suits_graph(chunks)) == (is_quicker, suits_graph)
     backend = HybridPagedAttention.__new__(HybridPagedAttention)
-    plans = SimpleNamespace(is_hopper=True, plan=lambda _: "triton", plan_chunks=lambda *_: "flashinfer")
-    backend._shape, backend._triton, backend._flashinfer = SHAPE, plans, plans  # type: ignore[assignment]
-    plan = backend.plan(unplaced(lengths))
-    assert (plan.chunks if isinstance(plan, HybridPlan) else plan) == name
+    plans = SimpleNamespace(plan=lambda _: "triton", plan_chunks=lambda *_: "flashinfer")
+    backend._choice, backend._triton, backend._flashinfer = H200, plans, plans  # type: ignore[assignment]
+    batch = unplaced([(1, 90_000), *lengths])
+    plan = backend.plan(batch)
+    assert (plan.chunks if isinstance(plan, HybridPlan) else plan) == ("flashinfer" if is_quicker else "triton")
+    assert HybridMixedPlan(4, None, None, H200).suits(batch) == suits_graph, "decodes don't count"  # type: ignore[arg-type]
+
+
+def test_windows_bound_what_chunks_attend_to() -> None:
+    short, long = replace(H200, window=512), replace(H200, window=4096)
+    assert H200.may_suit_graph(512) and long.may_suit_graph(512) and not short.may_suit_graph(512)
+    assert not long.may_suit_graph(256)
+    uneven = unplaced([(100, 30_000), (900, 4000)])
+    assert long.suits_graph(uneven) and not H200.suits_graph(uneven)
+    assert not long.suits_graph(unplaced([(512, 600)]))
+
+
+def test_wider_tiles_of_narrow_heads() -> None:
+    """320 tokens are two tiles of 192, and three of 128."""
+    assert H200.may_suit_graph(320) and not replace(H200, query_tile=192).may_suit_graph(320)
+
+
+def test_a_kind_of_layers_with_fewer_forms_repeats_its_last_one() -> None:
+    full = SimpleNamespace(make_mixed_plans=lambda *_: ["long", "short"])
+    sliding = SimpleNamespace(make_mixed_plans=lambda *_: ["only"])
+    kinds = [LayerAttention(), LayerAttention(is_sliding=True)]
+    shapes = [replace(SHAPE, window=512)]
+    attention = LayeredAttention(shapes, kinds, lambda shape: sliding if shape.window else full)  # type: ignore[arg-type, return-value]
+    forms = attention.make_mixed_plans(0, 512, 4, 9)
+    assert [list(form.plans.values()) for form in forms] == [["long", "only"], ["short", "only"]]

@@ -4,6 +4,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -107,6 +108,46 @@ def test_graphs_of_mixed_steps_give_the_tokens_of_eager_ones(checkpoint: Path, d
         eager, graph = (runner.run(StepPlan(step)) for runner in runners)
         assert eager == graph
         torch.testing.assert_close(runners[1].cache.groups[0][1:], runners[0].cache.groups[0][1:], rtol=2e-2, atol=5e-2)
+
+
+@pytest.mark.gpu
+def test_graphs_of_both_forms_compute_what_eager_steps_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("flashinfer")
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("FlashAttention 3 is for compute capability 9.0")
+    shape = demo.DemoShape(256, 2, 32, 8, 128, 96, 600, 2048, 1e4, True, "float32", "llama")
+    monkeypatch.setitem(demo.SHAPES, "many heads", shape)
+    checkpoint = demo.write_demo_model(tmp_path / "model", shape="many heads")
+    config, dtype = load_model_config(checkpoint), torch.bfloat16
+    kernels = select_kernels(DEVICE, dtype, {"make_attention": "hybrid"}, config.head_dim)
+    model = load_model(checkpoint, config, dtype=dtype, device=DEVICE, kernels=kernels)
+    memory = [torch.zeros((200, 2, 8, 2, BLOCK_SIZE, 128), dtype=dtype, device=DEVICE) for _ in range(2)]
+    eager, graphs = (CudaRunner(model, each, max_num_seqs=8, max_model_len=2048) for each in memory)
+    graphs.capture([8])
+    graphs.capture_mixed([MixedSize(0, 512), MixedSize(8, 320)])
+    used: list[str] = []
+    replay = graphs._replay_mixed
+
+    def record(graph: MixedGraph, *step: Any) -> torch.Tensor:
+        used.extend(type(plan).__name__ for plan in graph.plan.plans.values())
+        return replay(graph, *step)
+
+    monkeypatch.setattr(graphs, "_replay_mixed", record)
+    long, other, third = list(range(1, 120)), list(range(120, 130)), list(range(130, 160))
+    steps = [
+        ([chunk(start, 512, long, draws=False)], form)
+        for start, form in ((0, "TritonMixedPlan"), (512, "TritonMixedPlan"), (1024, "HybridMixedPlan"))
+    ]
+    steps += [
+        ([chunk(0, 40, other)], "TritonMixedPlan"),
+        ([chunk(40, 1, other), chunk(1536, 300, long, draws=False)], "HybridMixedPlan"),
+        ([chunk(41, 1, other), chunk(0, 300, third, draws=False)], "TritonMixedPlan"),
+    ]
+    for step, form in steps:
+        for runner in (eager, graphs):
+            runner.run(StepPlan(step))
+        assert used.pop() == form and not used
+        torch.testing.assert_close(memory[1][1:], memory[0][1:], rtol=2e-2, atol=5e-2)
 
 
 def test_a_longer_prefill_is_replayed_where_that_is_quicker() -> None:
