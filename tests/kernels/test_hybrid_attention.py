@@ -1,10 +1,12 @@
 """Attention whose CUDA graphs of long prompts have FlashInfer's kernel, and of short ones Triton's."""
 
+import itertools
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import Tensor
 
 from attention_cases import Lengths, attention_shape, paged_case, plain_attention, replayed
 from splitserve.kernels.api import AttentionShape, PagedBatch
@@ -12,6 +14,7 @@ from splitserve.kernels.windows import LayerAttention, LayeredAttention
 
 pytest.importorskip("triton")
 from splitserve.kernels.flashinfer.choice import ChunkChoice
+from splitserve.kernels.flashinfer.chunks import ChunkLimits, FixedChunkPlan
 from splitserve.kernels.flashinfer.hybrid import HybridMixedPlan, HybridPagedAttention, HybridPlan
 
 H200 = ChunkChoice(num_heads=32, num_processors=132, query_tile=128, window=None)
@@ -67,6 +70,23 @@ def test_plans_that_are_filled_by_turns_keep_apart(shape: AttentionShape) -> Non
         query, layer, batch = results[0][1]
         for actual, _ in results:
             torch.testing.assert_close(actual.double(), plain_attention(query, layer, batch), rtol=3e-2, atol=3e-2)
+
+
+def test_a_plan_of_fixed_size_ends_with_empty_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Tensor, "pin_memory", lambda tensor: tensor)
+    plans: list[list[list[int]]] = []
+
+    def make_wrapper(**tensors: Tensor) -> SimpleNamespace:
+        assert len(tensors["paged_kv_indices_buf"]) == 40
+        return SimpleNamespace(plan=lambda *arrays, **_: plans.append([array.tolist() for array in arrays[:4]]))
+
+    shape, limits = replace(SHAPE, device=torch.device("cpu")), ChunkLimits(num_chunks=4, num_tokens=512, max_blocks=10)
+    plan = FixedChunkPlan(shape, limits, make_wrapper, itertools.cycle([torch.empty(0)]))
+    assert plan.wrapper._max_total_num_rows == 512
+    plan.update(PagedBatch([300, 64, 9, 139], [600, 64, 9, 139], [range(10), [20], [21], [22, 23, 24]]))
+    plan.update(PagedBatch([100, 20], [130, 64], [[7, 8, 9], [3]]))
+    assert plans[0] == [[0, 300, 364, 373, 512], [0, 10, 11, 12, 15], [*range(10), *range(20, 25)], [24, 64, 9, 11]]
+    assert plans[1] == [[0, 100, 120, 120, 120], [0, 3, 4, 4, 4], [7, 8, 9, 3], [2, 64, 0, 0]]
 
 
 @pytest.mark.parametrize(
