@@ -19,8 +19,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from splitserve.benchmarks.chaos.load import Answer, Case, Streams, ask_all, make_cases
 from splitserve.benchmarks.cluster.ray_machines import Machine, Machines
 from splitserve.benchmarks.cluster.recovery_times import Recovery, lost_and_back, recoveries
@@ -28,6 +26,7 @@ from splitserve.benchmarks.common.arguments import positive
 from splitserve.benchmarks.common.report import add_result_options, keep_result, kept_options, table
 from splitserve.common.errors import SplitserveError
 from splitserve.common.logs import set_up_logging
+from splitserve.common.processes import processes_with
 from splitserve.models.demo.checkpoint import write_demo_model
 from splitserve.orchestration.cli.command_parser import CommandParser
 from splitserve.orchestration.cluster.launcher import LocalCluster
@@ -223,14 +222,7 @@ def check_newcomer(status: dict[str, Any], newcomer: Machine, life: Life) -> Non
 
 def leftover_pids() -> set[int]:
     """Return the processes of the cluster that still run."""
-    found = set()
-    for process in psutil.process_iter():
-        try:
-            if process.environ().get(CLUSTER_VARIABLE) == NAME and process.status() != psutil.STATUS_ZOMBIE:
-                found.add(process.pid)
-        except psutil.Error:
-            continue
-    return found
+    return {process.pid for process in processes_with(CLUSTER_VARIABLE, NAME)}
 
 
 def build_parser() -> argparse.ArgumentParser:

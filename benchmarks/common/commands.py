@@ -18,6 +18,7 @@ from pathlib import Path
 import psutil
 
 from splitserve.common.errors import SplitserveError
+from splitserve.common.processes import processes_with
 
 COMMAND_SECONDS = 180.0
 STOP_SECONDS = 150.0
@@ -156,15 +157,7 @@ def _left_after(state: str, seconds: float) -> list[psutil.Process]:
 
 def processes_of(state: str) -> list[psutil.Process]:
     """Return running processes of this state folder's clusters, this process excepted."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            is_ours = process.environ().get(_STATE_VARIABLE) == state and process.pid != os.getpid()
-            if is_ours and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-        except psutil.Error:  # gone, or another user's
-            continue
-    return found
+    return [process for process in processes_with(_STATE_VARIABLE, state) if process.pid != os.getpid()]
 
 
 def describe(process: psutil.Process) -> str:

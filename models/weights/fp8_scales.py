@@ -1,11 +1,8 @@
 """The scales that stand beside FP8 weights in a checkpoint: one per tensor, or one per block of 128 by 128."""
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from splitserve.common.errors import CheckpointError
@@ -13,6 +10,7 @@ from splitserve.kernels.fp8.weight import Fp8Weight
 from splitserve.models.layers.weight import fp8_scale_name
 from splitserve.models.weights.checkpoint import TensorRecord
 from splitserve.models.weights.shard import Part, Parts
+from splitserve.models.weights.stored_tensors import StoredTensors
 
 FP8 = "F8_E4M3"
 
@@ -24,7 +22,7 @@ class ScaleReader:
         """``block``: rows and columns that share a scale; None: a tensor's all do."""
         self._records = records
         self._block = block
-        self._open: dict[Path, Any] = {}
+        self._tensors = StoredTensors(records)
 
     def is_fp8(self, parts: Parts) -> bool:
         """Return whether ``parts`` are stored in FP8. Raises :class:`CheckpointError` if only some of them are."""
@@ -42,26 +40,15 @@ class ScaleReader:
         return Fp8Weight(weight, scales, group, start % group)
 
     def close(self) -> None:
-        self._open.clear()
+        self._tensors.close()
 
     def _scales(self, part: Part) -> Tensor:
         """float32 [rows of the part, groups of columns that it has a share in]."""
         num_rows, num_columns = self._records[part.name].shape
         rows, columns = part.rows or range(num_rows), part.columns or range(num_columns)
-        scales = self._read(fp8_scale_name(part.name, in_blocks=self._block is not None)).float()
+        scales = self._tensors.view(fp8_scale_name(part.name, in_blocks=self._block is not None)).float()
         if self._block is None:
             return scales.reshape(1, 1).expand(len(rows), 1)
         block_rows, block_columns = self._block
         scales = scales[torch.arange(rows.start, rows.stop) // block_rows]
         return scales[:, columns.start // block_columns : -(-columns.stop // block_columns)]
-
-    def _read(self, name: str) -> Tensor:
-        file = self._records[name].file
-        try:
-            if file not in self._open:
-                self._open[file] = safe_open(file, framework="pt", device="cpu")
-            record = self._records[name]
-            tensor: Tensor = record.of_stored(self._open[file].get_tensor(record.name))
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"{file}: tensor {name} can't be read: {error}") from error
-        return tensor

@@ -9,15 +9,14 @@ once, at load, and costs no step anything. Scales are rounded up to powers of tw
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from splitserve.common.errors import CheckpointError
 from splitserve.kernels.fp8.weight import Fp8Weight
 from splitserve.models.weights.checkpoint import TensorRecord
+from splitserve.models.weights.stored_tensors import StoredTensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,21 +40,18 @@ def read_kv_scales(
 def _read_first(records: Mapping[str, TensorRecord], names: Sequence[str]) -> float:
     for name in names:
         if name in records:
-            scale = _read(records[name])
+            scale = _read(records, name)
             if not (math.isfinite(scale) and scale > 0.0):
                 raise CheckpointError(f"tensor {name} is {scale}; a scale is a positive number")
             return float(2.0 ** math.ceil(math.log2(scale)))
     return 1.0
 
 
-def _read(record: TensorRecord) -> float:
-    if math.prod(record.shape) != 1:
-        raise CheckpointError(f"tensor {record.name} has shape {list(record.shape)}; a scale for the whole is needed")
-    try:
-        file: Any = safe_open(record.file, framework="pt", device="cpu")
-        return float(file.get_tensor(record.name).float().item())
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{record.file}: tensor {record.name} can't be read: {error}") from error
+def _read(records: Mapping[str, TensorRecord], name: str) -> float:
+    shape = records[name].shape
+    if math.prod(shape) != 1:
+        raise CheckpointError(f"tensor {name} has shape {list(shape)}; a scale for the whole is needed")
+    return float(StoredTensors(records).view(name).float().item())
 
 
 def scaled_rows(weight: Tensor, factors: Sequence[tuple[int, float]]) -> Tensor:

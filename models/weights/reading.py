@@ -16,11 +16,10 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from splitserve.common.errors import CheckpointError
@@ -30,6 +29,7 @@ from splitserve.models.layers.weight import Role, Weight
 from splitserve.models.weights.checkpoint import TensorRecord
 from splitserve.models.weights.fp8_scales import FP8, ScaleReader
 from splitserve.models.weights.shard import Kept, Part, Parts
+from splitserve.models.weights.stored_tensors import StoredTensors
 
 logger = logging.getLogger(__name__)
 
@@ -72,18 +72,17 @@ class MappedReader:
     def __init__(
         self, records: Mapping[str, TensorRecord], dtype: torch.dtype, scales: ScaleReader | None = None
     ) -> None:
-        self._records = records
+        self._tensors = StoredTensors(records)
         self._dtype = dtype
         self._scales = scales
-        self._open: dict[Path, Any] = {}
 
     def announce(self, weights: Sequence[Parts]) -> None: ...
 
     def read(self, parts: Parts, *, own: bool = False) -> Tensor:
         dtype = _dtype_of(parts, self._dtype)
         if len(parts) > 1:
-            return _joined([_cut(self._view(part.name), part) for part in parts], dtype)
-        view = _cut(self._view(parts[0].name), parts[0])
+            return _joined([_cut(self._tensors.view(part.name), part) for part in parts], dtype)
+        view = _cut(self._tensors.view(parts[0].name), parts[0])
         return view.to(dtype, copy=own or view.dim() == 1).contiguous()
 
     def is_fp8(self, parts: Parts) -> bool:
@@ -92,29 +91,18 @@ class MappedReader:
     def read_fp8(self, parts: Parts) -> Fp8Weight:
         assert self._scales is not None
         return self._scales.with_scales(
-            _joined([_cut(self._view(part.name), part) for part in parts], torch.float8_e4m3fn), parts
+            _joined([_cut(self._tensors.view(part.name), part) for part in parts], torch.float8_e4m3fn), parts
         )
 
     def mapped(self, name: str) -> Tensor:
         """Return the whole tensor as a view of its file, in the checkpoint's own dtype; no page is resident yet."""
-        self._open.clear()
-        return self._view(name)
+        self._tensors.close()
+        return self._tensors.view(name)
 
     def close(self) -> None:
-        self._open.clear()
+        self._tensors.close()
         if self._scales is not None:
             self._scales.close()
-
-    def _view(self, name: str) -> Tensor:
-        file = self._records[name].file
-        try:
-            if file not in self._open:
-                self._open[file] = safe_open(file, framework="pt", device="cpu")
-            record = self._records[name]
-            tensor: Tensor = record.of_stored(self._open[file].get_tensor(record.name))
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"{file}: tensor {name} can't be read: {error}") from error
-        return tensor
 
 
 class DummyReader:

@@ -10,6 +10,7 @@ from typing import Protocol
 import psutil
 
 from splitserve.common.errors import ConfigError, SplitserveError
+from splitserve.common.processes import has_ended, processes_with
 from splitserve.orchestration.cli.serve import FOLDER_VARIABLE
 from splitserve.orchestration.cluster.roster import WorkerPhase
 from splitserve.orchestration.control.requests import AnyReply, AnyRequest, ClusterStatus, GetStatus, Stop, accepted
@@ -111,7 +112,7 @@ class LocalClient:
                 with suppress(psutil.NoSuchProcess):
                     launcher.send_signal(signal.SIGINT)
         deadline = time.monotonic() + STOP_SECONDS
-        while self._folder.is_claimed() or (launcher is not None and _runs(launcher)):
+        while self._folder.is_claimed() or (launcher is not None and not has_ended(launcher)):
             if time.monotonic() > deadline:
                 raise OperationError(
                     f"cluster {self._folder.name} doesn't end; its launcher is process "
@@ -127,23 +128,9 @@ class LocalClient:
         return left
 
 
-def _runs(process: psutil.Process) -> bool:
-    try:
-        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return False
-
-
 def processes_of(folder: Path) -> list[psutil.Process]:
     """Return running processes that belong to the cluster with this folder, whichever process started them."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if process.environ().get(FOLDER_VARIABLE) == str(folder) and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-        except psutil.Error:  # gone, or another user's
-            continue
-    return found
+    return processes_with(FOLDER_VARIABLE, str(folder))
 
 
 # ---- operations, followed to their end ----

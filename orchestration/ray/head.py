@@ -20,6 +20,7 @@ from pathlib import Path
 import psutil
 
 from splitserve.common.errors import SplitserveError
+from splitserve.common.processes import has_ended, processes_with
 from splitserve.common.security import drawn_secret
 from splitserve.orchestration.hosts.addresses import LOOPBACK
 from splitserve.orchestration.ray.names import ADDRESS_VARIABLE, HEAD_SECRET, HEAD_VARIABLE
@@ -116,7 +117,7 @@ def is_running(head: RayHead) -> bool:
 
 def stop_head(head: RayHead) -> None:
     """End the head and all processes that it has started. Harmless if it's gone."""
-    processes = _processes_of(head)
+    processes = processes_with(HEAD_VARIABLE, head.folder)  # its own, if it lives, and all that it has started
     was_running = is_running(head)
     if was_running:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -132,30 +133,11 @@ def stop_head(head: RayHead) -> None:
 def _left_of(processes: Sequence[psutil.Process], seconds: float) -> list[psutil.Process]:
     """Return the processes that still run after so long, zombies left out."""
     deadline = time.monotonic() + seconds
-    while left := [process for process in processes if _runs(process)]:
+    while left := [process for process in processes if not has_ended(process)]:
         if time.monotonic() > deadline:
             break
         time.sleep(0.05)
     return left
-
-
-def _runs(process: psutil.Process) -> bool:
-    try:
-        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return False
-
-
-def _processes_of(head: RayHead) -> list[psutil.Process]:
-    """Return the head's process, if it lives, and all processes that it has started."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if process.environ().get(HEAD_VARIABLE) == head.folder and _runs(process):
-                found.append(process)
-        except psutil.Error:  # gone, or another user's
-            continue
-    return found
 
 
 def _free_port() -> int:

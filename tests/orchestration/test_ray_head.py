@@ -12,6 +12,7 @@ import pytest
 
 from cluster_load import right_tokens
 from command_line import command, splitserve
+from splitserve.common.processes import processes_with
 from splitserve.orchestration.ray.access import accepts_strangers
 from splitserve.orchestration.ray.names import HEAD_VARIABLE
 from splitserve.worker.machine.threads import NICE_LEVELS_ON_CPU
@@ -36,14 +37,7 @@ router: {{port: 0, policy: least-loaded}}
 
 def everything_of(head_folder: str) -> list[psutil.Process]:
     """Running processes that a Ray head has started, itself included."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if process.environ().get(HEAD_VARIABLE) == head_folder and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-        except psutil.Error:  # gone, or another user's
-            continue
-    return found
+    return processes_with(HEAD_VARIABLE, head_folder)
 
 
 def shared_memory_of(processes: list[psutil.Process]) -> list[Path]:

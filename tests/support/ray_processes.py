@@ -5,6 +5,7 @@ from typing import Any
 
 import psutil
 
+from splitserve.common.processes import processes_with
 from splitserve.orchestration.ray.names import CLUSTER_VARIABLE
 
 
@@ -17,14 +18,7 @@ def raylet_of(node: Any) -> int:
 
 
 def processes_of(name: str) -> list[psutil.Process]:
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if process.environ().get(CLUSTER_VARIABLE) == name and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-        except psutil.Error:
-            continue
-    return found
+    return processes_with(CLUSTER_VARIABLE, name)
 
 
 def keepers_of(name: str) -> dict[int, psutil.Process]:
