@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from attention_cases import rms
 from host_runner import HostRunner
 from splitserve.kernels.registry import OPERATIONS, select_kernels
 from splitserve.models.config import load_model_config
@@ -147,7 +148,8 @@ def test_graphs_of_both_forms_compute_what_eager_steps_do(tmp_path: Path, monkey
         for runner in (eager, graphs):
             runner.run(StepPlan(step))
         assert used.pop() == form and not used
-        torch.testing.assert_close(memory[1][1:], memory[0][1:], rtol=2e-2, atol=5e-2)
+        of_second_layer = [each[1:, 1].double() for each in memory]  # depends on the first one's attention
+        assert rms(of_second_layer[1] - of_second_layer[0]) <= 0.05 * rms(of_second_layer[0])
 
 
 def test_a_longer_prefill_is_replayed_where_that_is_quicker() -> None:
