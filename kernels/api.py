@@ -117,8 +117,8 @@ class MixedPlan(DecodePlan, Protocol):
     """A :class:`DecodePlan` for longer chunks, too."""
 
     def suits(self, batch: PagedBatch, /) -> bool:
-        """Return whether to replay a step of ``batch``, which isn't padded yet, with this plan, rather than with a plan
-        after it, or to launch it kernel by kernel: its attention may have another form there."""
+        """Return whether this plan should serve ``batch``, which isn't padded yet. If not, a later plan does, or the
+        step is launched kernel by kernel: its attention may have another form there."""
         ...
 
 

@@ -93,6 +93,7 @@ def step_rows(runs: Sequence[Run]) -> Iterable[list[str]]:
     every = [
         (run, phase, each)
         for run in of_bench(runs, "engine")
+        if run.has_graphs
         for phase in ("decode", "prefill")
         for each in run.content["models"].get(SHAPE, {}).get(phase, [])
         if each.get("sampling", GREEDY) == GREEDY and (phase == "decode" or not run.option("--prefix"))

@@ -14,6 +14,7 @@ NO_COMMIT = "not recorded"
 SMALL_LAST_CHUNK_UNTIL = "2026-11-23T05:26:06"
 """End of the time when the last chunk of a long prompt had 512 tokens on a GPU by default; since then it has 1024."""
 SWITCHES = {
+    "--enforce-eager": "launched kernel by kernel",
     "--keep-cores-awake": "cores kept awake",
     "--one-rank": "one rank of decode alone on its GPU",
     "--profile": "profiled after timing",
@@ -72,6 +73,10 @@ class Run:
     @property
     def is_sampled(self) -> bool:
         return self.option("--temperature") not in ("", "0")
+
+    @property
+    def has_graphs(self) -> bool:
+        return "--enforce-eager" not in self.content["command"]
 
     @property
     def keeps_cores_awake(self) -> bool:

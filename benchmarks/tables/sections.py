@@ -23,7 +23,7 @@ def all_runs(runs: Sequence[Run], notes: dict[str, str]) -> Section:
 def steps(runs: Sequence[Run]) -> Section:
     cases: dict[tuple[str, str, str, int, int, str], list[tuple[Run, dict[str, Any]]]] = {}
     for run in of_bench(runs, "engine"):
-        for model, found in run.content["models"].items():
+        for model, found in run.content["models"].items() if run.has_graphs else ():
             for figure in found["decode"]:
                 case = (model, run.gpu, "decode", figure["batch"], figure["context"], figure.get("sampling", GREEDY))
                 cases.setdefault(case, []).append((run, figure))
@@ -70,7 +70,7 @@ def steps(runs: Sequence[Run]) -> Section:
 def mixed_steps(runs: Sequence[Run]) -> Section:
     cases: dict[tuple[str, str, int, int], dict[int, list[float]]] = {}
     for run in of_bench(runs, "engine"):
-        for model, found in run.content["models"].items():
+        for model, found in run.content["models"].items() if run.has_graphs else ():
             for figure in found.get("mixed", []):
                 case = (model, run.gpu, figure["batch"], figure["context"])
                 cases.setdefault(case, {}).setdefault(figure["prompt_tokens"], []).append(figure["step_ms"])

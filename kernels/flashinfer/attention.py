@@ -2,7 +2,7 @@
 
 They read KV blocks in place: keys and values of one layer are strided views in FlashInfer's "HND" order. A plan's
 numbers are copied from a pinned buffer. Since a plan may be made while the copy of an earlier one is still waiting in
-the stream, wrappers rotate through several such buffers; all that plan chunks share theirs.
+the stream, wrappers rotate through several such buffers; those that read chunks in place share theirs.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from splitserve.kernels.api import AttentionShape, PagedBatch
+from splitserve.kernels.triton.plans import QUERY_TILE as TRITON_TILE
 
 RATE_RATIO = 1.8
 """Rate of FlashAttention 3 divided by that of Triton's kernel, with all multiprocessors of an H200 busy: 1.5 to 2.2
@@ -23,9 +24,9 @@ class ChunkChoice:
     """What the choice depends on, besides the chunks."""
 
     num_heads: int
-    num_processors: int
-    query_tile: int
-    window: int | None
+    num_processors: int  # multiprocessors of the device
+    query_tile: int  # of FlashAttention 3
+    window: int | None  # tokens that a query token attends to at most, itself included
 
     @classmethod
     def of(cls, shape: AttentionShape) -> "ChunkChoice":
@@ -36,12 +37,12 @@ class ChunkChoice:
     def flashinfer_is_quicker(self, chunks: PagedBatch) -> bool:
         """Return whether the longest tile of FlashAttention 3 takes less time than Triton's kernel for all of the
         work."""
-        tiles = [
-            (-(-count // self.query_tile), self._attended(context, count))
-            for count, context in zip(chunks.query_lens, chunks.context_lens, strict=True)
-        ]
-        work = self.num_heads * sum(count * attended for count, attended in tiles)
-        longest = max(attended for _, attended in tiles)
+        lengths = list(zip(chunks.query_lens, chunks.context_lens, strict=True))
+        longest = max(self._attended(context, min(count, self.query_tile)) for count, context in lengths)
+        rows = (
+            -(-count // TRITON_TILE) * TRITON_TILE * self._attended(context, TRITON_TILE) for count, context in lengths
+        )
+        work = self.num_heads * sum(rows) / self.query_tile  # in tiles of FlashAttention 3, as longest is
         return longest * self.num_processors <= RATE_RATIO * work
 
     def may_suit_graph(self, num_tokens: int) -> bool:
@@ -50,11 +51,13 @@ class ChunkChoice:
         return has_long_contexts and self.flashinfer_is_quicker(PagedBatch([num_tokens], [num_tokens], [()]))
 
     def suits_graph(self, chunks: PagedBatch) -> bool:
-        """Return whether a graph had better have FlashAttention 3 for ``chunks``."""
+        """Return whether a graph had better have FlashAttention 3 for ``chunks``, of which there may be none."""
+        if not chunks.query_lens:
+            return False
         lengths = zip(chunks.query_lens, chunks.context_lens, strict=True)
         num_pairs = sum(count * min(context - count / 2, self.window or context) for count, context in lengths)
         return num_pairs >= MIN_MEAN_CONTEXT * sum(chunks.query_lens) and self.flashinfer_is_quicker(chunks)
 
     def _attended(self, context: int, count: int) -> int:
-        """Return the number of tokens that the last ``count`` tokens of ``context`` attend to together."""
+        """Return the number of tokens that ``count`` tokens at the end of ``context`` attend to together."""
         return context if self.window is None else min(context, self.window + count)

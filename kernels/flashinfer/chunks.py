@@ -24,11 +24,11 @@ class PagedChunkPlan:
 
 @dataclass(frozen=True, slots=True)
 class ChunkLimits:
-    """What a plan of fixed size has room for: chunks, query tokens in all of them, and blocks of each one."""
+    """What a plan of fixed size has room for."""
 
     num_chunks: int
-    num_tokens: int
-    max_blocks: int
+    num_tokens: int  # query tokens of all chunks
+    max_blocks: int  # of one chunk's context
 
 
 class FixedChunkPlan:

@@ -177,7 +177,7 @@ class TritonMixedPlan:
         self._numbers.fill((tables.indptr, decode.ravel(), items.ravel(), joins, tables.indices))
 
     def suits(self, _batch: PagedBatch, /) -> bool:
-        """Return True: any step. See :class:`splitserve.kernels.api.MixedPlan`."""
+        """Return True: it serves any step. See :class:`splitserve.kernels.api.MixedPlan`."""
         return True
 
 

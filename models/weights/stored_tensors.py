@@ -12,14 +12,14 @@ from splitserve.models.weights.checkpoint import TensorRecord
 
 
 class StoredTensors:
-    """Opens each file when its first tensor is read."""
+    """Views of the tensors in a checkpoint's files, each of which is opened when its first tensor is read."""
 
     def __init__(self, records: Mapping[str, TensorRecord]) -> None:
         self._records = records
         self._open: dict[Path, Any] = {}
 
     def view(self, name: str) -> Tensor:
-        """Return a tensor in the checkpoint's own dtype; no page is resident yet. Raises :class:`CheckpointError`."""
+        """Return a tensor in the checkpoint's own dtype. Raises :class:`CheckpointError`."""
         record = self._records[name]
         try:
             if record.file not in self._open:

@@ -100,6 +100,7 @@ def test_a_plan_of_fixed_size_ends_with_empty_chunks(monkeypatch: pytest.MonkeyP
         ([(100, 30_000), (900, 900)], False, False),
         ([(600, 30_000), (400, 400)], True, True),
         ([(100, 8000)] * 4, True, True),
+        ([(64, 30_000)] * 3, False, False),
     ],
 )
 def test_flashinfer_takes_chunks_that_keep_the_device_busy(
@@ -125,8 +126,14 @@ def test_windows_bound_what_chunks_attend_to() -> None:
     assert not long.suits_graph(unplaced([(512, 600)]))
 
 
+def test_a_step_may_have_no_longer_chunks() -> None:
+    """A prompt's last token alone looks like a decode."""
+    plan = HybridMixedPlan(4, None, None, H200)  # type: ignore[arg-type]
+    assert not plan.suits(unplaced([(1, 9000), (1, 8000)]))
+
+
 def test_wider_tiles_of_narrow_heads() -> None:
-    """320 tokens are two tiles of 192, and three of 128."""
+    """Those of 192 tokens give a multiprocessor more work than those of 128."""
     assert H200.may_suit_graph(320) and not replace(H200, query_tile=192).may_suit_graph(320)
 
 

@@ -148,8 +148,9 @@ def test_graphs_of_both_forms_compute_what_eager_steps_do(tmp_path: Path, monkey
         for runner in (eager, graphs):
             runner.run(StepPlan(step))
         assert used.pop() == form and not used
-        of_second_layer = [each[1:, 1].double() for each in memory]  # depends on the first one's attention
-        assert rms(of_second_layer[1] - of_second_layer[0]) <= 0.05 * rms(of_second_layer[0])
+        first, second = (each[1:, 1].double() for each in memory)  # the second layer's: they depend on attention
+        errors = (second - first).square().mean((1, 2, 4)).sqrt()  # of each token
+        assert errors.max() <= 0.25 * rms(first)
 
 
 def test_a_longer_prefill_is_replayed_where_that_is_quicker() -> None:

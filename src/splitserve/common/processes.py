@@ -12,8 +12,8 @@ def has_ended(process: psutil.Process) -> bool:
 
 
 def processes_with(variable: str, value: str) -> list[psutil.Process]:
-    """Return the running processes whose environment has ``variable`` with ``value``; those of other users can't be
-    seen."""
+    """Return the running processes whose environment has ``variable`` with ``value``, of those that this user may look
+    into."""
     found = []
     for process in psutil.process_iter():
         try:
