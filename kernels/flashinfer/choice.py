@@ -12,8 +12,8 @@ from splitserve.kernels.api import AttentionShape, PagedBatch
 from splitserve.kernels.triton.plans import QUERY_TILE as TRITON_TILE
 
 RATE_RATIO = 1.8
-"""Rate of FlashAttention 3 divided by that of Triton's kernel, with all multiprocessors of an H200 busy: 1.5 to 2.2
-(docs/decisions/039-long-prompts-in-graphs.md)."""
+"""Rate of FlashAttention 3 divided by that of Triton's kernel, with all multiprocessors of an H200 busy: estimated at
+1.5 to 2.5 (docs/decisions/039-long-prompts-in-graphs.md)."""
 MIN_MEAN_CONTEXT = 1000
 """The least number of tokens that a query token attends to, in the mean, for FlashAttention 3 in a graph: with fewer,
 Triton's kernel, which starts while the one before it ends, is as quick or quicker."""
@@ -21,7 +21,7 @@ Triton's kernel, which starts while the one before it ends, is as quick or quick
 
 @dataclass(frozen=True, slots=True)
 class ChunkChoice:
-    """What the choice depends on, besides the chunks."""
+    """The choice for one shape of attention on one device."""
 
     num_heads: int
     num_processors: int  # multiprocessors of the device

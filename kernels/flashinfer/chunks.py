@@ -24,7 +24,7 @@ class PagedChunkPlan:
 
 @dataclass(frozen=True, slots=True)
 class ChunkLimits:
-    """What a plan of fixed size has room for."""
+    """The room of a plan of fixed size."""
 
     num_chunks: int
     num_tokens: int  # query tokens of all chunks

@@ -35,7 +35,7 @@ def unplaced(lengths: Lengths) -> PagedBatch:
 
 @pytest.fixture
 def shape() -> AttentionShape:
-    """Of a device that has both kernels."""
+    """The attention of Llama-3.1-8B, on a device that has both kernels."""
     pytest.importorskip("flashinfer")
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("FlashAttention 3 is for compute capability 9.0")
@@ -133,7 +133,7 @@ def test_a_step_may_have_no_longer_chunks() -> None:
 
 
 def test_wider_tiles_of_narrow_heads() -> None:
-    """Those of 192 tokens give a multiprocessor more work than those of 128."""
+    """A tile of 192 tokens gives a multiprocessor more work than one of 128."""
     assert H200.may_suit_graph(320) and not replace(H200, query_tile=192).may_suit_graph(320)
 
 
