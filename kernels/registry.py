@@ -86,7 +86,7 @@ _CANDIDATES: Mapping[str, tuple[Candidate, ...]] = {
     ),
     "rms_norm": (_triton("triton.operations", "rms_norm"), Candidate("reference", _always, lambda: reference.rms_norm)),
     "prepare_qkv": (
-        _triton("triton.operations", "prepare_qkv"),
+        _triton("triton.attention.qkv", "prepare_qkv"),
         Candidate("reference", _always, lambda: reference.prepare_qkv),
     ),
     "silu_mul": (_triton("triton.operations", "silu_mul"), Candidate("reference", _always, lambda: reference.silu_mul)),
@@ -123,7 +123,7 @@ _CANDIDATES: Mapping[str, tuple[Candidate, ...]] = {
     "make_attention": (
         Candidate("hybrid", _flashinfer_missing, _load("flashinfer.hybrid", "HybridPagedAttention")),
         Candidate("flashinfer", _flashinfer_missing, _load("flashinfer.attention", "FlashInferPagedAttention")),
-        _triton("triton.attention", "TritonPagedAttention"),
+        _triton("triton.attention.paged", "TritonPagedAttention"),
         Candidate("reference", _always, lambda: attention.ReferencePagedAttention),
     ),
     "prepare_latent": (

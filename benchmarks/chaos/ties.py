@@ -12,8 +12,8 @@ import transformers
 from torch import Tensor
 
 from splitserve.benchmarks.chaos.load import Answer
-from splitserve.kernels.api import SamplingBatch
 from splitserve.kernels.reference.sampling import sample
+from splitserve.kernels.sampling import SamplingBatch
 
 NEAR_TIE_SHARES = {"float32": 1e-4, "bfloat16": 0.2}
 """Allowed error of each logit, as a share of its row's standard deviation. Measured on the tiny checkpoint against

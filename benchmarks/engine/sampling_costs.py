@@ -24,7 +24,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
 from splitserve.benchmarks.common.report import add_result_options, keep_result, table
-from splitserve.kernels.api import SamplingBatch
+from splitserve.kernels.sampling import SamplingBatch
 from splitserve.models.sampling.sampler import Sampler, sampling_batch
 from splitserve.orchestration.cli.command_parser import CommandParser
 from splitserve.protocol.request import SamplingParams

@@ -14,7 +14,9 @@ from splitserve.benchmarks.kernels.case import Call, Case, Target
 from splitserve.benchmarks.kernels.expert_cases import expert_products, expert_routers, expert_routes
 from splitserve.benchmarks.kernels.kv_cases import MAX_SEQUENCES, attentions, kv_copies
 from splitserve.benchmarks.kernels.latent_cases import latent_attentions, prepared_latents
-from splitserve.kernels.api import AttentionShape, Kernels, Linear, SamplingBatch
+from splitserve.kernels.api import AttentionShape, Kernels, Linear
+from splitserve.kernels.raw_qkv import RawQkv
+from splitserve.kernels.sampling import SamplingBatch
 from splitserve.models.declared import stored_weights
 from splitserve.models.layers.weight import Role
 
@@ -94,8 +96,8 @@ def _prepare_qkv(target: Target, rows: int) -> Iterator[Case]:
     inputs = target.copies(num_bytes, lambda: target.normal(1, rows, heads + 2 * kv_heads, head_dim))
 
     def make_calls(kernels: Kernels) -> list[Call]:
-        prepare = partial(kernels.prepare_qkv, kv_layer=kv_layer, slots=slots)
-        return [partial(prepare, qkv, norm, 1e-6, rotation) for qkv in inputs]
+        raw = [RawQkv(qkv, norm, 1e-6, rotation, slots) for qkv in inputs]
+        return [partial(kernels.prepare_qkv, each, kv_layer) for each in raw]
 
     label = f"{heads}+2*{kv_heads} heads of {head_dim}" + (", norm" if norm is not None else "")
     yield Case("prepare_qkv", label, rows, num_bytes, 0, make_calls)

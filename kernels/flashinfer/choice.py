@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from splitserve.kernels.api import AttentionShape, PagedBatch
-from splitserve.kernels.triton.plans import QUERY_TILE as TRITON_TILE
+from splitserve.kernels.triton.attention.plans import QUERY_TILE as TRITON_TILE
 
 RATE_RATIO = 1.8
 """Rate of FlashAttention 3 divided by that of Triton's kernel, with all multiprocessors of an H200 busy: estimated at

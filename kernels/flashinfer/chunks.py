@@ -12,7 +12,7 @@ from torch import Tensor
 from splitserve.kernels.api import AttentionShape, PagedBatch
 from splitserve.kernels.flashinfer.ragged import score_options
 from splitserve.kernels.paged import FlatTables, flat_tables, last_block_lens
-from splitserve.kernels.triton.plans import FixedArrays
+from splitserve.kernels.triton.attention.plans import FixedArrays
 
 
 @dataclass(frozen=True, slots=True)

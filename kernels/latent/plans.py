@@ -11,7 +11,7 @@ from torch import Tensor
 
 from splitserve.kernels.api import AttentionShape, PagedBatch
 from splitserve.kernels.paged import Int32Array, flat_tables, num_leading_decodes
-from splitserve.kernels.triton.plans import FixedArrays
+from splitserve.kernels.triton.attention.plans import FixedArrays
 
 PROGRAMS_PER_DEVICE = 528  # 4 for each of an H100's 132 multiprocessors
 MAX_PARTS = 32

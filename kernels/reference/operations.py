@@ -10,6 +10,7 @@ from torch import Tensor
 
 from splitserve.kernels.api import AttentionShape, TokenRows
 from splitserve.kernels.fp8.kv import FP8, LARGEST
+from splitserve.kernels.raw_qkv import RawQkv
 from splitserve.kernels.windows import slots_of_groups
 
 
@@ -55,28 +56,19 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     return torch.nn.functional.silu(gate, inplace=True) * up
 
 
-def prepare_qkv(
-    qkv: Tensor,
-    qk_norm: Tensor | None,
-    eps: float,
-    rotation: tuple[Tensor, Tensor],
-    *,
-    kv_layer: Tensor,
-    slots: Tensor,
-    bias: Tensor | None = None,
-) -> Tensor:
+def prepare_qkv(raw: RawQkv, kv_layer: Tensor) -> Tensor:
     """See :class:`splitserve.kernels.api.PrepareQkv`."""
-    qkv = join_parts(qkv, rotation[0].dtype)
-    if bias is not None:
-        qkv = qkv + bias.view(qkv.shape[1:])
+    qkv = join_parts(raw.parts, raw.rotation[0].dtype)
+    if raw.bias is not None:
+        qkv = qkv + raw.bias.view(qkv.shape[1:])
     num_kv_heads = kv_layer.shape[1]
     num_rotated = qkv.shape[1] - num_kv_heads
     rotated = qkv[:, :num_rotated]
-    if qk_norm is not None:
-        rotated = rms_norm(rotated, qk_norm, eps)
-    rotated = rope(rotated, *rotation)
+    if raw.norm is not None:
+        rotated = rms_norm(rotated, raw.norm, raw.eps)
+    rotated = rope(rotated, *raw.rotation)
     num_heads = num_rotated - num_kv_heads
-    kv_write(kv_layer, rotated[:, num_heads:], qkv[:, num_rotated:], slots)
+    kv_write(kv_layer, rotated[:, num_heads:], qkv[:, num_rotated:], raw.slots)
     return rotated[:, :num_heads]
 
 

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from splitserve.kernels.api import FORBIDDEN, IN_PROMPT, SamplingBatch
 from splitserve.kernels.reference import philox
+from splitserve.kernels.sampling import FORBIDDEN, IN_PROMPT, SamplingBatch
 
 NOT_FINITE = -1
 MAX_LANES = 1 << 13
@@ -24,7 +24,7 @@ filters alone."""
 
 
 def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
-    """See :class:`splitserve.kernels.api.Sample`."""
+    """See :class:`splitserve.kernels.sampling.Sample`."""
     best, token_ids = logits.max(dim=-1)  # a NaN anywhere in a row makes its maximum NaN
     finite = best.isfinite()
     is_finite = finite.tolist()
@@ -96,14 +96,14 @@ def _threshold(logits: Tensor, top_k: int, top_p: float) -> Tensor:
 
 
 def mask_logits(logits: Tensor, rows: Tensor, bits: Tensor) -> None:
-    """See :class:`splitserve.kernels.api.MaskLogits`."""
+    """See :class:`splitserve.kernels.sampling.MaskLogits`."""
     shifts = torch.arange(32, dtype=torch.int32, device=bits.device)
     allowed = ((bits.unsqueeze(2) >> shifts) & 1).view(bits.shape[0], -1)[:, : logits.shape[1]].bool()
     logits[rows] = logits[rows].masked_fill(~allowed, FORBIDDEN)
 
 
 def penalise_logits(logits: Tensor, rows: Tensor, slots: Tensor, occurrences: Tensor, penalties: Tensor) -> None:
-    """See :class:`splitserve.kernels.api.PenaliseLogits`."""
+    """See :class:`splitserve.kernels.sampling.PenaliseLogits`."""
     repetition, frequency, presence = penalties[:, :, None].unbind(1)
     found, raw = occurrences[slots], logits[rows]
     counts = found & (IN_PROMPT - 1)
@@ -114,7 +114,7 @@ def penalise_logits(logits: Tensor, rows: Tensor, slots: Tensor, occurrences: Te
 
 
 def score_tokens(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, Tensor]:
-    """See :class:`splitserve.kernels.api.ScoreTokens`."""
+    """See :class:`splitserve.kernels.sampling.ScoreTokens`."""
     logprobs = torch.log_softmax(logits, dim=1, dtype=torch.float32)
     top = logprobs.topk(min(num_top, logits.shape[1]), dim=1)
     return torch.cat((logprobs.gather(1, token_ids[:, None]), top.values), dim=1), top.indices

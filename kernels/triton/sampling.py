@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from splitserve.kernels.api import FORBIDDEN, IN_PROMPT, SamplingBatch
+from splitserve.kernels.sampling import FORBIDDEN, IN_PROMPT, SamplingBatch
 from splitserve.kernels.triton.launch import overlapped, wait
 from splitserve.kernels.triton.thresholds import keep_thresholds
 
@@ -24,7 +24,7 @@ _ROOM = 32  # of them, for which the kernels are compiled once
 
 
 def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
-    """See :class:`splitserve.kernels.api.Sample`. ``logits`` may be of any floating dtype."""
+    """See :class:`splitserve.kernels.sampling.Sample`. ``logits`` may be of any floating dtype."""
     num_rows, vocab_size = logits.shape
     assert logits.stride(1) == 1
     device = logits.device
@@ -154,7 +154,7 @@ def _join_kernel(best_ptr, ids_ptr, drawn_ptr, NUM_PARTS: tl.constexpr, PARTS: t
 
 
 def mask_logits(logits: Tensor, rows: Tensor, bits: Tensor) -> None:
-    """See :class:`splitserve.kernels.api.MaskLogits`."""
+    """See :class:`splitserve.kernels.sampling.MaskLogits`."""
     vocab_size = logits.shape[1]
     assert logits.stride(1) == 1 and logits.dtype == torch.float32
     assert bits.is_contiguous() and 32 * bits.shape[1] >= vocab_size
@@ -165,7 +165,7 @@ def mask_logits(logits: Tensor, rows: Tensor, bits: Tensor) -> None:
 
 
 def penalise_logits(logits: Tensor, rows: Tensor, slots: Tensor, occurrences: Tensor, penalties: Tensor) -> None:
-    """See :class:`splitserve.kernels.api.PenaliseLogits`. The same bits as the reference's."""
+    """See :class:`splitserve.kernels.sampling.PenaliseLogits`. The same bits as the reference's."""
     vocab_size = logits.shape[1]
     assert logits.stride(1) == 1 and logits.dtype == torch.float32
     assert occurrences.is_contiguous() and occurrences.shape[1] == vocab_size and penalties.is_contiguous()
@@ -176,7 +176,7 @@ def penalise_logits(logits: Tensor, rows: Tensor, slots: Tensor, occurrences: Te
 
 
 def score_tokens(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, Tensor]:
-    """See :class:`splitserve.kernels.api.ScoreTokens`. Of equal logits the lower token id comes first."""
+    """See :class:`splitserve.kernels.sampling.ScoreTokens`. Of equal logits the lower token id comes first."""
     num_rows, vocab_size = logits.shape
     assert logits.stride(1) == 1
     num_top, num_parts = min(num_top, vocab_size), triton.cdiv(vocab_size, _SCORED_PART)

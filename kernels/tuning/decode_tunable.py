@@ -13,7 +13,7 @@ from torch import Tensor
 
 from splitserve.kernels.api import AttentionShape, PagedBatch
 from splitserve.kernels.reference.attention import ReferencePagedAttention
-from splitserve.kernels.triton.attention import TritonPagedAttention
+from splitserve.kernels.triton.attention.paged import TritonPagedAttention
 from splitserve.kernels.tuning.decode_launch import MAX_PARTS, OPERATION, decode_key, decode_launch
 from splitserve.kernels.tuning.parameters import Params
 from splitserve.kernels.tuning.tunables import TuneTarget, num_copies

@@ -8,7 +8,7 @@ import torch
 from llguidance import LLExecutor, LLMatcher
 from torch import Tensor
 
-from splitserve.kernels.api import FORBIDDEN, MaskLogits
+from splitserve.kernels.sampling import FORBIDDEN, MaskLogits
 
 _BITS = 32
 _FEW = 8  # rows that one thread makes sooner than several threads wake up

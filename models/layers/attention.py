@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from splitserve.kernels.raw_qkv import RawQkv
 from splitserve.models.config import ModelConfig
 from splitserve.models.layers.head_order import rotary_order
 from splitserve.models.layers.layer import Layer, WeightSource
@@ -102,16 +103,10 @@ class GroupedAttention(Layer):
         else:
             qkv, bias = self._jointly_normed(self.joint_norms, x), None
         qkv = qkv.view(*qkv.shape[:2], -1, self._head_dim)  # [S, T, H + 2 * G, D]
-        query = step.kernels.prepare_qkv(
-            qkv,
-            None if self.head_norms is None else self.head_norms.weight,
-            self._eps,
-            step.rotation(self._spec.rope),
-            kv_layer=step.kv_layers[self._layer],
-            slots=step.slots_of(self._layer),
-            bias=bias,
-        )
-        context, rows = step.attend(query, self._layer, None if self.sinks is None else self.sinks.scores)
+        norm = None if self.head_norms is None else self.head_norms.weight
+        raw = RawQkv(qkv, norm, self._eps, step.rotation(self._spec.rope), step.slots_of(self._layer), bias)
+        sinks = None if self.sinks is None else self.sinks.scores
+        context, rows = step.prepare_and_attend(raw, self._layer, sinks)
         return self.output(context, rows)
 
     def _jointly_normed(self, norms: JointNorms, x: Normed) -> "Tensor":

@@ -15,8 +15,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from splitserve.kernels.api import MaskLogits, PenaliseLogits
 from splitserve.kernels.reference import sampling as reference
+from splitserve.kernels.sampling import MaskLogits, PenaliseLogits
 from splitserve.protocol.request import SamplingParams
 from splitserve.protocol.step import FeatureStart
 

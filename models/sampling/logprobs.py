@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from splitserve.kernels.api import ScoreTokens
+from splitserve.kernels.sampling import ScoreTokens
 from splitserve.models.sampling.feature import to_device
 from splitserve.protocol.messages.logprobs import Logprobs
 from splitserve.protocol.step import SampleSpec, ScheduledChunk

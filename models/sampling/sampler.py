@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from splitserve.kernels.api import Sample, SamplingBatch, ScoreTokens
 from splitserve.kernels.reference import sampling as reference
+from splitserve.kernels.sampling import Sample, SamplingBatch, ScoreTokens
 from splitserve.models.sampling.feature import Draw, Feature, LogitKernels, Rows, to_device
 from splitserve.models.sampling.logprobs import RawDraws
 from splitserve.protocol.request import SamplingParams

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from splitserve.kernels.api import AttentionShape, Kernels, TokenRows
+from splitserve.kernels.raw_qkv import RawQkv
 from splitserve.kernels.reference.operations import known_tokens
 from splitserve.kernels.windows import FixedLayerPlans, LayeredAttention, LayerPlans, slots_of_groups
 from splitserve.models.config import ModelConfig
@@ -48,18 +49,15 @@ class PagedStep:
         query = call.query if factor == 1.0 else call.query * factor
         heads = [self._heads(part) for part in (query, call.key, call.value)]
         group = self.attention.group(call.layer)
-        query = self.kernels.prepare_qkv(
-            torch.cat(heads, 1).unsqueeze(0),  # [1, T, H + 2 * G, D]
-            None,
-            0.0,
-            self.rows.rotation,
-            kv_layer=self.kv_layers[call.layer],
-            slots=self.rows.slots[group],
-        )
-        sinks = call.given.get("s_aux")
-        context = self.attention.run(
-            query, self.kv_layers[call.layer], self.plan, call.layer, None if sinks is None else sinks.float()
-        )
+        parts = torch.cat(heads, 1).unsqueeze(0)  # [1, T, H + 2 * G, D]
+        raw = RawQkv(parts, None, 0.0, self.rows.rotation, self.rows.slots[group])
+        kv_layer, sinks = self.kv_layers[call.layer], call.given.get("s_aux")
+        if sinks is not None:
+            sinks = sinks.float()
+        context = self.attention.prepare_and_run(raw, kv_layer, self.plan, call.layer, sinks)
+        if context is None:
+            query = self.kernels.prepare_qkv(raw, kv_layer)
+            context = self.attention.run(query, kv_layer, self.plan, call.layer, sinks)
         return context[..., : call.value.shape[3]].unsqueeze(0)
 
     def _heads(self, part: Tensor) -> Tensor:

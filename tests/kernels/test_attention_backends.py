@@ -34,7 +34,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 def make_backend(name: str, shape: AttentionShape) -> PagedAttention:
     if name == "triton" and not ON_GPU:
         pytest.importorskip("triton")
-        from splitserve.kernels.triton.attention import TritonPagedAttention
+        from splitserve.kernels.triton.attention.paged import TritonPagedAttention
 
         return TritonPagedAttention(shape)
     if reason := backends("make_attention", Target(DEVICE, shape.dtype, shape.head_dim))[name]:

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from attention_cases import paged_case, plain_attention
 from splitserve.kernels.api import AttentionShape, PagedBatch
 from splitserve.kernels.paged import flat_tables
-from splitserve.kernels.triton.attention import TritonPagedAttention
-from splitserve.kernels.triton.plans import decode_items, num_alike, num_decode_items
+from splitserve.kernels.triton.attention.paged import TritonPagedAttention
+from splitserve.kernels.triton.attention.plans import decode_items, num_alike, num_decode_items
 from splitserve.kernels.tuning import parameters as tuning
 from splitserve.kernels.tuning.decode_launch import MAX_PARTS, DecodeLaunch
 

@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from splitserve.kernels.api import Linear, SamplingBatch
+from splitserve.kernels.api import Linear
 from splitserve.kernels.reference import operations as reference
 from splitserve.kernels.reference.linear import PlainLinear
 from splitserve.kernels.registry import OPERATIONS, select_kernels
+from splitserve.kernels.sampling import SamplingBatch
 from splitserve.models.config import load_model_config
 from splitserve.models.families.llama import LlamaLayer
 from splitserve.models.parallel.ranks import Alone, RowParallelLinear

@@ -6,9 +6,9 @@ import random
 import pytest
 import torch
 
-from splitserve.kernels.api import SamplingBatch
 from splitserve.kernels.reference import philox
 from splitserve.kernels.reference.sampling import NOT_FINITE, gumbel, keep_thresholds, sample
+from splitserve.kernels.sampling import SamplingBatch
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

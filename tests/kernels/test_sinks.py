@@ -10,7 +10,7 @@ from splitserve.kernels.api import AttentionShape, PagedAttention
 from splitserve.kernels.flashinfer.attention import unsupported_reason
 from splitserve.kernels.reference.attention import ReferencePagedAttention
 from splitserve.kernels.registry import Target, backends
-from splitserve.kernels.triton.attention import TritonPagedAttention
+from splitserve.kernels.triton.attention.paged import TritonPagedAttention
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.on_gpu]
 

@@ -6,8 +6,8 @@ import math
 import pytest
 import torch
 
-from splitserve.kernels.api import SamplingBatch
 from splitserve.kernels.reference import sampling
+from splitserve.kernels.sampling import SamplingBatch
 from splitserve.kernels.triton.sampling import _numbers
 from splitserve.kernels.triton.thresholds import keep_thresholds
 

@@ -11,15 +11,18 @@ from torch import Tensor
 pytest.importorskip("triton")  # conftest.py chose its interpreter, if need be, before this import
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
-from splitserve.kernels.api import IN_PROMPT, AttentionShape, PagedBatch, SamplingBatch
+from splitserve.kernels.api import AttentionShape, PagedBatch
+from splitserve.kernels.raw_qkv import RawQkv
 from splitserve.kernels.reference import operations as reference
 from splitserve.kernels.reference import sampling
 from splitserve.kernels.reference.attention import ReferencePagedAttention
+from splitserve.kernels.sampling import IN_PROMPT, SamplingBatch
 from splitserve.kernels.triton import gather as triton_gather
 from splitserve.kernels.triton import linear as triton_linear
 from splitserve.kernels.triton import operations as triton_ops
 from splitserve.kernels.triton import sampling as triton_sampling
-from splitserve.kernels.triton.attention import TritonPagedAttention
+from splitserve.kernels.triton.attention.paged import TritonPagedAttention
+from splitserve.kernels.triton.attention.qkv import prepare_qkv
 from splitserve.kernels.tuning import linear_launch
 from splitserve.kernels.tuning import parameters as tuning
 
@@ -170,7 +173,7 @@ def test_prepare_qkv_adds_up_parts(dtype: torch.dtype) -> None:
     caches, queries = [], []
     for qkv in (parts, (parts[0] + parts[1] + parts[2]).to(dtype).unsqueeze(0)):
         cache = torch.zeros(3, kv_heads, 2, block_size, head_dim, dtype=dtype, device=DEVICE)
-        queries.append(triton_ops.prepare_qkv(qkv, norm, 1e-6, rotation, kv_layer=cache, slots=slots))
+        queries.append(prepare_qkv(RawQkv(qkv, norm, 1e-6, rotation, slots), cache))
         caches.append(cache)
     assert torch.equal(*queries) and torch.equal(*caches)
 
@@ -192,8 +195,8 @@ def test_prepare_qkv(heads: int, kv_heads: int, head_dim: int, with_norm: bool, 
     slots = shape.slots(torch.tensor([5, 0, 5, 2, 2], device=DEVICE), torch.tensor([3, 0, 1, 2, 3], device=DEVICE))
     layer, expected_layer = cache[:, 1], expected_cache[:, 1]
     bias = None if with_norm else rand((heads + 2 * kv_heads) * head_dim, dtype=dtype, seed=4)
-    query = triton_ops.prepare_qkv(qkv, norm, 1e-6, (cos, sin), kv_layer=layer, slots=slots, bias=bias)
-    expected = reference.prepare_qkv(qkv, norm, 1e-6, (cos, sin), kv_layer=expected_layer, slots=slots, bias=bias)
+    raw = RawQkv(qkv, norm, 1e-6, (cos, sin), slots, bias)
+    query, expected = prepare_qkv(raw, layer), reference.prepare_qkv(raw, expected_layer)
     assert_close(query, expected.contiguous())
     assert_close(cache, expected_cache)
 

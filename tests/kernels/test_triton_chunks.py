@@ -18,9 +18,9 @@ pytest.importorskip("triton")
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 
-from splitserve.kernels.triton import plans as triton_plans
-from splitserve.kernels.triton.attention import TritonPagedAttention
-from splitserve.kernels.triton.plans import CONTEXT_TILE, QUERY_TILE, UNSPLIT_TILES, chunk_arrays
+from splitserve.kernels.triton.attention import plans as triton_plans
+from splitserve.kernels.triton.attention.paged import TritonPagedAttention
+from splitserve.kernels.triton.attention.plans import CONTEXT_TILE, QUERY_TILE, UNSPLIT_TILES, chunk_arrays
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.on_gpu]
 
@@ -134,7 +134,7 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
         made.partial_lse.fill_(math.nan)
         return made
 
-    monkeypatch.setattr("splitserve.kernels.triton.attention.chunk_workspace", workspace)
+    monkeypatch.setattr("splitserve.kernels.triton.attention.paged.chunk_workspace", workspace)
 
 
 @pytest.mark.usefixtures("poisoned")

@@ -11,11 +11,14 @@ from torch import Tensor
 pytest.importorskip("triton")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
-from splitserve.kernels.api import AttentionShape, SamplingBatch
+from splitserve.kernels.api import AttentionShape
+from splitserve.kernels.raw_qkv import RawQkv
 from splitserve.kernels.reference import operations as reference
 from splitserve.kernels.reference import sampling
+from splitserve.kernels.sampling import SamplingBatch
 from splitserve.kernels.triton import operations as triton_ops
 from splitserve.kernels.triton import sampling as triton_sampling
+from splitserve.kernels.triton.attention.qkv import prepare_qkv
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.on_gpu]
 
@@ -68,8 +71,8 @@ def test_prepare_qkv(sizes: tuple[int, int, int], with_norm: bool, dtype: torch.
         slots = shape.slots(torch.tensor(blocks, device=DEVICE), torch.tensor(offsets, device=DEVICE))
         caches = [rand(3, 2, kv_heads, 2, 4, head_dim, dtype=dtype, seed=4) for _ in range(2)]
         query, expected = (
-            prepare(qkv.clone(), norm, 1e-6, (cos, sin), kv_layer=cache[:, 1], slots=slots)
-            for prepare, cache in zip((triton_ops.prepare_qkv, reference.prepare_qkv), caches, strict=True)
+            prepare(RawQkv(qkv.clone(), norm, 1e-6, (cos, sin), slots), cache[:, 1])
+            for prepare, cache in zip((prepare_qkv, reference.prepare_qkv), caches, strict=True)
         )
         assert_close(query, expected.contiguous())
         assert_close(*caches)

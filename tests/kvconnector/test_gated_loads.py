@@ -94,8 +94,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def host_runner(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> HostRunner:
     """Its graphs and its stream write into ``FakeGraph.log``."""
     pytest.importorskip("triton")
-    from splitserve.kernels.triton import attention as triton_attention
     from splitserve.kernels.triton import operations as triton_ops
+    from splitserve.kernels.triton.attention.paged import TritonPagedAttention
+    from splitserve.kernels.triton.attention.qkv import prepare_qkv
 
     log: list[tuple[str, Any]] = []
     FakeGraph.log = log
@@ -106,8 +107,8 @@ def host_runner(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> HostRunner
     kernels = replace(
         select_kernels(DEVICE, torch.float32, dict.fromkeys(OPERATIONS, "reference")),
         begin_step=triton_ops.begin_step,
-        prepare_qkv=triton_ops.prepare_qkv,
-        make_attention=triton_attention.TritonPagedAttention,
+        prepare_qkv=prepare_qkv,
+        make_attention=TritonPagedAttention,
     )
     config = load_model_config(checkpoint)
     model = load_model(checkpoint, config, dtype=torch.float32, device=DEVICE, kernels=kernels)

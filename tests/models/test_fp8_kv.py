@@ -145,7 +145,7 @@ def test_a_hand_over_moves_it_as_it_is(tiny_qwen3: Path) -> None:
 def test_triton_attention_reads_it() -> None:
     """A decode token and a chunk over FP8 blocks: what the same kernel makes of the same numbers, converted before."""
     pytest.importorskip("triton")
-    from splitserve.kernels.triton.attention import TritonPagedAttention
+    from splitserve.kernels.triton.attention.paged import TritonPagedAttention
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32  # the interpreter mixes up narrow products

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from splitserve.kernels.api import AttentionPlan, AttentionShape, PagedBatch
+from splitserve.kernels.raw_qkv import RawQkv
 from splitserve.kernels.reference import operations as reference
 from splitserve.kernels.reference.attention import ReferencePagedAttention
 from splitserve.kernels.reference.linear import PlainLinear
@@ -62,9 +63,9 @@ class Recorder:
 
         return call
 
-    def _prepare_qkv(self, qkv: Tensor, qk_norm: Tensor | None, *arguments: Any, **memory: Tensor) -> Tensor:
-        self.calls.append("prepare_qkv" if qk_norm is None else "prepare_qkv with norms of heads")
-        return reference.prepare_qkv(qkv, qk_norm, *arguments, **memory)
+    def _prepare_qkv(self, raw: RawQkv, kv_layer: Tensor) -> Tensor:
+        self.calls.append("prepare_qkv" if raw.norm is None else "prepare_qkv with norms of heads")
+        return reference.prepare_qkv(raw, kv_layer)
 
 
 def _start(weight: Tensor) -> bytes:

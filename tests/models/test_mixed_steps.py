@@ -61,16 +61,17 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.skipif(ON_GPU, reason="under Triton's interpreter; the next test is for GPUs")
 def test_filled_up_steps(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
-    from splitserve.kernels.triton import attention as triton_attention
     from splitserve.kernels.triton import operations as triton_ops
+    from splitserve.kernels.triton.attention.paged import TritonPagedAttention
+    from splitserve.kernels.triton.attention.qkv import prepare_qkv
 
     monkeypatch.setattr(Tensor, "pin_memory", lambda self: self)
     plain = select_kernels(DEVICE, torch.float32, dict.fromkeys(OPERATIONS, "reference"))
     kernels = replace(
         plain,
         begin_step=triton_ops.begin_step,
-        prepare_qkv=triton_ops.prepare_qkv,
-        make_attention=partial(triton_attention.TritonPagedAttention),
+        prepare_qkv=prepare_qkv,
+        make_attention=partial(TritonPagedAttention),
     )
     config = load_model_config(checkpoint)
     models = [

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from attention_cases import rms
-from splitserve.kernels.api import Kernels, SamplingBatch
+from splitserve.kernels.api import Kernels
 from splitserve.kernels.registry import OPERATIONS, Target, backends, select_kernels
+from splitserve.kernels.sampling import SamplingBatch
 from splitserve.kernels.tuning import parameters as tuning
 from splitserve.models.config import RopeScaling, load_model_config
 from splitserve.models.demo import checkpoint as demo
@@ -69,19 +70,20 @@ def kernels_of(backend: str, dtype: torch.dtype, head_dim: int) -> Kernels:
             pytest.skip(reason)
         return select_kernels(DEVICE, dtype, {"make_attention": backend}, head_dim)
     pytest.importorskip("triton")
-    from splitserve.kernels.triton import attention as triton_attention
     from splitserve.kernels.triton import linear as triton_linear
     from splitserve.kernels.triton import operations as triton_ops
     from splitserve.kernels.triton import sampling as triton_sampling
+    from splitserve.kernels.triton.attention.paged import TritonPagedAttention
+    from splitserve.kernels.triton.attention.qkv import prepare_qkv
 
     around = {"rms_norm": triton_ops.rms_norm, "silu_mul": triton_ops.silu_mul}
     return replace(
         plain_kernels(CPU, dtype),
         **around,
-        prepare_qkv=triton_ops.prepare_qkv,
+        prepare_qkv=prepare_qkv,
         sample=triton_sampling.sample,
         pack_linear=partial(triton_linear.TritonLinear, **around),
-        make_attention=triton_attention.TritonPagedAttention,
+        make_attention=TritonPagedAttention,
     )
 
 

@@ -23,8 +23,9 @@ from torch import Tensor
 
 from compiled_kernels import compiling
 from splitserve.kernels import registry
-from splitserve.kernels.api import AttentionShape, Kernels, SamplingBatch
+from splitserve.kernels.api import AttentionShape, Kernels
 from splitserve.kernels.experts.spec import RouterSpec
+from splitserve.kernels.sampling import SamplingBatch
 from splitserve.kernels.triton import all_gather, all_reduce, operations
 from splitserve.kernels.triton.gather import gather_tokens
 from splitserve.kernels.triton.peer_memory import PeerMemory

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from splitserve.kernels.api import FORBIDDEN
+from splitserve.kernels.sampling import FORBIDDEN
 from splitserve.models.sampling.feature import Draw, Feature, Rows
 
 

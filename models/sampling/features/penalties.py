@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from splitserve.kernels.api import IN_PROMPT, PenaliseLogits
+from splitserve.kernels.sampling import IN_PROMPT, PenaliseLogits
 from splitserve.models.sampling.feature import Feature, Float32Array, Int64Array, LogitKernels, Rows, to_device
 from splitserve.models.sampling.slots import SlotTable
 from splitserve.protocol.request import SamplingParams

@@ -9,8 +9,8 @@ import torch
 
 from byte_vocabulary import token_bytes
 from splitserve.common.grammars import GRAMMAR_LIMITS
-from splitserve.kernels.api import FORBIDDEN
 from splitserve.kernels.reference.sampling import mask_logits
+from splitserve.kernels.sampling import FORBIDDEN
 from splitserve.models.constraints.grammars import ConstraintError, Grammars
 from splitserve.models.constraints.masks import HostMasks, MaskMaker
 from splitserve.models.constraints.progress import Progress

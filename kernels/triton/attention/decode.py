@@ -1,139 +1,94 @@
-"""Paged attention as Triton kernels, for any GPU: flash-decoding (Dao et al., 2023) and flash attention over blocks.
-
-Leading sequences with one query token are decoded: a program per (sequence, key/value head, part of the context)
-handles all query heads of the group, and the last of these programs to finish joins the parts by their log-sum-exp, in
-order, so that the result doesn't depend on which one is last. All others are chunks
-(:mod:`splitserve.kernels.triton.chunks`). A context's last tile is masked: unwritten memory may hold NaN.
-"""
+"""Attention of sequences with one query token each, as a Triton kernel. See :mod:`.paged`."""
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
 import math
-from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from splitserve.kernels.api import AttentionPlan, AttentionShape, PagedBatch
-from splitserve.kernels.paged import Int32Array, flat_tables, num_leading_decodes
-from splitserve.kernels.triton.chunks import run_chunks, soft_capped
+from splitserve.kernels.api import AttentionShape
+from splitserve.kernels.raw_qkv import RawQkv
+from splitserve.kernels.triton.attention.chunks import soft_capped
+from splitserve.kernels.triton.attention.plans import ITEM_NUMBERS, DecodePart
+from splitserve.kernels.triton.attention.qkv import checked_rotation, prepared_heads
 from splitserve.kernels.triton.launch import overlapped, prefetch, wait
-from splitserve.kernels.triton.plans import (
-    ITEM_NUMBERS,
-    ChunkPart,
-    DecodePart,
-    DecodeWorkspaces,
-    TritonDecodePlan,
-    TritonMixedPlan,
-    TritonPlan,
-    chunk_arrays,
-    chunk_workspace,
-    decode_items,
-)
-from splitserve.kernels.triton.sampling import to_device
 from splitserve.kernels.tuning.decode_launch import DecodeLaunch
 
 _MIN_DOT = 16  # least number of rows of a matrix instruction
 _JOINED_PER_WARP = 4096  # elements of parts that are in registers together
 
 
-class TritonPagedAttention:
-    """Implements :class:`splitserve.kernels.api.PagedAttention`."""
+def run_decode(
+    shape: AttentionShape,
+    query: Tensor | RawQkv,
+    kv_layer: Tensor,
+    out: Tensor,
+    part: DecodePart,
+    sinks: Tensor | None = None,
+) -> None:
+    """Fill the rows of ``out`` [T, H, D] that belong to ``part``, from those of ``query`` [T, H, D]; or from raw ones,
+    and write their keys and values to ``kv_layer`` [num_blocks, G, 2, B, D]."""
+    workspace = part.workspace
+    launch = workspace.launch
+    group = shape.num_heads // shape.num_kv_heads
+    group_padded, dim = triton.next_power_of_2(group), triton.next_power_of_2(shape.head_dim)
+    _decode_kernel[(shape.num_kv_heads, workspace.num_items)](
+        **_query_arguments(query),
+        kv_ptr=kv_layer,
+        indices_ptr=part.indices,
+        items_ptr=part.items,
+        sinks_ptr=out if sinks is None else sinks,
+        partial_ptr=workspace.partial,
+        lse_ptr=workspace.partial_lse,
+        tickets_ptr=workspace.tickets,
+        out_ptr=out,
+        scale_log2=shape.score_scale * math.log2(math.e),
+        ITEM_NUMBERS=ITEM_NUMBERS,
+        BLOCK_STRIDE=kv_layer.stride(0),
+        GROUP=group,
+        GROUP_PADDED=group_padded,
+        ROWS=max(_MIN_DOT, group_padded),
+        KV_HEADS=shape.num_kv_heads,
+        BLOCK_SIZE=shape.block_size,
+        HEAD_DIM=shape.head_dim,
+        WINDOW=shape.window or 0,
+        SOFT_CAP=(shape.soft_cap or 0.0) * math.log2(math.e),
+        SINKS=sinks is not None,
+        DIM=dim,
+        TILE=launch.tile,
+        AT_ONCE=_parts_at_once(launch, group_padded * dim),
+        PRECISION="ieee" if shape.dtype == torch.float32 else "tf32",
+        num_warps=launch.num_warps,
+        num_stages=launch.num_stages,
+        **overlapped(shape.device),
+    )
 
-    def __init__(self, shape: AttentionShape) -> None:
-        if reason := unsupported_reason(shape):
-            raise ValueError(reason)
-        self._shape = shape
-        self._scale = shape.score_scale
-        self._overlapped = overlapped(shape.device)
-        self._chunk_workspace = chunk_workspace(shape)
-        self._workspaces = DecodeWorkspaces(shape)
 
-    # ---- once per step ----
-
-    def plan(self, batch: PagedBatch) -> TritonPlan:
-        num_decodes = num_leading_decodes(batch)
-        tables = flat_tables(batch, self._shape.block_size)
-        indptr, indices = self._on_device(tables.indptr, tables.indices)
-        decode = chunks = None
-        if num_decodes:
-            workspace = self._workspaces.of(num_decodes)
-            (items,) = self._on_device(decode_items(tables, num_decodes, 1, workspace.launch, self._shape.window))
-            decode = DecodePart(indices, items, workspace)
-        if num_decodes < len(batch.query_lens):
-            arrays = chunk_arrays(batch, num_decodes, self._chunk_workspace.programs_per_head)
-            items, joins = self._on_device(*arrays)
-            chunks = ChunkPart(indptr[num_decodes:], indices, items, joins, self._chunk_workspace)
-        return TritonPlan(decode, chunks)
-
-    def make_decode_plan(self, batch_size: int, max_blocks: int) -> TritonDecodePlan:
-        """See :class:`splitserve.kernels.api.PagedAttention`."""
-        return TritonDecodePlan(self._shape, batch_size, max_blocks, self._workspaces.of(batch_size))
-
-    def make_mixed_plans(
-        self, num_decodes: int, num_chunk_tokens: int, num_chunks: int, max_blocks: int
-    ) -> Sequence[TritonMixedPlan]:
-        """See :class:`splitserve.kernels.api.PagedAttention`."""
-        decodes = self._workspaces.of(num_decodes)
-        sizes = num_decodes, num_chunk_tokens, num_chunks, max_blocks
-        return [TritonMixedPlan(self._shape, *sizes, decodes, self._chunk_workspace)]
-
-    def _on_device(self, *arrays: Int32Array) -> list[Tensor]:
-        return [to_device(torch.from_numpy(array), self._shape.device) for array in arrays]
-
-    # ---- once per layer ----
-
-    def run(self, query: Tensor, kv_layer: Tensor, plan: AttentionPlan, sinks: Tensor | None = None) -> Tensor:
-        """See :class:`splitserve.kernels.api.PagedAttention`."""
-        if isinstance(plan, TritonDecodePlan | TritonMixedPlan):
-            plan = plan.fixed
-        assert isinstance(plan, TritonPlan) and query.is_contiguous()
-        shape = self._shape
-        block_elements = shape.block_size * shape.head_dim
-        assert kv_layer.stride()[1:] == (2 * block_elements, block_elements, shape.head_dim, 1)
-        out = torch.empty_like(query)
-        if plan.decode is not None:
-            self._run_decode(query, kv_layer, out, plan.decode, sinks)
-        if plan.chunks is not None:
-            run_chunks(shape, query, kv_layer, out, plan.chunks, sinks)
-        return out
-
-    def _run_decode(self, query: Tensor, kv_layer: Tensor, out: Tensor, part: DecodePart, sinks: Tensor | None) -> None:
-        shape, workspace = self._shape, part.workspace
-        launch = workspace.launch
-        group = shape.num_heads // shape.num_kv_heads
-        group_padded, dim = triton.next_power_of_2(group), triton.next_power_of_2(shape.head_dim)
-        _decode_kernel[(shape.num_kv_heads, workspace.num_items)](
-            query,
-            kv_layer,
-            part.indices,
-            part.items,
-            query if sinks is None else sinks,
-            workspace.partial,
-            workspace.partial_lse,
-            workspace.tickets,
-            out,
-            self._scale * math.log2(math.e),
-            ITEM_NUMBERS=ITEM_NUMBERS,
-            BLOCK_STRIDE=kv_layer.stride(0),
-            GROUP=group,
-            GROUP_PADDED=group_padded,
-            ROWS=max(_MIN_DOT, group_padded),
-            KV_HEADS=shape.num_kv_heads,
-            BLOCK_SIZE=shape.block_size,
-            HEAD_DIM=shape.head_dim,
-            WINDOW=shape.window or 0,
-            SOFT_CAP=(shape.soft_cap or 0.0) * math.log2(math.e),
-            SINKS=sinks is not None,
-            DIM=dim,
-            TILE=launch.tile,
-            AT_ONCE=_parts_at_once(launch, group_padded * dim),
-            PRECISION="ieee" if shape.dtype == torch.float32 else "tf32",
-            num_warps=launch.num_warps,
-            num_stages=launch.num_stages,
-            **self._overlapped,
-        )
+def _query_arguments(query: Tensor | RawQkv) -> dict[str, Any]:
+    """Return the kernel's arguments that say where its queries are, or what they are made from."""
+    if isinstance(query, Tensor):
+        names = ("query_ptr", "norm_ptr", "bias_ptr", "cos_ptr", "sin_ptr", "slots_ptr")
+        sizes = {"part_stride": 0, "angle_stride": 0, "eps": 0.0}
+        return {**dict.fromkeys(names, query), **sizes, "NUM_PARTS": 0, "HAS_NORM": False, "HAS_BIAS": False}
+    cos, sin = checked_rotation(query)
+    parts = query.parts
+    return {
+        "query_ptr": parts,
+        "norm_ptr": cos if query.norm is None else query.norm,
+        "bias_ptr": cos if query.bias is None else query.bias,
+        "cos_ptr": cos,
+        "sin_ptr": sin,
+        "slots_ptr": query.slots,
+        "part_stride": parts.stride(0),
+        "angle_stride": cos.stride(0),
+        "eps": query.eps,
+        "NUM_PARTS": parts.shape[0],
+        "HAS_NORM": query.norm is not None,
+        "HAS_BIAS": query.bias is not None,
+    }
 
 
 def _parts_at_once(launch: DecodeLaunch, num_elements: int) -> int:
@@ -143,19 +98,15 @@ def _parts_at_once(launch: DecodeLaunch, num_elements: int) -> int:
     return min(max(1, launch.num_warps * _JOINED_PER_WARP // num_elements), usual)
 
 
-def unsupported_reason(shape: AttentionShape) -> str | None:
-    """Return why these kernels don't support ``shape``, or None."""
-    if shape.num_heads % shape.num_kv_heads:
-        return f"{shape.num_heads} query heads can't share {shape.num_kv_heads} key/value heads"
-    if shape.head_dim > 256:
-        return f"head_dim {shape.head_dim} is larger than 256"
-    return None
-
-
 # length: Triton inlines all calls, and the loop over tiles is the kernel; parts of it would pass ten tensors around.
-@triton.jit
+@triton.jit(do_not_specialize=["part_stride", "angle_stride"])
 def _decode_kernel(
     query_ptr,
+    norm_ptr,
+    bias_ptr,
+    cos_ptr,
+    sin_ptr,
+    slots_ptr,
     kv_ptr,
     indices_ptr,
     items_ptr,
@@ -165,6 +116,12 @@ def _decode_kernel(
     tickets_ptr,
     out_ptr,
     scale_log2,
+    part_stride,
+    angle_stride,
+    eps,
+    NUM_PARTS: tl.constexpr,  # of query_ptr, which are RawQkv's; 0: it has the queries
+    HAS_NORM: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
     ITEM_NUMBERS: tl.constexpr,
     BLOCK_STRIDE: tl.constexpr,
     GROUP: tl.constexpr,
@@ -209,9 +166,17 @@ def _decode_kernel(
     head = sequence.to(tl.int64) * (KV_HEADS * GROUP) + kv_head * GROUP + row
     is_head = row < GROUP
     is_column = column < HEAD_DIM
-    query = tl.load(
-        query_ptr + head[:, None] * HEAD_DIM + column[None, :], mask=is_head[:, None] & is_column[None, :], other=0.0
-    )
+    known = last
+    if NUM_PARTS > 0:
+        query = prepared_heads(
+            query_ptr, norm_ptr, bias_ptr, cos_ptr, sin_ptr, sequence, kv_head * GROUP + row, is_head, part_stride,
+            angle_stride, eps, NUM_PARTS, KV_HEADS * (GROUP + 2), HEAD_DIM, DIM, True, HAS_NORM, HAS_BIAS,
+        )  # fmt: skip
+    else:
+        query = tl.load(
+            query_ptr + head[:, None] * HEAD_DIM + column[None, :], mask=is_head[:, None] & is_column[None, :],
+            other=0.0,
+        )  # fmt: skip
     top = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     mixed = tl.zeros((ROWS, DIM), tl.float32)
@@ -219,11 +184,28 @@ def _decode_kernel(
         sink = tl.load(sinks_ptr + kv_head * GROUP + row, mask=is_head, other=0.0) * 1.4426950408889634
         top = tl.where(item == first_item, sink, top)  # as if a token without a value had come before all others
         total = tl.where(item == first_item, 1.0, total)
+    context = tl.load(at + 6)
+    if NUM_PARTS > 0:  # the newest token counts in its item; without a branch, its loads and the query's overlap
+        known = tl.minimum(last, context - 1)
+        is_newest = tl.arange(0, 1) + last == context
+        key, value = _newest(
+            query_ptr, norm_ptr, bias_ptr, cos_ptr, sin_ptr, slots_ptr, kv_ptr, sequence, kv_head, is_newest,
+            part_stride, angle_stride, eps, query.dtype, NUM_PARTS, GROUP, KV_HEADS, BLOCK_SIZE, HEAD_DIM, DIM,
+            HAS_NORM, HAS_BIAS,
+        )  # fmt: skip
+        score = tl.sum(query.to(tl.float32) * key.to(tl.float32), 1) * scale_log2
+        if SOFT_CAP > 0:
+            score = soft_capped(score, SOFT_CAP)
+        new_top = tl.where(is_newest, tl.maximum(top, score), 0.0)  # elsewhere top may be -inf
+        weight = tl.where(is_newest, tl.exp2(score - new_top), 0.0)
+        total = tl.where(is_newest, total * tl.exp2(top - new_top), total) + weight
+        mixed = weight[:, None] * value.to(tl.float32)
+        top = tl.where(is_newest, new_top, top)
     if WINDOW:
-        oldest = tl.load(at + 6) - WINDOW
+        oldest = context - WINDOW
     for tile in tl.range(first, last, TILE):
         token = tile + inner
-        is_token = token < last
+        is_token = token < known
         if BLOCK_SIZE % TILE == 0:
             block = tl.load(table + tile // BLOCK_SIZE).to(tl.int64)
             base = block * BLOCK_STRIDE + head_offset + (tile % BLOCK_SIZE + inner) * HEAD_DIM
@@ -312,3 +294,31 @@ def _join_parts(
     for _ in range(num_rows):
         tl.store(target, joined, mask=mask)
         target += KV_HEADS * GROUP * HEAD_DIM
+
+
+@triton.jit
+def _newest(
+    qkv_ptr, norm_ptr, bias_ptr, cos_ptr, sin_ptr, slots_ptr, kv_ptr, sequence, kv_head, is_newest, part_stride,
+    angle_stride, eps, narrow: tl.constexpr, NUM_PARTS: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, HAS_NORM: tl.constexpr, HAS_BIAS: tl.constexpr,
+):  # fmt: skip
+    """Write the key and the value of a sequence's newest token, and return them as memory has them: [1, DIM] each.
+    Unless ``is_newest`` [1], nothing is written, and they are zeros."""
+    HEADS: tl.constexpr = KV_HEADS * GROUP
+    NUM_ALL: tl.constexpr = HEADS + 2 * KV_HEADS
+    head, column = HEADS + kv_head + tl.arange(0, 1), tl.arange(0, DIM)
+    slot = tl.load(slots_ptr + sequence.to(tl.int64) * KV_HEADS + kv_head + tl.arange(0, 1))
+    key = prepared_heads(
+        qkv_ptr, norm_ptr, bias_ptr, cos_ptr, sin_ptr, sequence, head, is_newest, part_stride, angle_stride, eps,
+        NUM_PARTS, NUM_ALL, HEAD_DIM, DIM, True, HAS_NORM, HAS_BIAS,
+    )  # fmt: skip
+    value = prepared_heads(
+        qkv_ptr, norm_ptr, bias_ptr, cos_ptr, sin_ptr, sequence, head + KV_HEADS, is_newest, part_stride, angle_stride,
+        eps, NUM_PARTS, NUM_ALL, HEAD_DIM, DIM, False, HAS_NORM, HAS_BIAS,
+    )  # fmt: skip
+    key, value = key.to(kv_ptr.dtype.element_ty), value.to(kv_ptr.dtype.element_ty)
+    written = kv_ptr + slot[:, None] * HEAD_DIM + column[None, :]
+    mask = (is_newest & (slot >= 0))[:, None] & (column < HEAD_DIM)[None, :]
+    tl.store(written, key, mask=mask)
+    tl.store(written + BLOCK_SIZE * HEAD_DIM, value, mask=mask)
+    return key.to(narrow), value.to(narrow)

@@ -1,9 +1,9 @@
 """Attention of chunks of several query tokens as Triton kernels: flash attention over blocks.
 
 There is a program per (query head, item), where an item is a tile of queries with its context or a part of that
-(:func:`splitserve.kernels.triton.plans.chunk_arrays`): a few queries over a long context keep a whole GPU busy only if
-many programs share the context. Tiles of context that all rows see whole need no mask. A second kernel joins parts by
-their log-sum-exp, in order.
+(:func:`.plans.chunk_arrays`): a few queries over a long context keep a whole GPU busy only if many programs share the
+context. Tiles of context that all rows see whole need no mask. A second kernel joins parts by their log-sum-exp, in
+order.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
@@ -15,8 +15,8 @@ import triton.language as tl
 from torch import Tensor
 
 from splitserve.kernels.api import AttentionShape
+from splitserve.kernels.triton.attention.plans import CONTEXT_TILE, QUERY_TILE, ChunkPart
 from splitserve.kernels.triton.launch import overlapped, wait
-from splitserve.kernels.triton.plans import CONTEXT_TILE, QUERY_TILE, ChunkPart
 
 _JOIN_ROWS = 4
 

@@ -1,0 +1,1 @@
+"""Paged attention as Triton kernels, and what comes between the projection and it."""
