@@ -148,13 +148,6 @@ class PagedAttention(Protocol):
         """
         ...
 
-    def prepare_and_run(
-        self, raw: RawQkv, kv_layer: Tensor, plan: AttentionPlan, sinks: Tensor | None = None, /
-    ) -> Tensor | None:
-        """Do what :class:`PrepareQkv` does, and then :meth:`run`, where one kernel does both. Otherwise return None,
-        and nothing is done."""
-        ...
-
 
 class LatentAttention(Protocol):
     """Causal attention of flat query tokens over paged latents. Its plans are as in :class:`PagedAttention`."""

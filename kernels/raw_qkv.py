@@ -19,6 +19,6 @@ class RawQkv:
     parts: "Tensor"  # [S, T, H + 2 * G, D]
     norm: "Tensor | None"  # weights of the RMS norm of queries and keys [H + G, D]; None: there is no norm
     eps: float  # of the norm
-    rotation: "tuple[Tensor, Tensor]"  # cos, sin [T, D]: the first half of sin is negated (models.rotary)
+    rotation: "tuple[Tensor, Tensor]"  # cos, sin [T, D]: the first half of sin is negated (models.layers.rotary)
     slots: "Tensor"  # int64 [T, G]: where keys and values go (AttentionShape.slots); negative: nowhere
     bias: "Tensor | None" = None  # [(H + 2 * G) * D], part of the sum

@@ -17,7 +17,6 @@ from splitserve.kernels.api import (
     PagedAttention,
     PagedBatch,
 )
-from splitserve.kernels.raw_qkv import RawQkv
 
 
 class LayerAttention(NamedTuple):
@@ -121,20 +120,6 @@ class LayeredAttention:
         """Attend over the keys and values of ``layer``, as :meth:`splitserve.kernels.api.PagedAttention.run` does."""
         kind = self._layers[layer]
         return cast("PagedAttention", self._backends[kind]).run(query, kv_layer, plan.plans[kind], sinks)
-
-    def prepare_and_run(
-        self,
-        raw: RawQkv,
-        kv_layer: Tensor,
-        plan: LayerPlans | FixedLayerPlans,
-        layer: int,
-        sinks: Tensor | None = None,
-    ) -> Tensor | None:
-        """Prepare the queries, keys and values of ``layer`` and attend, in one kernel; None where there is none
-        (:meth:`splitserve.kernels.api.PagedAttention.prepare_and_run`)."""
-        kind = self._layers[layer]
-        backend = cast("PagedAttention", self._backends[kind])
-        return backend.prepare_and_run(raw, kv_layer, plan.plans[kind], sinks)
 
     def run_latent(
         self, query: Tensor, expansion: Tensor, kv_layer: Tensor, plan: LayerPlans | FixedLayerPlans, layer: int

@@ -17,7 +17,6 @@ from splitserve.kernels.api import AttentionPlan, AttentionShape, MixedPlan, Pag
 from splitserve.kernels.flashinfer.chunks import ChunkLimits, FixedChunkPlan, PagedChunkPlan, plan_chunks
 from splitserve.kernels.flashinfer.ragged import RaggedPlan, RaggedPrefill, pinned_buffers, score_options
 from splitserve.kernels.paged import FlatTables, flat_tables, last_block_lens, num_leading_decodes, part_of
-from splitserve.kernels.raw_qkv import RawQkv
 from splitserve.kernels.triton.attention.plans import FixedArrays
 
 _WORKSPACE_BYTES = 256 * 1024 * 1024
@@ -121,12 +120,6 @@ class FlashInferPagedAttention:
         if plan.chunks is not None:
             self.run_chunks(query[plan.num_decodes :], kv_layer, plan.chunks, out[plan.num_decodes :])
         return out
-
-    def prepare_and_run(
-        self, _raw: RawQkv, _kv_layer: Tensor, _plan: AttentionPlan, _sinks: Tensor | None = None, /
-    ) -> Tensor | None:
-        """See :class:`splitserve.kernels.api.PagedAttention`: there is no such kernel."""
-        return None
 
     def run_chunks(
         self, query: Tensor, kv_layer: Tensor, plan: RaggedPlan | PagedChunkPlan | FixedChunkPlan, out: Tensor

@@ -15,7 +15,6 @@ from splitserve.kernels.flashinfer.choice import ChunkChoice
 from splitserve.kernels.flashinfer.chunks import ChunkLimits, FixedChunkPlan, PagedChunkPlan
 from splitserve.kernels.flashinfer.ragged import RaggedPlan
 from splitserve.kernels.paged import num_leading_decodes, part_of
-from splitserve.kernels.raw_qkv import RawQkv
 from splitserve.kernels.triton.attention.paged import TritonPagedAttention
 from splitserve.kernels.triton.attention.plans import TritonDecodePlan, TritonMixedPlan, TritonPlan
 
@@ -73,14 +72,6 @@ class HybridPagedAttention:
         out = torch.empty_like(query) if decode is None else self._triton.run(query, kv_layer, decode)
         self._flashinfer.run_chunks(query[count:], kv_layer, plan.chunks, out[count:])
         return out
-
-    def prepare_and_run(
-        self, raw: RawQkv, kv_layer: Tensor, plan: AttentionPlan, sinks: Tensor | None = None, /
-    ) -> Tensor | None:
-        """See :class:`splitserve.kernels.api.PagedAttention`."""
-        if isinstance(plan, HybridPlan | HybridMixedPlan):
-            return None
-        return self._triton.prepare_and_run(raw, kv_layer, plan, sinks)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from splitserve.kernels.api import AttentionPlan, AttentionShape, DecodePlan, MixedPlan, PagedAttention, PagedBatch
-from splitserve.kernels.raw_qkv import RawQkv
 
 FP8 = torch.float8_e4m3fn
 LARGEST = 448.0
@@ -60,9 +59,3 @@ class DequantisingAttention:
     def run(self, query: Tensor, kv_layer: Tensor, plan: AttentionPlan, sinks: Tensor | None = None) -> Tensor:
         assert isinstance(plan, _Plan) and kv_layer.dtype == FP8
         return self._inner.run(query, kv_layer[plan.block_ids].to(query.dtype).contiguous(), plan.inner, sinks)
-
-    def prepare_and_run(
-        self, _raw: RawQkv, _kv_layer: Tensor, _plan: AttentionPlan, _sinks: Tensor | None = None, /
-    ) -> Tensor | None:
-        """See :class:`splitserve.kernels.api.PagedAttention`: there is no such kernel."""
-        return None

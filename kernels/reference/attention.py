@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from splitserve.kernels.api import AttentionPlan, AttentionShape, DecodePlan, MixedPlan, PagedBatch
-from splitserve.kernels.raw_qkv import RawQkv
 from splitserve.kernels.reference.attend import (
     QUERY_BLOCK,
     attend_segment,
@@ -235,12 +234,6 @@ class ReferencePagedAttention:
         return self._buffer.nbytes
 
     # ---- once per layer ----
-
-    def prepare_and_run(
-        self, _raw: RawQkv, _kv_layer: Tensor, _plan: AttentionPlan, _sinks: Tensor | None = None, /
-    ) -> Tensor | None:
-        """See :class:`splitserve.kernels.api.PagedAttention`: there is no such kernel."""
-        return None
 
     def run(self, query: Tensor, kv_layer: Tensor, plan: AttentionPlan, sinks: Tensor | None = None) -> Tensor:
         assert isinstance(plan, ReferencePlan) and self._shape.has_sinks == (sinks is not None)

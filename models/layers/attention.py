@@ -105,8 +105,8 @@ class GroupedAttention(Layer):
         qkv = qkv.view(*qkv.shape[:2], -1, self._head_dim)  # [S, T, H + 2 * G, D]
         norm = None if self.head_norms is None else self.head_norms.weight
         raw = RawQkv(qkv, norm, self._eps, step.rotation(self._spec.rope), step.slots_of(self._layer), bias)
-        sinks = None if self.sinks is None else self.sinks.scores
-        context, rows = step.prepare_and_attend(raw, self._layer, sinks)
+        query = step.kernels.prepare_qkv(raw, step.kv_layers[self._layer])
+        context, rows = step.attend(query, self._layer, None if self.sinks is None else self.sinks.scores)
         return self.output(context, rows)
 
     def _jointly_normed(self, norms: JointNorms, x: Normed) -> "Tensor":

@@ -8,7 +8,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from splitserve.kernels.api import Kernels
-    from splitserve.kernels.raw_qkv import RawQkv
     from splitserve.kernels.windows import FixedLayerPlans, LayeredAttention, LayerPlans
 
 BeforeLayer = Callable[[int], None]
@@ -69,19 +68,6 @@ class Step:
             query = query * self.query_factors
         context = self.attention.run(query, self.kv_layers[layer], self.plan, layer, sinks).flatten(1)
         return (context if rows is None else context[rows]), rows
-
-    def prepare_and_attend(
-        self, raw: "RawQkv", layer: int, sinks: "Tensor | None" = None
-    ) -> "tuple[Tensor, Tensor | None]":
-        """Write the keys and values of ``layer``, and attend: see :meth:`attend`."""
-        kv_layer = self.kv_layers[layer]
-        context = None
-        if self.query_factors is None:
-            context = self.attention.prepare_and_run(raw, kv_layer, self.plan, layer, sinks)
-        if context is None:
-            return self.attend(self.kernels.prepare_qkv(raw, kv_layer), layer, sinks)
-        rows = self._rows_after(layer)
-        return (context.flatten(1) if rows is None else context.flatten(1)[rows]), rows
 
     def attend_latent(self, query: "Tensor", expansion: "Tensor", layer: int) -> "tuple[Tensor, Tensor | None]":
         """Attend to the latents of ``layer``: ``query`` [T, H, query_dim] -> [T, H * value_dim], None; after the last

@@ -52,12 +52,8 @@ class PagedStep:
         parts = torch.cat(heads, 1).unsqueeze(0)  # [1, T, H + 2 * G, D]
         raw = RawQkv(parts, None, 0.0, self.rows.rotation, self.rows.slots[group])
         kv_layer, sinks = self.kv_layers[call.layer], call.given.get("s_aux")
-        if sinks is not None:
-            sinks = sinks.float()
-        context = self.attention.prepare_and_run(raw, kv_layer, self.plan, call.layer, sinks)
-        if context is None:
-            query = self.kernels.prepare_qkv(raw, kv_layer)
-            context = self.attention.run(query, kv_layer, self.plan, call.layer, sinks)
+        query = self.kernels.prepare_qkv(raw, kv_layer)
+        context = self.attention.run(query, kv_layer, self.plan, call.layer, None if sinks is None else sinks.float())
         return context[..., : call.value.shape[3]].unsqueeze(0)
 
     def _heads(self, part: Tensor) -> Tensor:

@@ -2,7 +2,6 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
 import math
-from typing import Any
 
 import torch
 import triton
@@ -10,10 +9,8 @@ import triton.language as tl
 from torch import Tensor
 
 from splitserve.kernels.api import AttentionShape
-from splitserve.kernels.raw_qkv import RawQkv
 from splitserve.kernels.triton.attention.chunks import soft_capped
 from splitserve.kernels.triton.attention.plans import ITEM_NUMBERS, DecodePart
-from splitserve.kernels.triton.attention.qkv import checked_rotation, prepared_heads
 from splitserve.kernels.triton.launch import overlapped, prefetch, wait
 from splitserve.kernels.tuning.decode_launch import DecodeLaunch
 
@@ -23,29 +20,28 @@ _JOINED_PER_WARP = 4096  # elements of parts that are in registers together
 
 def run_decode(
     shape: AttentionShape,
-    query: Tensor | RawQkv,
+    query: Tensor,
     kv_layer: Tensor,
     out: Tensor,
     part: DecodePart,
     sinks: Tensor | None = None,
 ) -> None:
-    """Fill the rows of ``out`` [T, H, D] that belong to ``part``, from those of ``query`` [T, H, D]; or from raw ones,
-    and write their keys and values to ``kv_layer`` [num_blocks, G, 2, B, D]."""
+    """Fill the rows of ``out`` [T, H, D] that belong to ``part``, from those of ``query`` [T, H, D]."""
     workspace = part.workspace
     launch = workspace.launch
     group = shape.num_heads // shape.num_kv_heads
     group_padded, dim = triton.next_power_of_2(group), triton.next_power_of_2(shape.head_dim)
     _decode_kernel[(shape.num_kv_heads, workspace.num_items)](
-        **_query_arguments(query),
-        kv_ptr=kv_layer,
-        indices_ptr=part.indices,
-        items_ptr=part.items,
-        sinks_ptr=out if sinks is None else sinks,
-        partial_ptr=workspace.partial,
-        lse_ptr=workspace.partial_lse,
-        tickets_ptr=workspace.tickets,
-        out_ptr=out,
-        scale_log2=shape.score_scale * math.log2(math.e),
+        query,
+        kv_layer,
+        part.indices,
+        part.items,
+        query if sinks is None else sinks,
+        workspace.partial,
+        workspace.partial_lse,
+        workspace.tickets,
+        out,
+        shape.score_scale * math.log2(math.e),
         ITEM_NUMBERS=ITEM_NUMBERS,
         BLOCK_STRIDE=kv_layer.stride(0),
         GROUP=group,
@@ -67,30 +63,6 @@ def run_decode(
     )
 
 
-def _query_arguments(query: Tensor | RawQkv) -> dict[str, Any]:
-    """Return the kernel's arguments that say where its queries are, or what they are made from."""
-    if isinstance(query, Tensor):
-        names = ("query_ptr", "norm_ptr", "bias_ptr", "cos_ptr", "sin_ptr", "slots_ptr")
-        sizes = {"part_stride": 0, "angle_stride": 0, "eps": 0.0}
-        return {**dict.fromkeys(names, query), **sizes, "NUM_PARTS": 0, "HAS_NORM": False, "HAS_BIAS": False}
-    cos, sin = checked_rotation(query)
-    parts = query.parts
-    return {
-        "query_ptr": parts,
-        "norm_ptr": cos if query.norm is None else query.norm,
-        "bias_ptr": cos if query.bias is None else query.bias,
-        "cos_ptr": cos,
-        "sin_ptr": sin,
-        "slots_ptr": query.slots,
-        "part_stride": parts.stride(0),
-        "angle_stride": cos.stride(0),
-        "eps": query.eps,
-        "NUM_PARTS": parts.shape[0],
-        "HAS_NORM": query.norm is not None,
-        "HAS_BIAS": query.bias is not None,
-    }
-
-
 def _parts_at_once(launch: DecodeLaunch, num_elements: int) -> int:
     """Return the number of parts, of ``num_elements`` each, that a program joins at a time: limited by registers, and
     to four times the usual number of parts or a little more, since most sequences have no more."""
@@ -99,14 +71,9 @@ def _parts_at_once(launch: DecodeLaunch, num_elements: int) -> int:
 
 
 # length: Triton inlines all calls, and the loop over tiles is the kernel; parts of it would pass ten tensors around.
-@triton.jit(do_not_specialize=["part_stride", "angle_stride"])
+@triton.jit
 def _decode_kernel(
     query_ptr,
-    norm_ptr,
-    bias_ptr,
-    cos_ptr,
-    sin_ptr,
-    slots_ptr,
     kv_ptr,
     indices_ptr,
     items_ptr,
@@ -116,12 +83,6 @@ def _decode_kernel(
     tickets_ptr,
     out_ptr,
     scale_log2,
-    part_stride,
-    angle_stride,
-    eps,
-    NUM_PARTS: tl.constexpr,  # of query_ptr, which are RawQkv's; 0: it has the queries
-    HAS_NORM: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
     ITEM_NUMBERS: tl.constexpr,
     BLOCK_STRIDE: tl.constexpr,
     GROUP: tl.constexpr,
@@ -166,17 +127,9 @@ def _decode_kernel(
     head = sequence.to(tl.int64) * (KV_HEADS * GROUP) + kv_head * GROUP + row
     is_head = row < GROUP
     is_column = column < HEAD_DIM
-    known = last
-    if NUM_PARTS > 0:
-        query = prepared_heads(
-            query_ptr, norm_ptr, bias_ptr, cos_ptr, sin_ptr, sequence, kv_head * GROUP + row, is_head, part_stride,
-            angle_stride, eps, NUM_PARTS, KV_HEADS * (GROUP + 2), HEAD_DIM, DIM, True, HAS_NORM, HAS_BIAS,
-        )  # fmt: skip
-    else:
-        query = tl.load(
-            query_ptr + head[:, None] * HEAD_DIM + column[None, :], mask=is_head[:, None] & is_column[None, :],
-            other=0.0,
-        )  # fmt: skip
+    query = tl.load(
+        query_ptr + head[:, None] * HEAD_DIM + column[None, :], mask=is_head[:, None] & is_column[None, :], other=0.0
+    )
     top = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     mixed = tl.zeros((ROWS, DIM), tl.float32)
@@ -184,28 +137,11 @@ def _decode_kernel(
         sink = tl.load(sinks_ptr + kv_head * GROUP + row, mask=is_head, other=0.0) * 1.4426950408889634
         top = tl.where(item == first_item, sink, top)  # as if a token without a value had come before all others
         total = tl.where(item == first_item, 1.0, total)
-    context = tl.load(at + 6)
-    if NUM_PARTS > 0:  # the newest token counts in its item; without a branch, its loads and the query's overlap
-        known = tl.minimum(last, context - 1)
-        is_newest = tl.arange(0, 1) + last == context
-        key, value = _newest(
-            query_ptr, norm_ptr, bias_ptr, cos_ptr, sin_ptr, slots_ptr, kv_ptr, sequence, kv_head, is_newest,
-            part_stride, angle_stride, eps, query.dtype, NUM_PARTS, GROUP, KV_HEADS, BLOCK_SIZE, HEAD_DIM, DIM,
-            HAS_NORM, HAS_BIAS,
-        )  # fmt: skip
-        score = tl.sum(query.to(tl.float32) * key.to(tl.float32), 1) * scale_log2
-        if SOFT_CAP > 0:
-            score = soft_capped(score, SOFT_CAP)
-        new_top = tl.where(is_newest, tl.maximum(top, score), 0.0)  # elsewhere top may be -inf
-        weight = tl.where(is_newest, tl.exp2(score - new_top), 0.0)
-        total = tl.where(is_newest, total * tl.exp2(top - new_top), total) + weight
-        mixed = weight[:, None] * value.to(tl.float32)
-        top = tl.where(is_newest, new_top, top)
     if WINDOW:
-        oldest = context - WINDOW
+        oldest = tl.load(at + 6) - WINDOW
     for tile in tl.range(first, last, TILE):
         token = tile + inner
-        is_token = token < known
+        is_token = token < last
         if BLOCK_SIZE % TILE == 0:
             block = tl.load(table + tile // BLOCK_SIZE).to(tl.int64)
             base = block * BLOCK_STRIDE + head_offset + (tile % BLOCK_SIZE + inner) * HEAD_DIM
@@ -294,31 +230,3 @@ def _join_parts(
     for _ in range(num_rows):
         tl.store(target, joined, mask=mask)
         target += KV_HEADS * GROUP * HEAD_DIM
-
-
-@triton.jit
-def _newest(
-    qkv_ptr, norm_ptr, bias_ptr, cos_ptr, sin_ptr, slots_ptr, kv_ptr, sequence, kv_head, is_newest, part_stride,
-    angle_stride, eps, narrow: tl.constexpr, NUM_PARTS: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, HAS_NORM: tl.constexpr, HAS_BIAS: tl.constexpr,
-):  # fmt: skip
-    """Write the key and the value of a sequence's newest token, and return them as memory has them: [1, DIM] each.
-    Unless ``is_newest`` [1], nothing is written, and they are zeros."""
-    HEADS: tl.constexpr = KV_HEADS * GROUP
-    NUM_ALL: tl.constexpr = HEADS + 2 * KV_HEADS
-    head, column = HEADS + kv_head + tl.arange(0, 1), tl.arange(0, DIM)
-    slot = tl.load(slots_ptr + sequence.to(tl.int64) * KV_HEADS + kv_head + tl.arange(0, 1))
-    key = prepared_heads(
-        qkv_ptr, norm_ptr, bias_ptr, cos_ptr, sin_ptr, sequence, head, is_newest, part_stride, angle_stride, eps,
-        NUM_PARTS, NUM_ALL, HEAD_DIM, DIM, True, HAS_NORM, HAS_BIAS,
-    )  # fmt: skip
-    value = prepared_heads(
-        qkv_ptr, norm_ptr, bias_ptr, cos_ptr, sin_ptr, sequence, head + KV_HEADS, is_newest, part_stride, angle_stride,
-        eps, NUM_PARTS, NUM_ALL, HEAD_DIM, DIM, False, HAS_NORM, HAS_BIAS,
-    )  # fmt: skip
-    key, value = key.to(kv_ptr.dtype.element_ty), value.to(kv_ptr.dtype.element_ty)
-    written = kv_ptr + slot[:, None] * HEAD_DIM + column[None, :]
-    mask = (is_newest & (slot >= 0))[:, None] & (column < HEAD_DIM)[None, :]
-    tl.store(written, key, mask=mask)
-    tl.store(written + BLOCK_SIZE * HEAD_DIM, value, mask=mask)
-    return key.to(narrow), value.to(narrow)

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from splitserve.kernels.api import AttentionPlan, AttentionShape, PagedBatch
 from splitserve.kernels.paged import Int32Array, flat_tables, num_leading_decodes
-from splitserve.kernels.raw_qkv import RawQkv
 from splitserve.kernels.triton.attention.chunks import run_chunks
 from splitserve.kernels.triton.attention.decode import run_decode
 from splitserve.kernels.triton.attention.plans import (
@@ -84,19 +83,6 @@ class TritonPagedAttention:
             run_decode(self._shape, query, kv_layer, out, plan.decode, sinks)
         if plan.chunks is not None:
             run_chunks(self._shape, query, kv_layer, out, plan.chunks, sinks)
-        return out
-
-    def prepare_and_run(
-        self, raw: RawQkv, kv_layer: Tensor, plan: AttentionPlan, sinks: Tensor | None = None, /
-    ) -> Tensor | None:
-        """See :class:`splitserve.kernels.api.PagedAttention`: steps without longer chunks have such a kernel."""
-        plan = _fixed(plan)
-        if plan.decode is None or plan.chunks is not None:
-            return None
-        self._check_layout(kv_layer)
-        shape, cos = self._shape, raw.rotation[0]
-        out = torch.empty((raw.parts.shape[1], shape.num_heads, shape.head_dim), dtype=cos.dtype, device=cos.device)
-        run_decode(shape, raw, kv_layer, out, plan.decode, sinks)
         return out
 
     def _check_layout(self, kv_layer: Tensor) -> None:

@@ -18,7 +18,9 @@ def prepare_qkv(raw: RawQkv, kv_layer: Tensor) -> Tensor:
     num_parts, num_tokens, num_all_heads, head_dim = raw.parts.shape
     num_kv_heads, block_size = kv_layer.shape[1], kv_layer.shape[3]
     num_heads = num_all_heads - 2 * num_kv_heads
-    cos, sin = checked_rotation(raw)
+    cos, sin = raw.rotation
+    assert raw.parts.is_contiguous() and raw.slots.is_contiguous()
+    assert cos.stride() == sin.stride() and cos.stride(1) == 1
     assert kv_layer.stride()[1:] == (2 * block_size * head_dim, block_size * head_dim, head_dim, 1)
     query = torch.empty((num_tokens, num_heads, head_dim), dtype=cos.dtype, device=cos.device)
     _prepare_qkv_kernel[(num_tokens, triton.cdiv(num_all_heads, _HEADS_PER_PROGRAM))](
@@ -46,14 +48,6 @@ def prepare_qkv(raw: RawQkv, kv_layer: Tensor) -> Tensor:
         **overlapped(cos.device),
     )
     return query
-
-
-def checked_rotation(raw: RawQkv) -> tuple[Tensor, Tensor]:
-    """Return cos and sin, after a check of what the kernels take for granted of the tensors' layout."""
-    cos, sin = raw.rotation
-    assert raw.parts.is_contiguous() and raw.slots.is_contiguous()
-    assert cos.stride() == sin.stride() and cos.stride(1) == 1
-    return cos, sin
 
 
 # length: a third of it declares arguments.
@@ -144,48 +138,3 @@ def _scaled(wide, scale, weight, narrow: tl.constexpr):
     """Scale in float32, rounding like the reference: after the scale, and after the weight."""
     scaled = (wide * scale).to(narrow).to(tl.float32) * weight.to(tl.float32)
     return scaled.to(narrow).to(tl.float32)
-
-
-@triton.jit
-def prepared_heads(
-    qkv_ptr, norm_ptr, bias_ptr, cos_ptr, sin_ptr, token, head, is_head, part_stride, angle_stride, eps,
-    NUM_PARTS: tl.constexpr, NUM_ALL: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, ROTATED: tl.constexpr,
-    HAS_NORM: tl.constexpr, HAS_BIAS: tl.constexpr,
-):  # fmt: skip
-    """Return a token's heads ``head`` [N], of its ``NUM_ALL`` of queries, keys and values, as the kernel of
-    :func:`prepare_qkv` makes them -> [N, DIM]; zeros where not ``is_head``. All are ``ROTATED``, and normalised if
-    ``HAS_NORM``, or none are."""
-    column = tl.arange(0, DIM)
-    inside = column < HEAD_DIM
-    there = is_head[:, None] & inside[None, :]
-    qkv_at = qkv_ptr + token.to(tl.int64) * (NUM_ALL * HEAD_DIM)
-    narrow: tl.constexpr = cos_ptr.dtype.element_ty
-    own = _head_elements(qkv_at, bias_ptr, head, column, there, part_stride, narrow, NUM_PARTS, HEAD_DIM, HAS_BIAS)
-    if not ROTATED:
-        return own
-    middle: tl.constexpr = HEAD_DIM // 2
-    opposite = tl.where(column < middle, column + middle, column - middle)
-    other = _head_elements(qkv_at, bias_ptr, head, opposite, there, part_stride, narrow, NUM_PARTS, HEAD_DIM, HAS_BIAS)
-    wide_own, wide_other = own.to(tl.float32), other.to(tl.float32)
-    if HAS_NORM:
-        scale = tl.rsqrt(tl.sum(wide_own * wide_own, axis=1) / HEAD_DIM + eps)[:, None]
-        norm_at = norm_ptr + head[:, None] * HEAD_DIM
-        wide_own = _scaled(wide_own, scale, tl.load(norm_at + column[None, :], mask=there, other=0.0), narrow)
-        wide_other = _scaled(wide_other, scale, tl.load(norm_at + opposite[None, :], mask=there, other=0.0), narrow)
-    angle = token.to(tl.int64) * angle_stride + column
-    cos = tl.load(cos_ptr + angle, mask=inside, other=0.0).to(tl.float32)[None, :]
-    sin = tl.load(sin_ptr + angle, mask=inside, other=0.0).to(tl.float32)[None, :]
-    return (wide_own * cos + wide_other * sin).to(narrow)
-
-
-@triton.jit
-def _head_elements(
-    qkv_at, bias_ptr, head, column, inside, part_stride, narrow: tl.constexpr, NUM_PARTS: tl.constexpr,
-    HEAD_DIM: tl.constexpr, HAS_BIAS: tl.constexpr,
-):  # fmt: skip
-    """Return elements ``column`` [DIM] of heads [N]: the sum of the parts, with the bias, rounded -> [N, DIM]."""
-    at = head[:, None] * HEAD_DIM + column[None, :]
-    total = sum_of_parts(qkv_at, at, inside, part_stride, NUM_PARTS)
-    if HAS_BIAS:
-        total += tl.load(bias_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    return total.to(narrow)
