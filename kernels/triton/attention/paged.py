@@ -75,26 +75,17 @@ class TritonPagedAttention:
 
     def run(self, query: Tensor, kv_layer: Tensor, plan: AttentionPlan, sinks: Tensor | None = None) -> Tensor:
         """See :class:`splitserve.kernels.api.PagedAttention`."""
-        plan = _fixed(plan)
-        assert query.is_contiguous()
-        self._check_layout(kv_layer)
+        if isinstance(plan, TritonDecodePlan | TritonMixedPlan):
+            plan = plan.fixed
+        assert isinstance(plan, TritonPlan) and query.is_contiguous()
+        block_elements = self._shape.block_size * self._shape.head_dim
+        assert kv_layer.stride()[1:] == (2 * block_elements, block_elements, self._shape.head_dim, 1)
         out = torch.empty_like(query)
         if plan.decode is not None:
             run_decode(self._shape, query, kv_layer, out, plan.decode, sinks)
         if plan.chunks is not None:
             run_chunks(self._shape, query, kv_layer, out, plan.chunks, sinks)
         return out
-
-    def _check_layout(self, kv_layer: Tensor) -> None:
-        block_elements = self._shape.block_size * self._shape.head_dim
-        assert kv_layer.stride()[1:] == (2 * block_elements, block_elements, self._shape.head_dim, 1)
-
-
-def _fixed(plan: AttentionPlan) -> TritonPlan:
-    if isinstance(plan, TritonDecodePlan | TritonMixedPlan):
-        plan = plan.fixed
-    assert isinstance(plan, TritonPlan)
-    return plan
 
 
 def unsupported_reason(shape: AttentionShape) -> str | None:
