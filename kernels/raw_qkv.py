@@ -1,4 +1,4 @@
-"""What a layer's projection hands to attention. It loads no PyTorch: the layers' descriptions name it."""
+"""A layer's queries, keys and values before they are prepared. No torch here: descriptions of layers import it."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -20,5 +20,5 @@ class RawQkv:
     norm: "Tensor | None"  # weights of the RMS norm of queries and keys [H + G, D]; None: there is no norm
     eps: float  # of the norm
     rotation: "tuple[Tensor, Tensor]"  # cos, sin [T, D]: the first half of sin is negated (models.layers.rotary)
-    slots: "Tensor"  # int64 [T, G]: where keys and values go (AttentionShape.slots); negative: nowhere
+    slots: "Tensor"  # int64 [T, G]: where keys and values go (AttentionShape.slots); on GPUs negative: nowhere
     bias: "Tensor | None" = None  # [(H + 2 * G) * D], part of the sum

@@ -1,7 +1,7 @@
-"""Norm, query/key/value preparation and activation as Triton kernels; one pass over memory each.
+"""A step's inputs, norm and activation as Triton kernels; one pass over memory each.
 
-Signatures and shapes are those of :mod:`splitserve.kernels.api`. Offsets that can exceed 2**31 elements (KV memory,
-long flat batches) are computed in 64 bits.
+Signatures and shapes are those of :mod:`splitserve.kernels.api`. Offsets that can exceed 2**31 elements (long flat
+batches) are computed in 64 bits.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 

@@ -1,4 +1,7 @@
-"""Queries, keys and values between their projection and attention, as Triton kernels: norm, rotation, KV write."""
+"""Queries, keys and values between their projection and attention, as Triton kernels: norm, rotation, KV write.
+
+Offsets that can exceed 2**31 elements (KV memory, long flat batches) are computed in 64 bits.
+"""
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
 import torch
