@@ -15,9 +15,11 @@ from router_harness import RouterProcess, Workers, ready
 from splitserve.benchmarks.router.instant_worker import DEFAULT_LAYOUT
 from splitserve.benchmarks.router.worker_script import default_script
 from splitserve.common.errors import ConfigError
+from splitserve.protocol.cluster_report import WorkerLoad
 from splitserve.protocol.config import RequestClass, RouterConfig
 from splitserve.protocol.messages.membership import WorkerInfo
 from splitserve.protocol.messages.requests import LocalRequest, StepTokens, TokenDelta
+from splitserve.protocol.placement.step_model import StepModel
 from splitserve.protocol.request import FinishReason, Party, Role, SamplingParams
 from splitserve.router.links.membership import Membership
 from splitserve.router.links.worker_record import WorkerRecord
@@ -51,7 +53,7 @@ class FullWorker:
 
     def __init__(self, *tenants: Tenant, slots: int = 1) -> None:
         config = RouterConfig(model="m", served_model_name="m", classes=CLASSES)
-        membership = Membership(1e9, 60.0)
+        self.membership = membership = Membership(1e9, 60.0)
         self.core = RouterCore(config, membership, PrefixView(), random.Random(0))
         self.now = 100.0
         self.begun: list[str] = []
@@ -151,6 +153,22 @@ def test_hopeless_requests_are_refused_with_the_time_to_wait() -> None:
     full.submit("patient", "batch")
     full.submit("other", tenant="b")
     assert not {"patient", "other"} & full.refused.keys(), "a later deadline, and a tenant with a share of its own"
+
+
+def test_a_first_burst_is_judged_by_what_workers_are_predicted_to_do() -> None:
+    """Each request takes 80 ms as predicted, but the first one that began while others waited took 150 ms."""
+    full = FullWorker()
+    model = StepModel(base=8e-3, per_token=8e-4, num_steps=1000)
+    full.membership.heartbeat(WORKER, WorkerLoad(), full.now, step_model=model)
+    for number in range(2):
+        full.submit(f"early{number}")
+    full.now += 0.15
+    full.finish("early0")
+    for number in range(60):
+        full.submit(f"r{number}")
+    assert 15 * 0.08 < (full.requests["r14"].predicted_ttft_seconds or 0.0) < 1.5 * 15 * 0.08
+    assert "r14" not in full.refused, "fifteen waits of 80 ms are within twice the objective of a second"
+    assert "r59" in full.refused
 
 
 def test_waits_in_short_queues_are_predicted() -> None:

@@ -4,8 +4,9 @@ Higher priorities (lower numbers) begin first. Among equal ones, the tenant that
 next: start-time fair queueing, where a request costs the tokens that it takes. A tenant's own requests begin by their
 deadlines: arrival plus the objective of their class.
 
-The rate at which requests begin is measured while some wait. It predicts the wait of a newcomer from what begins before
-it: what its tenant has queued with earlier deadlines, at the tenant's share of the rate, after higher priorities.
+The rate at which requests begin is measured while some wait; at first a predicted rate counts as well. It predicts the
+wait of a newcomer from what begins before it: what its tenant has queued with earlier deadlines, at the tenant's share
+of the rate, after higher priorities.
 """
 
 import heapq
@@ -20,6 +21,9 @@ from splitserve.router.requests.queue.tenants import Tenants
 
 RATE_SECONDS = 5.0
 """Time constant of the measured rate."""
+PREDICTED_REQUESTS = 4.0
+"""Requests that the predicted rate counts as in the beginning; it fades as time is measured. By one or two requests
+that began in a fifth of a second the rate can be a third of the true one, and requests would be refused for it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -76,10 +80,13 @@ class BeginRate:
         self._tokens += cost / 2 if self._was_empty else cost
         self._was_empty = False
 
-    @property
-    def tokens_per_second(self) -> float:
-        """The rate; 0.0 until requests have waited for a while."""
-        return self._tokens / self._seconds if self._seconds > 0.1 else 0.0
+    def tokens_per_second(self, cost: float = 0.0, interval: float = 0.0) -> float:
+        """Return the rate; 0.0 while it isn't known. ``interval``: predicted seconds from one request that costs so
+        much to the next that begins; without it, nothing is known until requests have waited for a while."""
+        weight = PREDICTED_REQUESTS * max(0.0, 1.0 - self._seconds / RATE_SECONDS) if interval else 0.0
+        if not weight and self._seconds <= 0.1:
+            return 0.0
+        return (self._tokens + weight * cost) / (self._seconds + weight * interval)
 
 
 class FairQueue:
@@ -156,10 +163,11 @@ class FairQueue:
             self._drop_empty()
         return True
 
-    def predicted_wait(self, request: ActiveRequest, now: float) -> float:
-        """Return the seconds until a request that comes now would begin; 0.0 while that isn't known."""
+    def predicted_wait(self, request: ActiveRequest, now: float, cost: float = 0.0, interval: float = 0.0) -> float:
+        """Return the seconds until a request that comes now would begin; 0.0 while that isn't known. ``cost``,
+        ``interval``: its own, as :meth:`BeginRate.tokens_per_second` has them."""
         self._rate.advance(now, is_busy=bool(self._by_id))
-        rate = self._rate.tokens_per_second
+        rate = self._rate.tokens_per_second(cost, interval)
         if not rate:
             return 0.0
         priority, name = request.priority, request.context.tenant

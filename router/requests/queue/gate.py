@@ -62,8 +62,11 @@ class Gate:
         if self.is_open or (not len(self.queue) and self._has_room(request, placement, now)):
             self._start(request, placement, now)
             return None
-        wait = self.queue.predicted_wait(request, now) + self._queue_seconds(placement, now)
-        request.predicted_ttft_seconds = now - request.arrived_at + wait + self._compute_seconds(request, placement)
+        seconds = self._compute_seconds(request, placement)
+        interval = seconds / self._num_alike(placement, now)
+        wait = self.queue.predicted_wait(request, now, self._cost(request), interval)
+        waited = now - request.arrived_at
+        request.predicted_ttft_seconds = waited + wait + self._queue_seconds(placement, now) + seconds
         objective = request.context.request_class.ttft_ms / 1e3
         if objective and request.predicted_ttft_seconds > MISSED_OBJECTIVES * objective:
             self._refuse(request, objective)
@@ -147,6 +150,14 @@ class Gate:
     def _queue_seconds(self, placement: Placed, now: float) -> float:
         record = self._membership.get(prefill_party(placement))
         return 0.0 if record is None else record.queue_seconds(now)
+
+    def _num_alike(self, placement: Placed, now: float) -> float:
+        """Return the number of workers of the role of the one that computes the prompt: this router's share of them, by
+        the requests in flight."""
+        record = self._membership.get(prefill_party(placement))
+        usable = self._membership.usable(now)
+        number = sum(record is not None and each.info.role is record.info.role for each in usable)
+        return max(1, number) / self._membership.of_all_routers()
 
     def _compute_seconds(self, request: ActiveRequest, placement: Placed) -> float:
         record = self._membership.get(prefill_party(placement))
