@@ -63,7 +63,7 @@ class ChoiceScores:
     def add(self, piece: Piece, logprobs: Logprobs | None) -> Piece:
         """Return the piece with what belongs to it; ``logprobs`` are those of its tokens, or of more tokens."""
         if self.hides_output:
-            piece, logprobs = msgspec.structs.replace(piece, text="", token_ids=()), None
+            piece, logprobs = msgspec.structs.replace(piece, text="", token_ids=(), parts=None), None
         parts: list[Json | None] = []
         text, extension = piece.text, None
         if self._is_first:

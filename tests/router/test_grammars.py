@@ -119,7 +119,7 @@ def test_bodies_ask_for_grammars():
         ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs", "it has regex and choice"),
         ({"structured_outputs": {"json": "{"}}, "structured_outputs.json", "isn't valid JSON"),
         ({"structured_outputs": {"json": "[1]"}}, "structured_outputs.json", "it is a list"),
-        ({"structured_outputs": {"json": "[" * 40 + "]" * 40}}, None, "more than 32 levels"),
+        ({"structured_outputs": {"json": "[" * 140 + "]" * 140}}, None, "more than 128 levels"),
         ({"structured_outputs": {"grammar": "{}"}}, "structured_outputs.grammar", "Lark's syntax"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "is missing"),
         (

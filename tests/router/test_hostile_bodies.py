@@ -13,7 +13,7 @@ from splitserve.benchmarks.attacks.http import Address
 from splitserve.protocol.request import Role
 from splitserve.router.http.api_error import ApiError
 from splitserve.router.http.bodies import shape as body_shape
-from splitserve.router.http.bodies.shape import BodyShape, check_shape
+from splitserve.router.http.bodies.shape import BodyShape, check_shape, is_surely_small
 from splitserve.router.http.parsing import parse, parse_checked
 from splitserve.router.http.schema import ChatCompletionRequest, CompletionRequest
 from waiting import wait_until
@@ -110,10 +110,22 @@ def nested(depth: int) -> object:
     return [nested(depth - 1)] if depth else 1
 
 
+@pytest.mark.parametrize("padding", [0, 1000, 20_000, 100_000])
+def test_the_bound_of_nesting_does_not_depend_on_the_size_of_the_body(padding: int):
+    for depth, is_allowed in ((100, True), (128, False)):
+        content = body(prompt="a" * padding, metadata=nested(depth))
+        if is_allowed:
+            check_shape(content)
+        else:
+            assert not is_surely_small(content), "else its shape isn't checked"
+            with pytest.raises(ApiError, match="more than 128 levels"):
+                check_shape(content)
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (body(prompt="a", logit_bias=nested(32)), "more than 32 levels of nesting"),
+        (body(prompt="a", logit_bias=nested(128)), "more than 128 levels of nesting"),
         (body(prompt="a", **{f"f{index}": 1 for index in range(127)}), "more than 128 fields;"),
         (body(prompt="a", user={f"f{index}": 1 for index in range(9000)}), "more than 8192 fields in all its objects"),
         (body(prompt=[[]] * 9000), "more than 8192 objects and lists"),

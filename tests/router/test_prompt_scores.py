@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from splitserve.protocol.messages.logprobs import Logprobs
+from splitserve.router.output.parts import Part, PartKind
 from splitserve.router.scores.choice_scores import ChoiceScores
 from splitserve.router.scores.forms import CompletionLogprobs, prompt_logprobs
 from splitserve.router.scores.wanted import WantedScores
@@ -52,3 +53,11 @@ def test_a_prompt_of_one_token_has_no_log_probability(tokenizer):
     scores = ChoiceScores(WantedScores(1, 1, echo=True), [7], "p", form, tokenizer.texts, echo=form)
     piece = scores.add(Piece("", (), None), None)
     assert piece.prompt_logprobs == [None] and piece.logprobs["token_logprobs"] == [None]
+
+
+def test_of_a_hidden_output_nothing_is_shown_as_text_or_as_a_message(tokenizer):
+    """``max_tokens`` 0: one token is drawn, whose text no answer has."""
+    form = CompletionLogprobs(tokenizer.texts, tokenizer.detokenizer())
+    scores = ChoiceScores(WantedScores(None, 1, hides_output=True), [7], "p", form, tokenizer.texts)
+    piece = scores.add(Piece("drawn", (3,), None, [Part(PartKind.CONTENT, "drawn")]), None)
+    assert not piece.text and not piece.token_ids and not piece.all_parts

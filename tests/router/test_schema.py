@@ -305,6 +305,11 @@ def test_a_long_list_of_nonsense_gives_few_issues(model, fields):
     assert caught.value.error_count() <= MAX_ISSUES
 
 
+def test_what_a_name_must_match_is_said():
+    error = refused(chat, tools=[TOOL | {"function": {"name": "a b"}}])
+    assert error.message.endswith(r'(1 to 256 characters) that matches ^[A-Za-z0-9_.:/\-]+$, got "a b"'), error.message
+
+
 def test_many_unknown_parameters_are_counted():
     error = refused(completion, **{f"nonsense_{i}": i for i in range(MAX_ISSUES + 1)})
     assert error.message.startswith(f"{MAX_ISSUES + 1} things are wrong with the body")

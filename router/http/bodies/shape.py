@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from splitserve.router.http.api_error import ApiError
 
-MAX_DEPTH = 32
+MAX_DEPTH = 128
 MAX_FIELDS = 128  # of the outermost object; the API has half as many
 MAX_MEMBERS = 8192  # fields of all objects together: 2.5 us each for the parser when they are unknown
 MAX_CONTAINERS = 8192
@@ -45,11 +45,12 @@ class BodyShape:
 
 
 def is_surely_small(body: bytes) -> bool:
-    """Return whether the event loop can parse ``body`` itself: any content then takes at most 3 ms."""
+    """Return whether the event loop can parse ``body`` itself: any content then takes at most 3 ms, and isn't nested
+    too deeply."""
+    if len(body) > _INLINE_BYTES or len(body) - len(body.translate(None, b"[{")) > MAX_DEPTH:
+        return False
     if len(body) <= _UNCOUNTED_BYTES:
         return True
-    if len(body) > _INLINE_BYTES:
-        return False
     return len(body) - len(body.translate(None, b":[{")) <= _INLINE_MARKS
 
 

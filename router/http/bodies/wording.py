@@ -157,7 +157,8 @@ def _describe(node: Json, *, is_plural: bool = False) -> str:
     if kind in ("integer", "number"):
         return f"{noun}{_range_words(node)}"
     if kind == "string":
-        return f"{noun}{_length_words(node, 'Length', 'characters')}"
+        matching = f" that matches {node['pattern']}" if "pattern" in node else ""
+        return f"{noun}{_length_words(node, 'Length', 'characters')}{matching}"
     if kind == "array":
         return f"{noun}{_items_words(node)}{_length_words(node, 'Items', 'items')}"
     if _is_map(node):

@@ -317,7 +317,7 @@ def _sample_spec(
 ) -> SampleSpec:
     """Return the draw of the token at ``position``."""
     return SampleSpec(
-        sampling.temperature,
+        sampling.draw_temperature,
         sampling.top_k,
         sampling.top_p,
         sampling.seed,

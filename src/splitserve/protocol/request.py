@@ -38,6 +38,10 @@ class Role(StrEnum):
     MIXED = "mixed"
 
 
+LEAST_TEMPERATURE = 1e-5
+"""A lower one is greedy: logits that are divided by a much lower one are infinite."""
+
+
 class FinishReason(StrEnum):
     STOP = "stop"
     LENGTH = "length"
@@ -48,9 +52,9 @@ class SamplingParams(FeatureParams, frozen=True, omit_defaults=True, forbid_unkn
 
     Parameters of sampling features are inherited.
 
-    ``temperature`` 0 is greedy. ``top_k`` 0 keeps every token. ``seed`` is always set by the router, so that
-    every worker draws the same token for the same (seed, choice, position); ``choice`` is the output's number among
-    those of its prompt.
+    A ``temperature`` below :data:`LEAST_TEMPERATURE` is greedy. ``top_k`` 0 keeps every token. ``seed`` is always set
+    by the router, so that every worker draws the same token for the same (seed, choice, position); ``choice`` is the
+    output's number among those of its prompt.
     ``stop_token_ids`` holds the end-of-sequence ids too, unless the client asked for ``ignore_eos``.
     ``logprobs`` and ``prompt_logprobs`` are the numbers of alternatives in the log-probabilities of output and prompt;
     None: not wanted. The prompt's begin with its token number ``prompt_logprobs_start``: the router has the others.
@@ -81,6 +85,11 @@ class SamplingParams(FeatureParams, frozen=True, omit_defaults=True, forbid_unkn
             raise ConfigError(f"seed is {self.seed}; it must fit 64 unsigned bits")
         if not 0 <= self.choice < MAX_CHOICES:
             raise ConfigError(f"choice is {self.choice}; it must be between 0 and {MAX_CHOICES - 1}")
+
+    @property
+    def draw_temperature(self) -> float:
+        """The temperature of the draws: 0 is greedy."""
+        return self.temperature if self.temperature >= LEAST_TEMPERATURE else 0.0
 
     def finish_reason(self, token_id: int, num_output_tokens: int) -> FinishReason | None:
         """Return the reason to end with ``token_id`` as the ``num_output_tokens``-th output token, or None."""
