@@ -75,6 +75,9 @@ WHY_SPARE = "spare time of a prefill worker"
 SESSION_TRUST = 0.25
 """Share of a prompt's computing that its session's own worker is taken to save where no worker is known to have a
 prefix: little, since a worker with a shorter queue is better than a wrong guess."""
+SPARE_MARGIN = 0.1
+"""Share of the strain that a prefill worker's spare time must save: an output there keeps later prompts in chunks for
+seconds, and those of a load that has just begun aren't foreseen."""
 FULL = 1.0 + burden(1.0)
 """What a second of wait for room counts: later requests wait for it, too, as for computing on a busy worker."""
 
@@ -171,10 +174,8 @@ _RouteFields: TypeAlias = tuple[
 
 
 def cost(snapshot: Snapshot, shape: RequestShape) -> Placement:
-    """Place a request on the route with the smallest predicted harm; local on any worker, or disaggregated.
-
-    While no worker has told a model of its steps, the least loaded ones take it.
-    """
+    """Place a request on the route with the smallest predicted harm; local on any worker, or disaggregated. While no
+    worker has told a model of its steps, the least loaded ones take it."""
     if all(worker.step_model == NO_STEP_MODEL for worker in snapshot.workers):
         return least_loaded(snapshot, shape)
     if snapshot.is_aggregated:
@@ -317,8 +318,8 @@ def _decodes(workers: Iterable[WorkerView], request: _Request) -> list[_DecodeFi
             room = room_seconds(worker, wanted, num_outputs, before)
         if strains:
             strain = _gap_strain(worker, request, before, after)
-        name = worker.party.engine_id
-        decodes.append((harm + room, strain, worker.num_placed, name, worker, room, harm, before, after))
+        rank = harm + room, strain, worker.num_placed, worker.party.engine_id
+        decodes.append((*rank, worker, room, harm, before, after))
     return decodes
 
 
@@ -381,10 +382,9 @@ def _predict_local(prompt: _Prompt, decode: _Decode, request: _Request) -> _Pred
     is_prefill = worker.role is Role.PREFILL
     if is_prefill:
         late, strained = _later_prompts(prompt, decode, request)
-        harm, strain = harm + late, strain + strained
-    ttft = prompt.ttft + decode.room
-    is_local, is_away = worker.role is not Role.MIXED, request.is_away(worker)
-    return harm, strain, delay, is_prefill, is_local, is_away, 2 * worker.num_placed, (prompt.name,), ttft
+        harm, strain = harm + late, (1.0 + SPARE_MARGIN) * (strain + strained)
+    is_local, is_away, num_placed = worker.role is not Role.MIXED, request.is_away(worker), 2 * worker.num_placed
+    return harm, strain, delay, is_prefill, is_local, is_away, num_placed, (prompt.name,), prompt.ttft + decode.room
 
 
 def _later_prompts(prompt: _Prompt, decode: _Decode, request: _Request) -> tuple[float, float]:

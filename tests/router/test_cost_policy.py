@@ -169,6 +169,16 @@ def test_outputs_go_to_a_prefill_worker_that_has_few_prompts():
     assert placed(prompt_share=0.02, prompt_seconds=0.6) == Disaggregated(Party("p", 1), decode.party)
 
 
+@pytest.mark.parametrize("num_decoding", [0, 1, 2, 40])
+def test_a_prefill_worker_decodes_only_where_that_saves_a_tenth_of_the_strain(num_decoding):
+    """A cluster that seems idle may be at the begin of a load, which then would find its prompts in chunks."""
+    running = {"num_requests": num_decoding, "num_decoding": num_decoding}
+    tokens = {"context_tokens": 2000 * num_decoding, "decoding_tokens": 2000 * num_decoding}
+    decode = worker("d", Role.DECODE, **running, **tokens)
+    placed = place(worker("p", Role.PREFILL), decode, shape=RequestShape(2048, 512))
+    assert (placed == Local(Party("p", 1))) == (num_decoding == 40), placed
+
+
 def test_the_spare_time_of_a_prefill_worker_is_used_where_decode_is_full():
     prefill = worker("p", Role.PREFILL)
     full = worker("d", Role.DECODE, num_requests=128, num_decoding=64)
