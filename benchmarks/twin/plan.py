@@ -20,7 +20,7 @@ from splitserve.benchmarks.goodput.verdict import ArmResult
 from splitserve.benchmarks.twin.export import spec_of
 from splitserve.benchmarks.twin.loads import TwinProber
 from splitserve.benchmarks.twin.setups import setups_of_arm
-from splitserve.benchmarks.twin.simulate import add_cluster_options, calibration_of, engine_of
+from splitserve.benchmarks.twin.simulate import add_cluster_options, calibration_of, engine_of, served_engine
 from splitserve.common.errors import ConfigError
 from splitserve.models.config import load_model_config
 from splitserve.orchestration.cli.command_parser import CommandParser
@@ -65,7 +65,12 @@ def main(argv: Sequence[str]) -> int:
         print(table(rows, ("", "", "goodput", "90%")))
         print(why(ranked, arms, comparison, objectives))
         if options.output:
-            _write_spec(options.output, spec_of(arms[ranked[0].name], engine, objectives.ttft_ms, objectives.itl_ms))
+            served = served_engine(options, engine)
+            _write_spec(options.output, spec_of(arms[ranked[0].name], served, objectives.ttft_ms, objectives.itl_ms))
+            if not options.model:
+                print(
+                    f"before that, put the path of a checkpoint in the place of {options.shape}: --model was not given"
+                )
     data = summary_of(conditions, verdict, rows_of(conditions, comparison.probes))
     keep_result("plan", argv, {"calibration": calibration.source, **data}, options)
     return 0

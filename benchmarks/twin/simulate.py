@@ -223,7 +223,7 @@ def clusters_of(options: argparse.Namespace) -> list[Cluster]:
                 arm.policy,
                 spec_of(
                     arm,
-                    msgspec.structs.replace(engine, model=options.model or options.shape),
+                    served_engine(options, engine),
                     options.ttft_ms,
                     options.tpot_ms or options.itl_ms,
                 ),
@@ -242,6 +242,14 @@ def engine_of(options: argparse.Namespace, model: str) -> EngineConfig:
         max_model_len=options.max_model_len,
         host_kv_memory_bytes=options.host_kv_memory,
     )
+
+
+def served_engine(options: argparse.Namespace, engine: EngineConfig) -> EngineConfig:
+    """Return the settings for workers that serve: nothing was loaded here, they load the checkpoint. Of a published
+    shape there is none: it stands in the place of a path."""
+    if options.model:
+        return msgspec.structs.replace(engine, model=options.model, load_format=EngineConfig(model="").load_format)
+    return msgspec.structs.replace(engine, model=options.shape)
 
 
 def calibration_of(options: argparse.Namespace, config: ModelConfig) -> Calibration:

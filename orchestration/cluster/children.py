@@ -78,7 +78,8 @@ class Children:
         deadline = time.monotonic() + grace_seconds
         left = [child for child in self.by_name.values() if not child.join(max(0.0, deadline - time.monotonic()))]
         for child in left:
-            _log.warning("%s (pid %d) did not end within %.3g s: killed", child.name, child.pid, grace_seconds)
+            if child.pid:  # else it has not begun, and ends when it does
+                _log.warning("%s (pid %d) did not end within %.3g s: killed", child.name, child.pid, grace_seconds)
             child.kill()
         deadline = time.monotonic() + KILLED_SECONDS + extra_seconds
         for child in left:

@@ -12,6 +12,9 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from splitserve.common.errors import ConfigError, SplitserveError
+from splitserve.orchestration.spec.cluster_spec import ADMIN_KEY_VARIABLE, API_KEY_VARIABLE
+
+_KEYS = f"set {ADMIN_KEY_VARIABLE}, or {API_KEY_VARIABLE} where there is no admin key, or give --api-key-file PATH"
 
 
 class UnreachableError(SplitserveError):
@@ -76,8 +79,7 @@ class Endpoint:
             reason = getattr(error, "reason", error)
             raise UnreachableError(f"{request.full_url} gives no answer: {reason}") from error
         if answer.status == HTTPStatus.UNAUTHORIZED:
-            raise ConfigError(
-                f"{self.url} requires another API key: give --api-key-file PATH, or set SPLITSERVE_API_KEY "
-                f"({answer.words()})"
-            )
+            raise ConfigError(f"{self.url} requires another API key: {_KEYS} ({answer.words()})")
+        if answer.status == HTTPStatus.FORBIDDEN:
+            raise ConfigError(f"{self.url} answers 403: {answer.words()}: {_KEYS}")
         return answer

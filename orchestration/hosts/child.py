@@ -173,8 +173,9 @@ def _ask_kernel_for_death_signal() -> None:
 def main(status_fd: int | None = None, listener_fd: int = -1) -> int:
     """Follow the order on standard input. ``status_fd``: the status pipe of a child of a fork server; ``listener_fd``:
     its listening socket, if it gets one."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job inherits SIGINT ignored
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # and a child of one of Ray's actors has it blocked
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until there is something to end in order
+    # A fork server's child has it blocked until here, a child of one of Ray's actors as well.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     # Allows writing to a terminal of which another group is in the foreground.
     signal.signal(signal.SIGTTOU, signal.SIG_IGN)
     # Sent if this process is stopped when the parent ends; the life line reports that end.
@@ -186,11 +187,14 @@ def main(status_fd: int | None = None, listener_fd: int = -1) -> int:
         order = msgspec.structs.replace(order, listener_fd=listener_fd)
     set_up_logging(order.name, order.log_level)
     _ask_kernel_for_death_signal()
-    hold_folder(order.shared_memory)
     watch = threading.Thread(target=_end_with_parent, args=(life_line, order), name="life-line", daemon=True)
     pipe = StatusPipe(order.status_fd if status_fd is None else status_fd)
     try:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        hold_folder(order.shared_memory)
         status = run(order, pipe, watch.start, can_fork=status_fd is not None)
+    except KeyboardInterrupt:  # before run() could begin
+        status = 0
     finally:
         remove_shared_memory(order)
     if order.kind == "worker":  # all that matters is closed; GPU libraries take seconds to end

@@ -12,6 +12,7 @@ import gc
 import importlib
 import os
 import selectors
+import signal
 import socket
 import sys
 import time
@@ -100,10 +101,13 @@ class ForkServer:
         return True
 
     def _fork(self, order: ForkOrder, descriptors: list[int]) -> int:
-        """Start a child; returns its process id, in this process alone."""
+        """Start a child; returns its process id, in this process alone. The child begins with SIGINT blocked: it can't
+        end in order yet (:func:`splitserve.orchestration.hosts.child.main`)."""
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         pid = os.fork()
         if pid == 0:
             self._continue_as_child(order, descriptors)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         with suppress(OSError):  # the child may have done so, and have ended
             os.setpgid(pid, pid)
         return pid

@@ -164,8 +164,10 @@ def _router_file_problems(spec: ClusterSpec) -> Iterator[Problem]:
         file = Path(router.generation_config) / GENERATION_CONFIG
         if not file.is_file():
             yield "router.generation_config", f"must be auto, none or a directory with {file.name}: {file} is missing"
-    if router.chat_template and not Path(router.chat_template).is_file():
-        yield "router.chat_template", f"there is no file {router.chat_template}"
+    for field in ("chat_template", "tenants"):
+        path = getattr(router, field)
+        if path and not Path(path).is_file():
+            yield f"router.{field}", f"there is no file {path}"
 
 
 def _can_be_written(directory: Path) -> bool:

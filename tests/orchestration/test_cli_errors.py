@@ -302,6 +302,14 @@ def test_a_pipe_is_read_to_its_end(tmp_path: Path) -> None:
     writer.join()
 
 
+def test_missing_files_of_the_router_are_problems_of_the_spec(tmp_path: Path) -> None:
+    document = f"model: {{path: {tmp_path}}}\npools: [{{name: a, role: mixed}}]\n"
+    spec = parse_spec(document + "router: {port: 0, tenants: /no/tenants.yaml, chat_template: /no/chat.jinja}\n")
+    problems = dict(file_problems(spec))
+    assert problems["router.tenants"] == "there is no file /no/tenants.yaml"
+    assert problems["router.chat_template"] == "there is no file /no/chat.jinja"
+
+
 @pytest.mark.parametrize("option", ["api_key", "shared"])
 def test_looking_at_a_spec_leaves_secrets_in_their_pipes(tmp_path: Path, option: str) -> None:
     """As of ``--api-key-file <(command)``: what the checks read, the start couldn't read again."""

@@ -6,6 +6,7 @@ import queue
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -127,6 +128,20 @@ def test_workers_of_one_server_have_their_own_surroundings(
         worker.child.send_signal(number)
         assert worker.wait_for_exit() == 0
         worker.child.send_signal(number)  # to no other process
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.001, 0.01, 0.05])
+def test_an_interrupt_during_the_start_leaves_no_words(
+    start: Callable[..., Worker], tmp_path: Path, seconds: float
+) -> None:
+    """However early it comes: it is for an end in order, of which there is nothing yet."""
+    start("first").wait_for("ready")  # the server has imported everything
+    worker = start("w-0", log_file=tmp_path / "log")
+    time.sleep(seconds)
+    worker.child.send_signal(signal.SIGINT)
+    assert worker.wait_for_exit() in (0, -signal.SIGINT)
+    log = (tmp_path / "log").read_text()
+    assert "Traceback" not in log and "KeyboardInterrupt" not in log, log
 
 
 @pytest.mark.parametrize(

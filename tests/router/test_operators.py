@@ -5,6 +5,10 @@ import threading
 import pytest
 
 from router_harness import served_router
+from splitserve.common.errors import ConfigError
+from splitserve.orchestration.doctor.cluster import read_report
+from splitserve.orchestration.doctor.http import Endpoint
+from splitserve.orchestration.doctor.overview import read_overview
 from splitserve.protocol.messages.operators import BeginDrain, ResetPrefixCache, SetFrozen
 from splitserve.protocol.request import Role
 from waiting import wait_until
@@ -20,6 +24,13 @@ def running(model_dir):
         ready_workers = {worker.options.engine_id: worker for worker in started}
         wait_until(lambda: router.request("GET", "/ready")[0] == 200)
         yield router, ready_workers
+
+
+@pytest.mark.parametrize("read", [read_report, read_overview])
+def test_programs_say_that_the_key_of_the_api_is_no_admin_key(running, read) -> None:
+    """It isn't taken for a router of another version."""
+    with pytest.raises(ConfigError, match=r"answers 403: this is the API key.*set SPLITSERVE_ADMIN_KEY"):
+        read(Endpoint(running[0].url, KEYS["api_key"]))
 
 
 def test_only_the_admin_key_opens_admin(running) -> None:

@@ -82,6 +82,31 @@ def test_a_plan_ranks_both_kinds_and_writes_the_best_one(tmp_path: Path, capsys:
     assert written.num_workers == 2 and written.objectives.ttft_ms == 20
     best = max(result_of(tmp_path, "plan")["verdict"]["arms"], key=lambda arm: arm["goodput"]["rate"])["name"]
     assert best.startswith("2M") == (written.pools[0].role == "mixed")
+    assert written.model.path == "tiny" and "put the path of a checkpoint in the place of tiny" in shown
+
+
+def test_written_specs_load_the_checkpoint_that_was_named(tiny_qwen3: Path, tmp_path: Path) -> None:
+    """The twin loads no weights; workers that are started by the spec do."""
+    named, rates = ["--model", str(tiny_qwen3), "--gpu", "cpu"], ["--ttft-ms", "200", "--itl-ms", "90"]
+    searched = [
+        *rates,
+        "--gpus",
+        "2",
+        "--workload",
+        "30/5",
+        "--num-requests",
+        "4",
+        "--output",
+        str(tmp_path / "best.yaml"),
+    ]
+    assert plan.main([*named, *searched, "--result-dir", str(tmp_path)]) == 0
+    simulated = ["--cluster", "1P1D", "--workload", "30/5", "--rate", "40", "--runs", "1", "--num-requests", "4"]
+    assert simulate.main([*named, *simulated, "--export", str(tmp_path)]) == 0
+    written = sorted(tmp_path.glob("*.yaml"))
+    assert len(written) == 2
+    for path in written:
+        model = read_spec(str(path)).model
+        assert (model.path, model.load_format) == (str(tiny_qwen3), "auto"), path
 
 
 def test_a_running_cluster_is_its_own_calibration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
