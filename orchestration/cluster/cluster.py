@@ -365,7 +365,7 @@ class Cluster:
             match request:
                 case GetStatus():
                     children = self._children.by_name
-                    return cluster_status(self.state, self.url, self._supervisor, children, time.monotonic())
+                    return cluster_status(self.state, self._routers, self._supervisor, children, time.monotonic())
                 case Stop():
                     self.request_stop("splitserve down")
                 case Scale() | DrainWorker() | UpgradeCluster():

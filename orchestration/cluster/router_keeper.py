@@ -18,7 +18,7 @@ _log = logging.getLogger(__name__)
 
 class RouterKeeper:
     """Keeper of the router. ``membership`` and ``url``: its addresses, or its last ones; "" before the first start.
-    ``due_at``: time of its next start."""
+    ``listening_since``: None unless it listens; ``due_at``: time of its next start."""
 
     def __init__(self, restart: bool) -> None:
         self.membership = ""
@@ -26,7 +26,8 @@ class RouterKeeper:
         self.due_at = float("inf")
         self._restart = restart
         self._policy = RestartPolicy()
-        self._listening_since: float | None = None
+        self.num_restarts = 0
+        self.listening_since: float | None = None
         self._chosen = random.Random()
 
     def recall(self, membership: str, url: str) -> None:
@@ -35,7 +36,7 @@ class RouterKeeper:
 
     @property
     def is_listening(self) -> bool:
-        return self._listening_since is not None
+        return self.listening_since is not None
 
     @property
     def is_due_some_time(self) -> bool:
@@ -52,12 +53,12 @@ class RouterKeeper:
         return before not in ("", endpoint)
 
     def on_listening(self, url: str, now: float) -> None:
-        self.url, self._listening_since = url, now
+        self.url, self.listening_since = url, now
 
     def on_exit(self, now: float) -> None:
         """Schedule the restart of a router that has ended or couldn't be started."""
-        seconds = None if self._listening_since is None else now - self._listening_since
-        self._listening_since = None
+        seconds = None if self.listening_since is None else now - self.listening_since
+        self.listening_since = None
         delay_seconds = self._policy.on_death(seconds, self._chosen) if self._restart else None
         self.due_at = float("inf") if delay_seconds is None else now + delay_seconds
 
@@ -73,55 +74,56 @@ class Routers:
         self._children = children
         self._host = host
         self._emit = emit
-        self._keepers = {name: RouterKeeper(restart) for name in router_names(spec)}
+        self.keepers = {name: RouterKeeper(restart) for name in router_names(spec)}
 
     def __contains__(self, name: str) -> bool:
-        return name in self._keepers
+        return name in self.keepers
 
     @property
     def membership(self) -> str:
         """Endpoints of the memberships, separated by commas; "" until all are known."""
-        endpoints = [keeper.membership for keeper in self._keepers.values()]
+        endpoints = [keeper.membership for keeper in self.keepers.values()]
         return ",".join(endpoints) if all(endpoints) else ""
 
     @property
     def url(self) -> str:
         """URL of the endpoint; "" until all routers have listened."""
-        urls = [keeper.url for keeper in self._keepers.values()]
+        urls = [keeper.url for keeper in self.keepers.values()]
         return urls[0] if all(urls) else ""
 
     @property
     def due_at(self) -> float:
         """Time of the next start."""
-        return min(keeper.due_at for keeper in self._keepers.values())
+        return min(keeper.due_at for keeper in self.keepers.values())
 
     @property
     def are_listening(self) -> bool:
-        return all(keeper.is_listening for keeper in self._keepers.values())
+        return all(keeper.is_listening for keeper in self.keepers.values())
 
     @property
     def are_lost(self) -> bool:
         """True if no router runs, and none will be started."""
-        running = self._keepers.keys() & self._children.by_name.keys()
+        running = self.keepers.keys() & self._children.by_name.keys()
         return not running and self.due_at == float("inf")
 
     def start(self) -> None:
         """Start all of them. Raises as :meth:`Host.start_router` does."""
-        for name in self._keepers:
+        for name in self.keepers:
             self._children.add(self._host.start_router(name, self._spec, ANY_PORTS, self._emit))
 
     def recall(self, membership: str, url: str, now: float) -> None:
         """Set the addresses at which they listened under another launcher; those that don't run are due now."""
-        for (name, keeper), endpoint in zip(self._keepers.items(), membership.split(","), strict=False):
+        for (name, keeper), endpoint in zip(self.keepers.items(), membership.split(","), strict=False):
             keeper.recall(endpoint, url)
             if name not in self._children.by_name:
                 keeper.due_at = now
 
     def start_due(self, now: float) -> None:
         """Start again those that are due, on the same ports, so that workers and clients find them."""
-        for name, keeper in self._keepers.items():
+        for name, keeper in self.keepers.items():
             if keeper.due_at <= now:
                 keeper.due_at = float("inf")
+                keeper.num_restarts += 1
                 launch = partial(self._host.start_router, name, self._spec, keeper.ports, self._emit)
                 error = self._children.try_start(launch)
                 if error is not None:
@@ -130,17 +132,17 @@ class Routers:
 
     def on_exit(self, name: str, now: float) -> None:
         """Schedule the restart of a router, unless its end is the cluster's."""
-        keeper = self._keepers[name]
+        keeper = self.keepers[name]
         keeper.on_exit(now)
         if keeper.is_due_some_time:
             _log.warning("the %s is started again in %.1f s", name, keeper.due_at - now)
 
     def on_membership(self, name: str, endpoint: str) -> bool:
         """Set a membership endpoint; returns whether workers know another one."""
-        return self._keepers[name].on_membership(endpoint)
+        return self.keepers[name].on_membership(endpoint)
 
     def on_listening(self, name: str, url: str, now: float) -> None:
-        self._keepers[name].on_listening(url, now)
+        self.keepers[name].on_listening(url, now)
 
 
 def probe_ready(url: str) -> tuple[bool, str]:

@@ -7,16 +7,17 @@ from splitserve import __version__
 from splitserve.orchestration.cluster.host import Child
 from splitserve.orchestration.cluster.rolling_upgrade import Upgrade
 from splitserve.orchestration.cluster.roster import Worker, WorkerPhase
+from splitserve.orchestration.cluster.router_keeper import Routers
 from splitserve.orchestration.cluster.supervision import Supervisor
 from splitserve.orchestration.control.requests import ClusterStatus, ProcessStatus, UpgradeStatus
 from splitserve.orchestration.spec.expansion import ROUTER, router_names
 
 
 def cluster_status(
-    state: str, url: str, supervisor: Supervisor, children: Mapping[str, Child], now: float
+    state: str, routers: Routers, supervisor: Supervisor, children: Mapping[str, Child], now: float
 ) -> ClusterStatus:
     """Return a cluster's status. ``children`` by name, including the router; ``now`` on the monotonic clock, like all
-    times of ``supervisor``."""
+    times of ``routers`` and ``supervisor``."""
     counts = {pool.name: 0 for pool in supervisor.spec.pools}
     for worker in supervisor.workers.values():
         counts[worker.pool.name] += worker.wanted
@@ -25,23 +26,26 @@ def cluster_status(
         version=__version__,
         state=state,
         model=supervisor.spec.served_model_name,
-        url=url,
+        url=routers.url,
         revision=supervisor.revision,
         counts=counts,
-        router=_router_status(ROUTER, children, url),
-        more_routers=[_router_status(name, children, url) for name in router_names(supervisor.spec)[1:]],
+        router=_router_status(ROUTER, children, routers, now),
+        more_routers=[_router_status(name, children, routers, now) for name in router_names(supervisor.spec)[1:]],
         workers=[_worker_status(worker, children.get(worker.name), now) for worker in supervisor.workers.values()],
         upgrade=None if supervisor.upgrade is None else _upgrade_status(supervisor.upgrade),
     )
 
 
-def _router_status(name: str, children: Mapping[str, Child], url: str) -> ProcessStatus:
-    router = children.get(name)
+def _router_status(name: str, children: Mapping[str, Child], routers: Routers, now: float) -> ProcessStatus:
+    router, keeper = children.get(name), routers.keepers[name]
+    since, is_up = keeper.listening_since, bool(routers.url) and router is not None and not keeper.is_due_some_time
     return ProcessStatus(
         name=name,
-        phase=WorkerPhase.READY if url else WorkerPhase.STARTING,
+        phase=WorkerPhase.READY if is_up else WorkerPhase.STARTING,
         pid=router.pid if router else 0,
         runs_on=router.runs_on if router else "",
+        num_restarts=keeper.num_restarts,
+        seconds_ready=None if since is None else now - since,
     )
 
 

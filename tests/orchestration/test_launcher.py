@@ -28,6 +28,8 @@ from splitserve.orchestration.cluster.launcher import (
     stop_on_signals,
 )
 from splitserve.orchestration.cluster.restarts import MAX_BACKOFF_SECONDS, MAX_QUICK_DEATHS, SOON_SECONDS, RestartPolicy
+from splitserve.orchestration.cluster.roster import WorkerPhase
+from splitserve.orchestration.control.requests import ClusterStatus, GetStatus
 from splitserve.orchestration.hosts.process import child_environment
 from splitserve.orchestration.spec.shorthand import simple_spec
 from splitserve.protocol.config import EngineConfig
@@ -94,6 +96,27 @@ def test_the_membership_port_is_held_without_a_router(make_cluster, events: list
             other.bind(address)
     with socket.socket() as other:
         other.bind(address)
+
+
+def test_the_status_counts_restarts_of_the_router(make_cluster) -> None:
+    with make_cluster(num_mixed=1) as cluster:
+        watch = threading.Thread(target=cluster.watch)
+        watch.start()
+        pid = cluster.pids["router"]
+        try:
+            os.kill(pid, signal.SIGKILL)
+            wait_until(lambda: cluster.pids.get("router", pid) != pid and status_of(cluster).router.seconds_ready)
+            router = status_of(cluster).router
+            assert (router.num_restarts, router.phase) == (1, WorkerPhase.READY)
+        finally:
+            cluster.request_stop("test")
+            watch.join(PATIENCE_SECONDS)
+
+
+def status_of(cluster: LocalCluster) -> ClusterStatus:
+    reply = cluster._reply(GetStatus())
+    assert isinstance(reply, ClusterStatus)
+    return reply
 
 
 def test_a_cluster_without_a_secret_draws_one(
