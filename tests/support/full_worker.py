@@ -1,0 +1,65 @@
+"""A router's core beside one worker that runs few requests at a time."""
+
+import random
+from typing import Any
+
+from splitserve.benchmarks.router.instant_worker import DEFAULT_LAYOUT
+from splitserve.protocol.config import RequestClass, RouterConfig
+from splitserve.protocol.messages.membership import WorkerInfo
+from splitserve.protocol.messages.requests import StepTokens, TokenDelta
+from splitserve.protocol.request import FinishReason, Party, Role, SamplingParams
+from splitserve.router.links.membership import Membership
+from splitserve.router.placement.prefix_view import PrefixView
+from splitserve.router.requests.active_request import ActiveRequest, RequestContext
+from splitserve.router.requests.core import RouterCore
+from splitserve.router.requests.effects import Begun, Effect, Refuse
+from splitserve.router.requests.events import Event, FromWorker, Submit, TenantsChanged, WorkerReady
+from splitserve.router.requests.queue.tenants import Tenant, Tenants
+
+WORKER = Party("m0", 1)
+CLASSES = (RequestClass(name="chat", ttft_ms=1000), RequestClass(name="batch", ttft_ms=60_000, priority=10))
+
+
+class FullWorker:
+    """A core whose one worker runs one request at a time."""
+
+    def __init__(self, *tenants: Tenant, slots: int = 1) -> None:
+        config = RouterConfig(model="m", served_model_name="m", classes=CLASSES)
+        self.membership = membership = Membership(1e9, 60.0)
+        self.core = RouterCore(config, membership, PrefixView(), random.Random(0))
+        self.now = 100.0
+        self.begun: list[str] = []
+        self.refused: dict[str, Refuse] = {}
+        self.requests: dict[str, ActiveRequest] = {}
+        info = WorkerInfo(WORKER, Role.MIXED, "tcp://m0", 1, DEFAULT_LAYOUT, 1 << 16, slots, 10_000, 100)
+        assert membership.register(WORKER, info, self.now).refusal is None
+        membership.link_up(WORKER)
+        self.handle(WorkerReady(WORKER))
+        self.handle(TenantsChanged(Tenants(tenants)))
+
+    def handle(self, event: Event) -> list[Effect]:
+        effects = self.core.handle(event, self.now)
+        self.core.check_invariants()
+        self.begun += [effect.request_id for effect in effects if isinstance(effect, Begun)]
+        self.refused |= {effect.request_id: effect for effect in effects if isinstance(effect, Refuse)}
+        return effects
+
+    def submit(self, request_id: str, name: str = "chat", tenant: str = "a", **context: Any) -> None:
+        chosen = {each.name: each for each in CLASSES}[name]
+        full = RequestContext(request_class=chosen, tenant=tenant, **context)
+        request = ActiveRequest.new(request_id, [1] * 90, SamplingParams(max_tokens=10), self.now, full)
+        self.requests[request_id] = request
+        self.handle(Submit(request))
+
+    def finish(self, request_id: str) -> None:
+        delta = TokenDelta(self.requests[request_id].state.key, 0, [7], finish_reason=FinishReason.STOP)
+        self.handle(FromWorker(WORKER, StepTokens([delta])))
+
+    def finish_all(self, seconds: float = 0.0) -> list[str]:
+        """Finish what runs, one after the other, until nothing waits; return the order."""
+        number = 0
+        while number < len(self.begun):
+            self.now += seconds
+            self.finish(self.begun[number])
+            number += 1
+        return self.begun
