@@ -1,6 +1,9 @@
-"""The HTTP interface: OpenAI's endpoints, health, readiness, metrics. Every error has OpenAI's shape."""
+"""The HTTP interface: OpenAI's endpoints, health, readiness, metrics. Errors have OpenAI's shape, unless an endpoint
+gives them another one.
+"""
 
 import asyncio
+import logging
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -35,6 +38,8 @@ from splitserve.router.requests.queue.tenants import Tenants
 from splitserve.router.text.preparation import check_not_empty
 
 _CLOSED_TRANSPORT = "the handler is closed"  # uvloop's message between a connection's reset and its report of the reset
+
+log = logging.getLogger(__name__)
 
 Handler: TypeAlias = Callable[[Request], Coroutine[Any, Any, Response]]
 
@@ -243,7 +248,8 @@ class ExactPaths:
 
 class CountRequests:
     """ASGI middleware that counts requests by endpoint (of ``paths``, else "other") and status. A bug that ends a
-    request before its answer has begun is answered with 500, and passed on to the server, which logs it."""
+    request before its answer has begun is logged and answered with 500, and the connection stays open; a later one is
+    passed on to the server, which logs it and closes the connection."""
 
     def __init__(self, app: ASGIApp, metrics: RouterMetrics, paths: frozenset[str]) -> None:
         self._app = app
@@ -271,6 +277,7 @@ class CountRequests:
         try:
             await self._app(scope, receive, count_and_send)
         except Exception:
-            if not has_started:
-                await internal_error()(scope, receive, count_and_send)
-            raise
+            if has_started:
+                raise
+            log.exception("request %s failed, %s", request_id_of(Request(scope)), path)
+            await internal_error(scope)(scope, receive, count_and_send)

@@ -19,7 +19,7 @@ MEANINGS = {
     "max_tokens": "most tokens of the answer; without it: 16 for completions, the rest of the context for chats",
     "max_completion_tokens": "another name of max_tokens",
     "n": "number of choices: one prefill, then a draw of its own for each",
-    "temperature": "divisor of the logits; 0: always the most probable token; without it: the checkpoint's, else 1",
+    "temperature": "divisor of the logits; below 1e-5: the most probable token; without it: the checkpoint's, else 1",
     "top_p": "draw from the most probable tokens with this share of probability; without it: the checkpoint's, else 1",
     "top_k": "draw from so many most probable tokens; 0 and -1: all; without it: the checkpoint's, else all",
     "seed": "the same seed draws the same tokens; without it: a random one",

@@ -79,6 +79,7 @@ def _only(kind: type) -> BeforeValidator:
 
 Off = Annotated[Literal[False], _only(bool)]
 Zero = Annotated[Literal[0], _only(int)]
+One = Annotated[Literal[1], _only(int)]
 
 
 class StreamOptions(_Strict):

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from enum import Enum, auto
 from typing import Any, Protocol
 
+from splitserve.common.errors import SplitserveError
 from splitserve.router.output.template import ForcedCall
 
 
@@ -44,7 +45,8 @@ class ForcedCalls:
     def grammar(self, functions: Sequence[Mapping[str, Any]], reasoning: Reasoning, *, is_parallel: bool) -> str:
         """Return the grammar of one call of one of ``functions``, or several calls if ``is_parallel``.
 
-        A function has ``name`` and perhaps ``parameters``, a JSON schema.
+        A function has ``name`` and perhaps ``parameters``, a JSON schema. Its name begins the message of an error of
+        :class:`SchemaText`.
         """
         form = self._form
         rules: list[str] = []
@@ -52,7 +54,7 @@ class ForcedCalls:
         if is_parallel and form.separator is not None:
             several = f"( {self._literal(form.separator)} call )*"
         parts = [self._reasoning(reasoning, rules), self._literal(form.begin), "call", several, self._literal(form.end)]
-        calls = [self._call(index, function, rules) for index, function in enumerate(functions)]
+        calls = [self._named_call(index, function, rules) for index, function in enumerate(functions)]
         lines = [f"start: {_joined(parts)}", f"call: {' | '.join(calls)}", *rules]
         return "\n".join([*lines, _TEXT] if any("TEXT" in line for line in lines) else lines) + "\n"
 
@@ -73,6 +75,12 @@ class ForcedCalls:
             return ""
         text = self._text_until("thought", form.reasoning_close, rules)
         return text if reasoning is Reasoning.OPEN else f"( {_joined([self._literal(form.reasoning_open), text])} )?"
+
+    def _named_call(self, index: int, function: Mapping[str, Any], rules: list[str]) -> str:
+        try:
+            return self._call(index, function, rules)
+        except SplitserveError as error:
+            raise type(error)(f"function {function['name']}: {error}") from error
 
     def _call(self, index: int, function: Mapping[str, Any], rules: list[str]) -> str:
         schema = function.get("parameters") or _ANY_SCHEMA
@@ -126,6 +134,12 @@ class ForcedCalls:
         """Return the text with its added tokens as ids."""
         split = [text] if self._added is None else self._added.split(text)
         return [self._token_ids.get(piece, piece) for piece in split if piece]
+
+
+def rule_function_index(line: str) -> int | None:
+    """Return the index of the function whose schema is in a line of a grammar of calls; None if it has none."""
+    found = re.match(r"(?:arguments|tag)_(\d+)", line)
+    return None if found is None else int(found[1])
 
 
 def _term(piece: str | int) -> str:

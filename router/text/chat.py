@@ -1,11 +1,12 @@
 """Chat bodies as their templates read them, and the split of the outputs into messages."""
 
-import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from splitserve.router.http.api_error import ApiError
-from splitserve.router.http.chat_fields import CalledTool, ChatMessage, NamedTool
+from splitserve.router.http.chat_fields import CalledTool, ChatMessage, FunctionSpec, NamedTool
 from splitserve.router.http.schema import ChatCompletionRequest
 from splitserve.router.output.catalog import ResponseFormat
 from splitserve.router.output.forced import ForcedCalls, Reasoning, SchemaText
@@ -62,12 +63,10 @@ class ChatForm:
         if found is None or form is None:
             message = "tool_choice must be none or auto for this model: the form of its calls has no grammar"
             raise ApiError(400, message, param="tool_choice", code="unsupported_parameter")
-        name = choice.function.name if isinstance(choice, NamedTool) else ""
-        functions = [tool.function for tool in request.tools or () if not name or tool.function.name == name]
         reasoning = _reasoning(found, prompt) if found.has_reasoning else Reasoning.NONE
         calls = ForcedCalls(form, token_ids, schema_text)
         return calls.grammar(
-            [function.model_dump(exclude_none=True) for function in functions],
+            [function.model_dump(exclude_none=True) for function in forced_functions(request)],
             reasoning,
             is_parallel=request.parallel_tool_calls is not False,
         )
@@ -137,6 +136,13 @@ class ChatForm:
         return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
 
 
+def forced_functions(request: ChatCompletionRequest) -> list[FunctionSpec]:
+    """Return the functions that a forced call may call: the named one, or all of them."""
+    choice = request.tool_choice
+    name = choice.function.name if isinstance(choice, NamedTool) else ""
+    return [tool.function for tool in request.tools or () if not name or tool.function.name == name]
+
+
 def _no_schema(schema: Mapping[str, Any], *, is_strict: bool) -> str:
     raise AssertionError(f"an answer has no schema of a call, but {schema} was asked for ({is_strict=})")
 
@@ -152,9 +158,10 @@ def _reasoning(response_format: ResponseFormat, prompt: str) -> Reasoning:
 
 
 def _object_of(arguments: str) -> Mapping[str, Any] | str:
-    """Return arguments as the object that most templates read; as they are if they are no object of JSON."""
+    """Return arguments as the object that most templates read; as they are if they are no object of JSON, or one that
+    has half a character (``\\ud800``) or a number that nothing holds."""
     try:
-        value = json.loads(arguments or "{}")
-    except (ValueError, RecursionError):
+        value = msgspec.json.decode(arguments or "{}")
+    except (msgspec.DecodeError, RecursionError):
         return arguments
     return value if isinstance(value, dict) else arguments

@@ -1,14 +1,19 @@
 """Constraints of requests: the grammar that a body asks for, checked before any other work is done for it."""
 
+import re
 from collections.abc import Mapping, Sequence
 
 from splitserve.protocol.sampling_features import Constraint
 from splitserve.router.http.api_error import ApiError
 from splitserve.router.http.schema import ChatCompletionRequest, GenerationRequest
-from splitserve.router.text.chat import ChatForm
+from splitserve.router.output.forced import rule_function_index
+from splitserve.router.text.chat import ChatForm, forced_functions
 from splitserve.router.text.grammars import GrammarError, schema_text
 from splitserve.router.text.processes.grammar_checker import CheckerBusyError, GrammarChecker
 from splitserve.router.text.structured_output import refused, requested_grammar
+
+# llguidance's error for a schema in a grammar
+_IN_SCHEMA = re.compile(r"at (?P<line>\d+)\(\d+\): failed to compile JSON schema: (?P<reason>.*)")
 
 
 class Constraints:
@@ -40,18 +45,33 @@ class Constraints:
             raise ApiError(400, message, param="tool_choice", code="invalid_value")
         if requested is not None:
             return await self.checked(form.after_reasoning(requested[0], prompt, token_ids), requested[1])
-        return None if forced is None else await self.checked(forced, "tools")
+        functions = [function.name for function in forced_functions(request)]
+        return None if forced is None else await self.checked(forced, "tools", functions)
 
-    async def checked(self, grammar: str, field: str, begins_after: Sequence[int] = ()) -> Constraint:
+    async def checked(
+        self, grammar: str, field: str, functions: Sequence[str] = (), begins_after: Sequence[int] = ()
+    ) -> Constraint:
         """Return the constraint by ``grammar``, which the body's ``field`` asks for, from the first occurrence of the
-        tokens ``begins_after`` in the output on. Raises :class:`ApiError` as :meth:`of` does."""
+        tokens ``begins_after`` in the output on. ``functions``: names of those whose calls it forces. Raises
+        :class:`ApiError` as :meth:`of` does."""
         if not self._end_token_ids:
             message = f"{field} can't be used: this model has no end-of-sequence token, so that no grammar could end"
             raise ApiError(400, message, param=field, code="unsupported_grammar")
         try:
             await self._checker.check(grammar)
         except GrammarError as error:
-            raise refused(field, error) from None
+            raise _refused_call(error, grammar, functions) if functions else refused(field, error) from None
         except CheckerBusyError as error:
             raise ApiError(503, str(error), code="overloaded") from None
         return Constraint(grammar, self._end_token_ids, tuple(begins_after))
+
+
+def _refused_call(error: GrammarError, grammar: str, functions: Sequence[str]) -> ApiError:
+    """Return the error for a grammar of calls; it names the function whose schema can't be used, and has no part of the
+    grammar, which the client doesn't know."""
+    reason = str(error).partition("\n")[0]
+    found = _IN_SCHEMA.match(reason)
+    index = found and rule_function_index(grammar.split("\n")[int(found["line"]) - 1])
+    if found is None or index is None:
+        return refused("tools", GrammarError(reason))
+    return refused("tools", GrammarError(found["reason"]), functions[index])

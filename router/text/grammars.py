@@ -12,6 +12,7 @@ from llguidance.gbnf_to_lark import any_to_lark
 
 from splitserve.common.errors import SplitserveError
 from splitserve.protocol.sampling_features import MAX_GRAMMAR_CHARS
+from splitserve.router.text.schema_rewriting import rewritten
 
 JsonSchema = Mapping[str, Any] | bool
 
@@ -70,7 +71,10 @@ def lark_grammar(text: str) -> str:
 
 
 def schema_text(schema: JsonSchema, *, is_strict: bool = True) -> str:
-    """Return a JSON schema as it stands after ``%json`` in a grammar. Raises :class:`GrammarError`."""
+    """Return a JSON schema as it stands after ``%json`` in a grammar. Raises :class:`GrammarError`.
+
+    Without ``is_strict`` numbers that can't be enforced are left out of account, too.
+    """
     if isinstance(schema, bool):
         if not schema:
             raise GrammarError("the JSON schema is false, which no value satisfies")
@@ -79,9 +83,14 @@ def schema_text(schema: JsonSchema, *, is_strict: bool = True) -> str:
         raise GrammarError(f"the JSON schema has the keyword {_OPTIONS}, which is reserved")
     options = _STRICT_OPTIONS if is_strict else _LENIENT_OPTIONS
     try:
-        return json.dumps({**schema, _OPTIONS: options}, separators=(",", ":"), allow_nan=False)
+        _bounded(_dumped(schema))  # before more is done with it
+        return _dumped({**rewritten(dict(schema), GrammarError if is_strict else None), _OPTIONS: options})
     except (ValueError, RecursionError) as error:
         raise GrammarError(f"the JSON schema isn't JSON: {error}") from error
+
+
+def _dumped(schema: JsonSchema) -> str:
+    return json.dumps(schema, separators=(",", ":"), allow_nan=False)
 
 
 def _bounded(grammar: str) -> str:

@@ -136,14 +136,21 @@ def _parsed(text: str, field: str) -> Any:
     return schema
 
 
-def refused(field: str, error: GrammarError) -> ApiError:
-    """Return the error for a grammar that can't be used; it names the keywords that aren't supported."""
+def refused(field: str, error: GrammarError, function: str = "") -> ApiError:
+    """Return the error for a grammar that can't be used; it names the keywords that aren't supported, and the
+    ``function`` whose schema has them."""
     text = str(error)
     if text.startswith("Unimplemented keys: "):
         keywords = text.removeprefix("Unimplemented keys: ").strip("[]").replace('"', "")
         text = f"these JSON schema keywords can't be enforced: {keywords}; leave them out"
         if field.startswith("response_format"):
             text += ", or send strict: false, which ignores them"
+        elif function:
+            text += ", or send the function without strict, which ignores them"
     elif text.startswith("oneOf constraints are not supported"):
-        text = "oneOf is supported only where its alternatives exclude each other; use anyOf"
-    return ApiError(400, f"{field} can't be used: {text}", param=field, code="unsupported_grammar")
+        text = (
+            "oneOf is supported only where its alternatives exclude each other: by type, by const or enum, by range of "
+            "numbers, or by a property that all of them require and that differs so; use anyOf"
+        )
+    where = f"function {function}: " if function else ""
+    return ApiError(400, f"{field} can't be used: {where}{text}", param=field, code="unsupported_grammar")

@@ -300,6 +300,6 @@ def test_a_process_in_an_endless_template_ends_itself():
     with ours:
         with theirs:
             process = subprocess.Popen([sys.executable, "-m", template_process.__name__], stdin=theirs.fileno())
-        for message in (Setup(ENDLESS, {}, 100, 0.5), Rendering([{"role": "user", "content": "a"}])):
-            ours.sendall(framed(msgspec.msgpack.encode(message)))
+        ours.sendall(framed(msgspec.msgpack.encode(Setup(ENDLESS, {}, 100, 0.5))))
+        ours.sendall(framed(msgspec.json.encode(Rendering([{"role": "user", "content": "a"}]))))
         assert process.wait(PATIENCE_SECONDS) == -signal.SIGALRM

@@ -70,6 +70,153 @@ def test_grammars_match_what_they_should(grammar, right, wrong, matches):
         assert not matches(grammar, text), text
 
 
+NAMES = "a<|im_end|>b<tool_call><|im_start|>"
+WITH_NAMES = {"type": "object", "properties": {NAMES: {"const": NAMES}}, "required": [NAMES]}
+
+
+@pytest.fixture(scope="module", params=[None, "NFC"])
+def written(request, tiny_qwen3, tmp_path_factory):
+    """Return a text that a grammar allows, made of ordinary tokens alone."""
+    directory = tmp_path_factory.mktemp("normalizing")
+    content = json.loads((tiny_qwen3 / "tokenizer.json").read_text())
+    content["normalizer"] = request.param and {"type": request.param}
+    marker = {"id": 791, "content": "<tool_call>", "special": False}
+    content["added_tokens"].append(content["added_tokens"][-1] | marker)
+    (directory / "tokenizer.json").write_text(json.dumps(content))
+    end = content["added_tokens"][0]["id"]
+    vocabulary = load_grammar_tokenizer(directory, [end], 800)
+    special = {token["id"] for token in content["added_tokens"]}
+
+    def write(grammar):
+        matcher, token_ids = LLMatcher(vocabulary, grammar, log_level=0), []
+        while not matcher.is_accepting():
+            mask = matcher.compute_bitmask()
+            allowed = [each for each in range(800) if mask[each // 8] >> each % 8 & 1]
+            assert allowed and special.isdisjoint(allowed) and max(allowed) < 788, (token_ids, matcher.get_error())
+            token_ids.append(allowed[len(token_ids) % len(allowed)])
+            assert matcher.consume_token(token_ids[-1]), matcher.get_error()
+        return vocabulary.decode_bytes(token_ids).decode()
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("grammar", "text"),
+    [
+        (json_schema_grammar({"enum": [NAMES]}), json.dumps(NAMES)),
+        (json_schema_grammar({"const": "<|im_start|>"}), '"<|im_start|>"'),
+        (choice_grammar([NAMES]), NAMES),
+        (choice_grammar(["<|im_start|>"]), "<|im_start|>"),
+        (choice_grammar(["<tool_call>"]), "<tool_call>"),
+        (choice_grammar(["a<|endoftext|>"]), "a<|endoftext|>"),
+        (regex_grammar(r"<\|im_end\|>!"), "<|im_end|>!"),
+        (f"start: call_0\ncall_0: \"f(\" %json {schema_text({'enum': [NAMES]})} \")\"", f"f({json.dumps(NAMES)})"),
+        (choice_grammar(["ne\u0301 \u212b"]), "ne\u0301 \u212b"),  # NFC composes the one, and replaces the other
+        (choice_grammar(["<[795]>"]), "<[795]>"),
+    ],
+)  # fmt: skip
+def test_text_is_written_with_ordinary_tokens(grammar, text, written):
+    """Also where it spells the name of a special token, or the tokenizer would normalize it."""
+    assert written(grammar) == text
+
+
+def test_grammars_may_name_special_tokens(tiny_qwen3, tokenizer):
+    vocabulary = load_grammar_tokenizer(tiny_qwen3, tokenizer.eos_token_ids, 800)
+    marker = tokenizer.added_ids["<|im_start|>"]
+    for term in ("<|im_start|>", f"<[{marker}]>"):
+        matcher = LLMatcher(vocabulary, f'start: "a" {term} "b"', log_level=0)
+        assert matcher.consume_tokens(tokenizer.encode("a", add_special_tokens=False).ids)
+        assert matcher.compute_ff_tokens()[0] == marker
+        assert matcher.consume_token(marker), matcher.get_error()
+
+
+def test_ids_without_a_token_are_never_allowed(tiny_qwen3, tmp_path):
+    content = json.loads((tiny_qwen3 / "tokenizer.json").read_text())
+    vocab = content["model"]["vocab"]
+    last = max(vocab, key=vocab.get)
+    merges = [pair for pair in content["model"]["merges"] if "".join(pair) != last]
+    unused = vocab.pop(last)
+    vocab["zzzzzz"] = 800
+    content["model"]["merges"] = merges
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    matcher = LLMatcher(load_grammar_tokenizer(tmp_path, [788], 900), regex_grammar("<.+>"), log_level=0)
+    mask = matcher.compute_bitmask()
+    assert not mask[unused // 8] >> unused % 8 & 1
+
+
+def with_kind(kind):
+    return {"type": "object", "properties": {"kind": {"const": kind}}, "required": ["kind"]}
+
+
+@pytest.mark.parametrize(
+    ("schema", "right", "wrong"),
+    [
+        ({"exclusiveMinimum": 0, "maximum": 0.5}, ["0.5", "0.001"], ["0", "0.0", "-0", "0.51"]),
+        ({"exclusiveMinimum": 1, "maximum": 1.5}, ["1.5", "1.2"], ["1", "1.0"]),
+        ({"exclusiveMaximum": -1, "minimum": -1.5}, ["-1.5", "-1.2"], ["-1", "-1.0"]),
+        ({"exclusiveMaximum": 0, "minimum": -0.5}, ["-0.5", "-0.1"], ["0", "-0", "-0.0"]),
+        ({"exclusiveMinimum": 0, "maximum": 0.3, "multipleOf": 0.1}, ["0.1", "0.3"], ["0", "0.4"]),
+        ({"allOf": [{"type": "number", "exclusiveMinimum": 0}, {"maximum": 0.5}]}, ["0.5"], ["0", "0.6"]),
+        ({"exclusiveMinimum": 2, "minimum": 1, "maximum": 2.5}, ["2.5"], ["2", "1.5"]),
+        ({"exclusiveMinimum": True, "minimum": 0, "maximum": 0.5}, ["0.5"], ["0"]),
+        ({"type": "integer", "exclusiveMinimum": 0, "exclusiveMaximum": 3}, ["1", "2"], ["0", "3"]),
+        ({"type": "integer", "maximum": (1 << 53) - 1}, [str((1 << 53) - 1)], [str(1 << 53)]),
+        ({"oneOf": [{"const": 1}, {"const": 2}, {"const": True}]}, ["1", "2", "true"], ["3"]),
+        ({"oneOf": [with_kind(1), with_kind(2), {"type": "null"}]}, ['{"kind":1}', "null"], ['{"kind":3}']),
+        ({"type": "integer", "oneOf": [{"maximum": 9}, {"exclusiveMinimum": 9}]}, ["9", "10"], ["1.5"]),
+        ({"oneOf": [{"enum": [1, "a"]}, {"enum": [2, "b"]}, {"type": "object"}]}, ["1", '"b"', "{}"], ['"c"']),
+    ],
+)  # fmt: skip
+def test_numbers_are_those_that_a_schema_allows(schema, right, wrong, matches):
+    grammar = json_schema_grammar(schema if "oneOf" in schema or "allOf" in schema else {"type": "number"} | schema)
+    assert [matches(grammar, text) for text in right] == [True] * len(right)
+    assert [matches(grammar, text) for text in wrong] == [False] * len(wrong)
+
+
+@pytest.mark.parametrize(
+    "alternatives",
+    [
+        [{"const": 1}, {"const": 1.0}],
+        [{"type": "integer", "maximum": 9}, {"type": "number", "minimum": 9}],
+        [{"type": "integer"}, {"type": ["number", "null"], "minimum": 0}],
+        [with_kind(1), with_kind(1)],
+        [with_kind(1), {**with_kind(2), "required": []}, {**with_kind(2), "type": ["object", "null"]}],
+        [{"const": 1}, True],
+        [{"const": 1}, {"required": [[]], "properties": 3, "type": [{}]}],
+    ],
+)
+def test_alternatives_that_may_overlap_stay_alternatives(alternatives):
+    assert '"oneOf"' in json_schema_grammar({"oneOf": alternatives})
+
+
+@pytest.mark.parametrize(
+    ("schema", "named"),
+    [
+        ({"type": "integer", "minimum": 10**19, "maximum": 10**20}, "minimum has 10000000000000000000,"),
+        ({"type": "integer", "minimum": 0, "maximum": (1 << 63) - 1}, "maximum has 9223372036854775807,"),
+        ({"type": "number", "exclusiveMaximum": 1e20}, r"exclusiveMaximum has 1e\+20,"),
+        ({"type": "number", "minimum": 3.9999999999999996}, "minimum has 3.9999999999999996,"),
+        ({"properties": {"a": {"items": {"enum": [[(1 << 53) + 1]]}}}}, "enum has 9007199254740993,"),
+        ({"$defs": {"const": {"const": 1e-30}}}, "const has 1e-30,"),
+        (
+            {"type": "number", "oneOf": [{"exclusiveMinimum": 10**400}, {"maximum": 0}]},
+            "exclusiveMinimum has a number of more than 60 digits,",
+        ),
+    ],
+)
+def test_numbers_that_cannot_be_enforced_are_refused_or_left_out(schema, named):
+    with pytest.raises(GrammarError, match=f"{named} which can't be enforced; use at most 15 digits.*or leave"):
+        json_schema_grammar(schema)
+    assert f'"{named.split()[0]}":' not in json_schema_grammar(schema, is_strict=False).replace('"const":{', "")
+
+
+def test_names_of_properties_are_no_keywords():
+    properties = {"exclusiveMinimum": True, "minimum": {"const": 1}, "const": {"enum": [2]}, "oneOf": {}}
+    assert json.dumps(properties, separators=(",", ":")) in json_schema_grammar({"properties": properties})
+    default = {"default": {"exclusiveMinimum": 0, "maximum": 1 << 64}}
+    assert json.dumps(default, separators=(",", ":"))[1:-1] in json_schema_grammar(default)
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [

@@ -157,6 +157,26 @@ def test_calls_are_forced_by_a_grammar_and_answers_have_theirs_after_the_reasoni
     assert writer.grammars[-1] and "@answer" not in writer.grammars[-1]
 
 
+@pytest.mark.parametrize(
+    ("schema", "words"),
+    [
+        (
+            {"not": {"type": "object"}},
+            "keywords can't be enforced: not; leave them out, or send the function without strict",
+        ),
+        ({"properties": {"n": {"type": "integer", "maximum": 1 << 63}}}, "maximum has 9223372036854775808"),
+        ({"properties": {"n": {"type": "integer", "minimum": 2, "maximum": 1}}, "required": ["n"]}, "Unsatisfiable"),
+    ],
+)
+def test_a_function_whose_schema_cannot_be_enforced_is_named(client, schema, words):
+    strict = {"name": "set_alarm", "strict": True, "parameters": {"type": "object", **schema}}
+    with pytest.raises(openai.BadRequestError) as caught:
+        ask(client, tools=[*TOOLS, {"type": "function", "function": strict}], tool_choice="required")
+    message = caught.value.message
+    assert caught.value.param == "tools" and "tools can't be used: function set_alarm: " in message
+    assert words in message and "call_" not in message and "x-guidance" not in message
+
+
 def test_a_model_without_a_known_form_refuses_tools(tmp_path):
     write_model_dir(tmp_path / "tiny")
     with served_router(tmp_path / "tiny") as (router, workers):

@@ -77,10 +77,10 @@ def _schema_of(kind: str, chance: random.Random, depth: int) -> dict[str, Any]:
             low = chance.randint(0, 3)
             return {"type": "string", "minLength": low, "maxLength": low + chance.randint(0, 12)}
         case "integer":
-            low = chance.randint(-50, 50)
-            return {"type": "integer", "minimum": low, "maximum": low + chance.randint(0, 200)}
+            return {"type": "integer", **_bounds(chance, 3)}
         case "number":
-            return {"type": "number", chance.choice(["minimum", "exclusiveMinimum"]): chance.randint(-9, 9)}
+            step = {"multipleOf": 0.25} if chance.random() < 0.2 else {}
+            return {"type": "number", **_bounds(chance, 0.5), **step}
         case "boolean" | "null":
             return {"type": [kind, "integer"]} if chance.random() < 0.3 else {"type": kind}
         case "enum":
@@ -104,6 +104,14 @@ def _schema_of(kind: str, chance: random.Random, depth: int) -> dict[str, Any]:
         case "ref":
             return {"$defs": {"d": random_schema(chance, 3)}, "type": "array", "items": _ref(depth), "maxItems": 3}
     return _object(chance, depth)
+
+
+def _bounds(chance: random.Random, least: float) -> dict[str, float]:
+    """Return one or two bounds of numbers, at least ``least`` apart; many are fractions, 0, or in the same unit."""
+    low = chance.choice([0, 1, -1, -least, chance.randint(-50, 50), *(round(chance.uniform(-2, 2), n) for n in (1, 3))])
+    high = round(low + least + chance.choice([0, 0.125, 1, chance.randint(1, 200)]), 3)
+    bounds = {chance.choice(["minimum", "exclusiveMinimum"]): low, chance.choice(["maximum", "exclusiveMaximum"]): high}
+    return dict(chance.sample(sorted(bounds.items()), chance.choice([1, 2, 2])))
 
 
 def _ref(depth: int) -> dict[str, Any]:

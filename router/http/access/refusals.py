@@ -8,12 +8,15 @@ from typing import Any
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
+from starlette.types import Scope
 
 from splitserve.common.logs import RateLimitedLog
 from splitserve.router.http.access.request_id import request_id_of
 from splitserve.router.http.api_error import ApiError
 
 log = logging.getLogger(__name__)
+
+_SHAPE_KEY = "splitserve.error_shape"
 
 Handlers = dict[int | type[Exception], Callable[[Request, Any], Coroutine[Any, Any, Response]]]
 
@@ -43,11 +46,12 @@ class Refusals:
             self._warnings.write(time.monotonic(), line)
         elif self._writes_lines:
             log.info("request %s refused (%d), %s: %s", request_id, error.status, path, error.message)
-        return _answer(error)
+        return _answer(error, request.scope)
 
     async def _on_http_exception(self, request: Request, error: HTTPException) -> Response:
         """Answer 404 and 405 of the routing itself."""
-        response = _answer(ApiError(error.status_code, f"{error.detail}: {request.method} {request.url.path}"))
+        message = f"{error.detail}: {request.method} {request.url.path}"
+        response = _answer(ApiError(error.status_code, message), request.scope)
         response.headers.update(error.headers or {})
         return response
 
@@ -57,14 +61,22 @@ class Refusals:
             log.info("request %s cancelled: the client hung up before it began", request_id_of(request))
         return Response(status_code=400)  # the client is gone
 
-    async def _on_unexpected(self, _request: Request, _error: Exception) -> Response:
-        return internal_error()
+    async def _on_unexpected(self, request: Request, _error: Exception) -> Response:
+        response = internal_error(request.scope)
+        response.headers["connection"] = "close"  # the framework raises the error anew, for which the server closes it
+        return response
 
 
-def internal_error() -> Response:
-    """Return the answer for a bug of ours; the server logs the traceback."""
-    return _answer(ApiError(500, "internal error", code="internal_error"))
+def shape_errors(request: Request, encode: Callable[[ApiError], bytes]) -> None:
+    """Give the errors of a request the body that ``encode`` returns, in place of OpenAI's."""
+    request.scope[_SHAPE_KEY] = encode
 
 
-def _answer(error: ApiError) -> Response:
-    return Response(error.encode(), error.status, error.headers(), "application/json")
+def internal_error(scope: Scope) -> Response:
+    """Return the answer for a bug of ours, whose traceback is logged."""
+    return _answer(ApiError(500, "internal error", code="internal_error"), scope)
+
+
+def _answer(error: ApiError, scope: Scope) -> Response:
+    encode: Callable[[ApiError], bytes] = scope.get(_SHAPE_KEY, ApiError.encode)
+    return Response(encode(error), error.status, error.headers(), "application/json")

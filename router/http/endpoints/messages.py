@@ -1,6 +1,6 @@
 """``/v1/messages`` and ``/v1/messages/count_tokens``: Anthropic's Messages API, whole and as its events."""
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -8,6 +8,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from splitserve.protocol.request import FinishReason
+from splitserve.router.http.access.refusals import shape_errors
 from splitserve.router.http.access.request_id import arrival_of, request_id_of
 from splitserve.router.http.api_error import ApiError
 from splitserve.router.http.endpoints.items import Run, RunClosed, RunGrew, RunOpened, Runs, Step, runs_of
@@ -37,37 +38,28 @@ class Messages:
         self._serving = serving
 
     async def create(self, request: Request) -> Response:
-        return await _with_errors(self._create, request)
-
-    async def count(self, request: Request) -> Response:
-        return await _with_errors(self._count, request)
-
-    async def _create(self, request: Request) -> Response:
+        shape_errors(request, _error_body)
         arrived_at = arrival_of(request)
         body, num_bytes = await self._serving.read(request, MessagesRequest)
-        chat = body.chat()
-        return await self._serving.generate(
-            request,
-            body,
-            num_bytes,
-            MessagesFormat(self._serving.model.name(body.model), request_id=request_id_of(request)),
-            lambda limits: self._serving.preparation.chat(chat, limits),
-            arrived_at=arrived_at,
-        )
+        with body.own_names():
+            chat = body.chat()
+            return await self._serving.generate(
+                request,
+                body,
+                num_bytes,
+                MessagesFormat(self._serving.model.name(body.model), request_id=request_id_of(request)),
+                lambda limits: self._serving.preparation.chat(chat, limits),
+                arrived_at=arrived_at,
+            )
 
-    async def _count(self, request: Request) -> Response:
+    async def count(self, request: Request) -> Response:
+        shape_errors(request, _error_body)
         body, _ = await self._serving.read(request, CountRequest)
         preparation = self._serving.preparation
-        text = await preparation.chat_text(body.chat())
+        with body.own_names():
+            text = await preparation.chat_text(body.chat())
         token_ids = await preparation.tokens_of(text, add_special_tokens=False, most=MAX_TOKENS)
         return JSONResponse({"input_tokens": len(token_ids)})
-
-
-async def _with_errors(handle: Callable[[Request], Awaitable[Response]], request: Request) -> Response:
-    try:
-        return await handle(request)
-    except ApiError as error:
-        return Response(_error_body(error), error.status, error.headers(), "application/json")
 
 
 def _error(error: ApiError) -> dict[str, Any]:

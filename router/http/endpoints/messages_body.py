@@ -6,12 +6,12 @@ import msgspec
 from pydantic import BaseModel, ConfigDict, Field
 
 from splitserve.router.http.chat_fields import MAX_PARTS, MAX_TOOLS, CallId, FunctionName
-from splitserve.router.http.endpoints.conversion import chat_of, invalid_field
+from splitserve.router.http.endpoints.conversion import ConvertedRequest, check_num_calls, invalid_field
 from splitserve.router.http.schema import (
     MAX_MESSAGES,
     MAX_STOP_STRINGS,
     ChatCompletionRequest,
-    GenerationRequest,
+    Off,
     StopString,
 )
 
@@ -66,7 +66,7 @@ class InputMessage(_Strict):
     """A turn of the user or of the model."""
 
     role: Literal["user", "assistant"]
-    content: str | Annotated[list[Block], Field(fail_fast=True, max_length=MAX_PARTS)]
+    content: str | Annotated[list[Block], Field(fail_fast=True, min_length=1, max_length=MAX_PARTS)]
 
 
 class AnthropicTool(_Strict):
@@ -97,7 +97,12 @@ class Thinking(_Strict):
     display: str | None = None
 
 
-class CountRequest(GenerationRequest):
+class MessagesStreamOptions(_Strict):
+    include_usage: bool | None = None  # a stream has it in any case
+    include_obfuscation: Off | None = None
+
+
+class CountRequest(ConvertedRequest):
     """A conversation whose tokens are counted."""
 
     neutral: ClassVar[dict[str, tuple[Any, ...]]] = NEUTRAL
@@ -109,6 +114,7 @@ class CountRequest(GenerationRequest):
     tool_choice: AnthropicChoice | None = None
     thinking: Thinking | None = None
     cache_control: CacheControl | None = None
+    stream_options: MessagesStreamOptions | None = None  # type: ignore[assignment]
 
     def chat(self) -> ChatCompletionRequest:
         """Return the chat of the body. Raises :class:`ApiError` 400."""
@@ -123,12 +129,14 @@ class CountRequest(GenerationRequest):
                 messages += _user_messages(message.content, field)
             else:
                 messages.append(_assistant_message(message.content, field))
-        return chat_of(self, messages, self._chat_fields())
+        return self.chat_of(messages, self._chat_fields())
 
     def _chat_fields(self) -> dict[str, Any]:
         """Return the parameters that chats write in another form."""
         fields: dict[str, Any] = {} if self.max_tokens is None else {"max_tokens": self.max_tokens}
         if self.stop_sequences:
+            if self.stop:
+                raise invalid_field("stop", "and stop_sequences are both set; give stop_sequences")
             fields["stop"] = self.stop_sequences
         if self.tools is not None:
             fields["tools"] = [_tool(tool) for tool in self.tools]
@@ -136,6 +144,8 @@ class CountRequest(GenerationRequest):
             fields["enable_thinking"] = self.thinking.type != "disabled"
         choice = self.tool_choice
         if choice is not None:
+            if choice.type == "any" and not self.tools:
+                raise invalid_field("tool_choice", "any needs tools, but the request has none")
             fields["tool_choice"] = _choice(choice)
             if choice.disable_parallel_tool_use is not None:
                 fields["parallel_tool_calls"] = not choice.disable_parallel_tool_use
@@ -199,6 +209,7 @@ def _assistant_message(blocks: list[Block], field: str) -> dict[str, Any]:
             arguments = msgspec.json.encode(block.input or {}).decode()
             function = {"name": name, "arguments": arguments}
             calls.append({"id": _needed(block.id, f"{where}.id"), "type": "function", "function": function})
+            check_num_calls(calls, where)
         else:
             raise invalid_field(f"{where}.type", f"is {block.type}, which belongs into user messages")
     message: dict[str, Any] = {"role": "assistant", "content": "\n".join(texts)}

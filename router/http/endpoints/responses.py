@@ -44,16 +44,17 @@ class Responses:
     async def create(self, request: Request) -> Response:
         arrived_at = arrival_of(request)
         body, num_bytes = await self._serving.read(request, ResponsesRequest)
-        chat = body.chat()
         model = self._serving.model.name(body.model)
-        return await self._serving.generate(
-            request,
-            body,
-            num_bytes,
-            ResponsesFormat(model, body, request_id_of(request)),
-            lambda limits: self._serving.preparation.chat(chat, limits),
-            arrived_at=arrived_at,
-        )
+        with body.own_names():
+            chat = body.chat()
+            return await self._serving.generate(
+                request,
+                body,
+                num_bytes,
+                ResponsesFormat(model, body, request_id_of(request)),
+                lambda limits: self._serving.preparation.chat(chat, limits),
+                arrived_at=arrived_at,
+            )
 
 
 class ResponsesFormat(Format):

@@ -8,8 +8,8 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from splitserve.router.http.chat_fields import MAX_PARTS, MAX_TOOLS, CallId, FunctionName
-from splitserve.router.http.endpoints.conversion import chat_of, invalid_field
-from splitserve.router.http.schema import MAX_MESSAGES, NEUTRAL_ONLY, ChatCompletionRequest, GenerationRequest
+from splitserve.router.http.endpoints.conversion import ConvertedRequest, check_num_calls, invalid_field
+from splitserve.router.http.schema import MAX_MESSAGES, NEUTRAL_ONLY, ChatCompletionRequest
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     **{name: NEUTRAL_ONLY[name] for name in ("moderation", "store")},
@@ -102,7 +102,7 @@ class ResponsesStreamOptions(_Strict):
     include_obfuscation: bool | None = None
 
 
-class ResponsesRequest(GenerationRequest):
+class ResponsesRequest(ConvertedRequest):
     """A conversation, and how to answer. Sampling parameters of chats are accepted as well."""
 
     neutral: ClassVar[dict[str, tuple[Any, ...]]] = NEUTRAL
@@ -118,13 +118,14 @@ class ResponsesRequest(GenerationRequest):
     include: Annotated[list[Literal["reasoning.encrypted_content"]], Field(max_length=16)] | None = None
     stream_options: ResponsesStreamOptions | None = None  # type: ignore[assignment]
 
-    @property
-    def include_usage(self) -> bool:
-        return True
-
-    @property
-    def continuous_usage(self) -> bool:
-        return False
+    def names(self) -> dict[str, str]:
+        """See :class:`ConvertedRequest`."""
+        names = super().names() | {r"^messages\b": "input"}
+        if self.max_tokens is None:
+            names[r"\bmax_tokens\b"] = "max_output_tokens"
+        if self.text is not None and self.text.format is not None:
+            names[r"^response_format(\.json_schema)?\b"] = "text.format"
+        return names
 
     def chat(self) -> ChatCompletionRequest:
         """Return the chat of the body. Raises :class:`ApiError` 400."""
@@ -137,17 +138,15 @@ class ResponsesRequest(GenerationRequest):
         fields = self._chat_fields()
         if (form := self._response_format()) is not None:
             fields["response_format"] = form
-        return chat_of(self, found, fields)
+        return self.chat_of(found, fields)
 
     def _chat_fields(self) -> dict[str, Any]:
         """Return the parameters that chats write in another form."""
         fields: dict[str, Any] = {}
-        if self.max_output_tokens is not None:
-            fields["max_tokens"] = self.max_output_tokens
-        elif self.max_tokens is not None:
-            fields["max_tokens"] = self.max_tokens
-        if self.stop is not None:
-            fields["stop"] = self.stop
+        if None not in (self.max_tokens, self.max_output_tokens) and self.max_tokens != self.max_output_tokens:
+            raise invalid_field("max_output_tokens", "and max_tokens differ: give one of them")
+        if (most := self.max_output_tokens or self.max_tokens) is not None:
+            fields["max_tokens"] = most
         if self.tools is not None:
             fields["tools"] = [
                 {"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_none=True)}
@@ -219,7 +218,9 @@ class _Messages:
         call = {"id": item.call_id, "type": "function", "function": function}
         last = self._messages[-1] if self._messages else {}
         if last.get("role") == "assistant" and not self._reasoning:
-            last.setdefault("tool_calls", []).append(call)
+            calls = last.setdefault("tool_calls", [])
+            calls.append(call)
+            check_num_calls(calls, field)
         else:
             assistant: dict[str, Any] = {"role": "assistant", "content": None, "tool_calls": [call]}
             self._messages.append(assistant | self._taken_reasoning())

@@ -83,7 +83,11 @@ class Renderer:
         """
         if self._template is None:
             raise ChatTemplateError("this model has no chat template: use /v1/completions")
-        request = _encode(Rendering(list(messages), None if tools is None else list(tools), dict(variables or {})))
+        rendering = Rendering(list(messages), None if tools is None else list(tools), dict(variables or {}))
+        try:
+            request = msgspec.json.encode(rendering)
+        except RecursionError:
+            raise ChatTemplateError("the values for the chat template are nested too deeply") from None
         return await (await self._take()).render(request)
 
     def close(self) -> None:

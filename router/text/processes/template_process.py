@@ -1,9 +1,10 @@
 """Main of a process that renders chat templates: ``python -m splitserve.router.text.processes.template_process``. Only
 :mod:`.renderer` starts it.
 
-The messages (:mod:`.child`) are msgpack. The first is a :class:`Setup`, answered by a :class:`Reply` with the names of
-the template's variables, a line each; then comes one :class:`Rendering` after the other, each answered by a Reply. An
-alarm ends the process when a rendering takes far too long.
+The messages (:mod:`.child`) are msgpack, but renderings are JSON, which holds whole numbers of any size. The first is a
+:class:`Setup`, answered by a :class:`Reply` with the names of the template's variables, a line each; then comes one
+:class:`Rendering` after the other, each answered by a Reply. An alarm ends the process when a rendering takes far too
+long.
 """
 
 import gc
@@ -68,7 +69,7 @@ def _compile(setup: Setup) -> ChatTemplate:
 
 def _render(template: ChatTemplate, message: bytes, seconds: float) -> bytes:
     """Return the framed :class:`Reply`. The alarm's default action ends the process: no exception would stop jinja2."""
-    wanted = msgspec.msgpack.decode(message, type=Rendering)
+    wanted = msgspec.json.decode(message, type=Rendering)
     signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         return _sent(Reply(template.render(wanted.messages, wanted.tools, wanted.variables)))
