@@ -174,7 +174,7 @@ def main(status_fd: int | None = None, listener_fd: int = -1) -> int:
     """Follow the order on standard input. ``status_fd``: the status pipe of a child of a fork server; ``listener_fd``:
     its listening socket, if it gets one."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # until there is something to end in order
-    # A fork server's child has it blocked until here, a child of one of Ray's actors as well.
+    # A child of one of Ray's actors has it blocked.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     # Allows writing to a terminal of which another group is in the foreground.
     signal.signal(signal.SIGTTOU, signal.SIG_IGN)

@@ -101,8 +101,8 @@ class ForkServer:
         return True
 
     def _fork(self, order: ForkOrder, descriptors: list[int]) -> int:
-        """Start a child; returns its process id, in this process alone. The child begins with SIGINT blocked: it can't
-        end in order yet (:func:`splitserve.orchestration.hosts.child.main`)."""
+        """Start a child; returns its process id, in this process alone. SIGINT is blocked until it ends a child without
+        words, which has nothing to end in order yet."""
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         pid = os.fork()
         if pid == 0:
@@ -123,6 +123,8 @@ class ForkServer:
     def _continue_as_child(self, order: ForkOrder, descriptors: list[int]) -> NoReturn:
         status = 1
         try:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
             os.setpgid(0, 0)  # a terminal's Ctrl-C reaches the launcher alone
             self._selector.close()
             self._control.close()
