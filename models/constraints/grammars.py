@@ -4,10 +4,10 @@ from collections import OrderedDict
 from pathlib import Path
 from threading import Lock
 
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance import LLMatcher, LLParserLimits
 
 from splitserve.common.errors import SplitserveError
-from splitserve.common.grammars import GRAMMAR_LIMITS, load_grammar_tokenizer
+from splitserve.common.grammars import GRAMMAR_LIMITS, GrammarTokenizer, load_grammar_tokenizer
 from splitserve.protocol.sampling_features import Constraint
 
 MAX_GRAMMARS = 64
@@ -28,7 +28,7 @@ class Grammars:
         self._vocab_size = vocab_size
         self._max_grammars = max_grammars
         self._lock = Lock()
-        self._tokenizers: dict[tuple[int, ...], LLTokenizer] = {}  # by end tokens: one, unless routers disagree
+        self._tokenizers: dict[tuple[int, ...], GrammarTokenizer] = {}  # by end tokens: one, unless routers disagree
         self._compiled: OrderedDict[_Source, LLMatcher] = OrderedDict()  # least recently used first
 
     @property
@@ -51,12 +51,13 @@ class Grammars:
 
     def _compile(self, constraint: Constraint) -> LLMatcher:
         limits = LLParserLimits(**GRAMMAR_LIMITS)
-        matcher = LLMatcher(self._tokenizer(constraint.end_token_ids), constraint.grammar, log_level=0, limits=limits)
+        tokenizer = self._tokenizer(constraint.end_token_ids).of(constraint.grammar)
+        matcher = LLMatcher(tokenizer, constraint.grammar, log_level=0, limits=limits)
         if matcher.is_error():
             raise ConstraintError(f"the grammar can't be compiled: {problem_of(matcher)}")
         return matcher
 
-    def _tokenizer(self, end_token_ids: tuple[int, ...]) -> LLTokenizer:
+    def _tokenizer(self, end_token_ids: tuple[int, ...]) -> GrammarTokenizer:
         tokenizer = self._tokenizers.get(end_token_ids)
         if tokenizer is None:
             if outside := [token_id for token_id in end_token_ids if token_id >= self._vocab_size]:

@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema
-from llguidance import LLMatcher, LLTokenizer
+from llguidance import LLMatcher
 
 from serving import complete_all
-from splitserve.common.grammars import load_grammar_tokenizer
+from splitserve.common.grammars import GrammarTokenizer, load_grammar_tokenizer
 from splitserve.router.text.grammars import json_schema_grammar
 from splitserve.router.text.tokenizer import ModelTokenizer
 
@@ -177,7 +177,7 @@ def _body(model: Path, seed: int, schema: dict[str, Any], bias: dict[int, float]
 def _problem(
     schema: dict[str, Any],
     choice: dict[str, Any],
-    vocabulary: LLTokenizer,
+    vocabulary: GrammarTokenizer,
     tokenizer: ModelTokenizer,
     outcomes: Outcomes,
 ) -> str:
@@ -201,14 +201,15 @@ def _problem(
 
 
 def completed(
-    token_ids: list[int], schema: dict[str, Any], vocabulary: LLTokenizer, tokenizer: ModelTokenizer
+    token_ids: list[int], schema: dict[str, Any], vocabulary: GrammarTokenizer, tokenizer: ModelTokenizer
 ) -> str | None:
     """Return a cut answer with a short way to its end; None if no answer by the schema begins so."""
-    matcher = LLMatcher(vocabulary, json_schema_grammar(schema), log_level=0)
+    grammar = json_schema_grammar(schema)
+    matcher = LLMatcher(vocabulary.of(grammar), grammar, log_level=0)
     if not matcher.consume_tokens(token_ids):
         return None
     ids = token_ids + _completion(matcher, tokenizer)
-    return vocabulary.decode_bytes([each for each in ids if each not in tokenizer.eos_token_ids]).decode()
+    return vocabulary.usual.decode_bytes([each for each in ids if each not in tokenizer.eos_token_ids]).decode()
 
 
 def _completion(matcher: LLMatcher, tokenizer: ModelTokenizer) -> list[int]:

@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema
-from llguidance import LLTokenizer
 
 from random_schemas import completed
-from splitserve.common.grammars import load_grammar_tokenizer
+from splitserve.common.grammars import GrammarTokenizer, load_grammar_tokenizer
 from splitserve.router.text.tokenizer import ModelTokenizer
 from storm_answers import ChoiceAnswer
 from storm_requests import TOOLS, StormCase
@@ -23,7 +22,7 @@ class DocumentJudge:
         self._tokenizer = ModelTokenizer(model)
 
     @cached_property
-    def _vocabulary(self) -> LLTokenizer:
+    def _vocabulary(self) -> GrammarTokenizer:
         return load_grammar_tokenizer(self._model, self._tokenizer.eos_token_ids)
 
     def check(self, case: StormCase, choice: ChoiceAnswer) -> bool:

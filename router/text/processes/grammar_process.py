@@ -12,10 +12,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance import LLMatcher, LLParserLimits
 
 from splitserve.common.errors import CheckpointError
-from splitserve.common.grammars import GRAMMAR_LIMITS, load_grammar_tokenizer
+from splitserve.common.grammars import GRAMMAR_LIMITS, GrammarTokenizer, load_grammar_tokenizer
 from splitserve.router.text.processes.child import connect, framed, receive
 
 MAX_MEMORY_BYTES = 4 << 30  # of address space: a large vocabulary takes a tenth of it
@@ -36,9 +36,9 @@ class Verdict(msgspec.Struct, frozen=True, array_like=True):
     error: str = ""  # "": it can be used
 
 
-def verdict_on(grammar: str, tokenizer: LLTokenizer) -> Verdict:
+def verdict_on(grammar: str, vocabulary: GrammarTokenizer) -> Verdict:
     """Compile a grammar and make its first mask."""
-    limits = LLParserLimits(**GRAMMAR_LIMITS)
+    limits, tokenizer = LLParserLimits(**GRAMMAR_LIMITS), vocabulary.of(grammar)
     is_error, messages = LLMatcher.validate_grammar_with_warnings(grammar, tokenizer, limits=limits)
     if is_error:
         return Verdict(messages[0] or "it can't be compiled")
@@ -65,7 +65,7 @@ def main() -> None:
         _run_on_small_stack(lambda: connection.sendall(_answer(message, tokenizer, setup.cpu_seconds)))
 
 
-def _answer(message: bytes, tokenizer: LLTokenizer, cpu_seconds: float) -> bytes:
+def _answer(message: bytes, tokenizer: GrammarTokenizer, cpu_seconds: float) -> bytes:
     """Return the framed verdict on a grammar. The alarm's default action ends the process: no exception would stop the
     compiler."""
     signal.setitimer(signal.ITIMER_PROF, cpu_seconds)

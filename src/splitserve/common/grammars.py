@@ -1,6 +1,9 @@
 """Grammars through llguidance, alike on the router and on workers: the bounds of all, a model's vocabulary."""
 
+import re
+import unicodedata
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +23,12 @@ GRAMMAR_LIMITS: dict[str, Any] = {
 }
 """Arguments of llguidance.LLParserLimits: what the router has compiled, a worker can compile."""
 
+_ESCAPED = re.compile(r"\\u([0-9a-fA-F]{4})")
 
-def load_grammar_tokenizer(model_dir: Path, end_token_ids: Sequence[int], vocab_size: int | None = None) -> LLTokenizer:
+
+def load_grammar_tokenizer(
+    model_dir: Path, end_token_ids: Sequence[int], vocab_size: int | None = None
+) -> "GrammarTokenizer":
     """Return the vocabulary of tokenizer.json, padded to ``vocab_size`` tokens. Takes 10 us per token.
 
     Raises :class:`CheckpointError` for a tokenizer that llguidance can't use.
@@ -29,32 +36,66 @@ def load_grammar_tokenizer(model_dir: Path, end_token_ids: Sequence[int], vocab_
     path = model_dir / "tokenizer.json"
     try:
         check_file(path, MAX_TOKENIZER_BYTES)
-        own = LLTokenizer(str(path), eos_token=list(end_token_ids), slices=[])
-        return LLTokenizer(TokenizerWrapper(_PlainTextTokenizer(own, vocab_size or 0)), eos_token=list(end_token_ids))
+        tokenizer = LLTokenizer(str(path), eos_token=list(end_token_ids))
+        num_own = tokenizer.vocab_size
+        if vocab_size is not None and vocab_size > tokenizer.vocab_size:
+            tokenizer = LLTokenizer(str(path), n_vocab=vocab_size, eos_token=list(end_token_ids))
     except CheckpointError:
         raise
     except Exception as error:  # of a binding
         raise CheckpointError(f"{path} can't be used for structured output: {str(error)[:500]}") from error
+    return GrammarTokenizer(tokenizer, end_token_ids, num_own)
+
+
+class GrammarTokenizer:
+    """A vocabulary for grammars. llguidance makes tokens of the texts that a grammar forces; where these may hold the
+    name of a special token, or text that the tokenizer would normalize, they must be tokens that spell the text.
+    ``num_own``: tokens without those that pad the vocabulary."""
+
+    def __init__(self, usual: LLTokenizer, end_token_ids: Sequence[int], num_own: int) -> None:
+        self.usual = usual
+        self._end_token_ids = list(end_token_ids)
+        self._num_own = num_own
+
+    def of(self, grammar: str) -> LLTokenizer:
+        """Return the tokenizer to compile a grammar with: the usual one is quicker, since it is no Python code."""
+        text = _ESCAPED.sub(lambda found: chr(int(found[1], 16)), grammar).replace("\\", "")
+        if self._has_gaps:  # llguidance would take an id between them, without a token, for text
+            return self._plain
+        if unicodedata.is_normalized("NFC", text) and not any(name in text for name in self._special_names):
+            return self.usual
+        return self._plain
+
+    @cached_property
+    def _has_gaps(self) -> bool:
+        return any(self.usual.decode_bytes([each]) == _unused_name(each) for each in range(self._num_own))
+
+    @cached_property
+    def _special_ids(self) -> list[int]:
+        return [token_id for token_id in range(self.usual.vocab_size) if self.usual.is_special_token(token_id)]
+
+    @cached_property
+    def _special_names(self) -> list[str]:
+        names = (self.usual.decode_bytes([token_id]) for token_id in self._special_ids)
+        return [name.decode(errors="replace") for name in names if name]
+
+    @cached_property
+    def _plain(self) -> LLTokenizer:
+        return LLTokenizer(
+            TokenizerWrapper(_PlainTextTokenizer(self.usual, self._special_ids)), eos_token=self._end_token_ids
+        )
 
 
 class _PlainTextTokenizer:
-    """Tokenizer of the texts that a grammar forces, as llguidance's TokenizerWrapper needs it.
+    """Tokenizer whose tokens always spell the text, as llguidance's TokenizerWrapper needs it."""
 
-    Its tokens always spell the text. Those of tokenizer.json may not: they have a special token for its name, and those
-    of a text that is normalized first. A grammar, which allows neither for text, would fail at these.
-    """
-
-    def __init__(self, tokenizer: LLTokenizer, vocab_size: int) -> None:
+    def __init__(self, tokenizer: LLTokenizer, special_ids: Sequence[int]) -> None:
         self._tokenizer = tokenizer
         self.eos_token_id = tokenizer.eos_token
         self.bos_token_id = None
         self.tokens = [tokenizer.decode_bytes([token_id]) for token_id in range(tokenizer.vocab_size)]
-        self.tokens += map(_unused_name, range(tokenizer.vocab_size, vocab_size))
-        self.special_token_ids = [
-            token_id
-            for token_id, name in enumerate(self.tokens)
-            if name == _unused_name(token_id) or tokenizer.is_special_token(token_id)
-        ]
+        unused = (token_id for token_id, name in enumerate(self.tokens) if name == _unused_name(token_id))
+        self.special_token_ids = sorted({*special_ids, *unused})
         self._special_ids = frozenset(self.special_token_ids)
 
     def __call__(self, text: bytes) -> list[int]:
