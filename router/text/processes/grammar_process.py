@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
-from llguidance import LLMatcher, LLParserLimits
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from splitserve.common.errors import CheckpointError
 from splitserve.common.grammars import GRAMMAR_LIMITS, GrammarTokenizer, load_grammar_tokenizer
@@ -36,9 +36,9 @@ class Verdict(msgspec.Struct, frozen=True, array_like=True):
     error: str = ""  # "": it can be used
 
 
-def verdict_on(grammar: str, vocabulary: GrammarTokenizer) -> Verdict:
+def verdict_on(grammar: str, tokenizer: LLTokenizer) -> Verdict:
     """Compile a grammar and make its first mask."""
-    limits, tokenizer = LLParserLimits(**GRAMMAR_LIMITS), vocabulary.of(grammar)
+    limits = LLParserLimits(**GRAMMAR_LIMITS)
     is_error, messages = LLMatcher.validate_grammar_with_warnings(grammar, tokenizer, limits=limits)
     if is_error:
         return Verdict(messages[0] or "it can't be compiled")
@@ -55,21 +55,23 @@ def main() -> None:
         return
     setup = msgspec.msgpack.decode(content, type=Setup)
     try:
-        tokenizer = load_grammar_tokenizer(Path(setup.model_dir), setup.end_token_ids)
+        vocabulary = load_grammar_tokenizer(Path(setup.model_dir), setup.end_token_ids)
     except CheckpointError as error:
         connection.sendall(_sent(Verdict(str(error))))
         return
     connection.sendall(_sent(Verdict()))
     threading.stack_size(STACK_BYTES)
     while message := receive(connection):
-        _run_on_small_stack(lambda: connection.sendall(_answer(message, tokenizer, setup.cpu_seconds)))
+        _run_on_small_stack(lambda: connection.sendall(_answer(message, vocabulary, setup.cpu_seconds)))
 
 
-def _answer(message: bytes, tokenizer: GrammarTokenizer, cpu_seconds: float) -> bytes:
+def _answer(message: bytes, vocabulary: GrammarTokenizer, cpu_seconds: float) -> bytes:
     """Return the framed verdict on a grammar. The alarm's default action ends the process: no exception would stop the
     compiler."""
+    grammar = msgspec.msgpack.decode(message, type=str)
+    tokenizer = vocabulary.of(grammar)  # the first of its kind takes longer than most grammars
     signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
-    verdict = verdict_on(msgspec.msgpack.decode(message, type=str), tokenizer)
+    verdict = verdict_on(grammar, tokenizer)
     signal.setitimer(signal.ITIMER_PROF, 0.0)
     return _sent(verdict)
 
