@@ -104,10 +104,12 @@ class ForkServer:
         """Start a child; returns its process id, in this process alone. SIGINT is blocked until it ends a child without
         words, which has nothing to end in order yet."""
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        pid = os.fork()
-        if pid == 0:
-            self._continue_as_child(order, descriptors)
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        try:
+            pid = os.fork()
+            if pid == 0:
+                self._continue_as_child(order, descriptors)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         with suppress(OSError):  # the child may have done so, and have ended
             os.setpgid(pid, pid)
         return pid
