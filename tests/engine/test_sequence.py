@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from core_driver import DECODE, PREFILL, Worker, decode_request, grant, prefill_request
@@ -112,6 +113,14 @@ def test_the_three_lengths_of_a_sequence_that_runs_ahead() -> None:
         sequence.on_launched(chunk, 0)
         assert (sequence.num_computed, sequence.num_launched, sequence.num_proposed) == (5, num_launched, 7)
         sequence.check_invariants(BLOCK_SIZE)
+
+
+def test_a_temperature_that_would_make_logits_infinite_is_greedy() -> None:
+    for given, drawn in ((1e-308, 0.0), (0.8, 0.8)):
+        sequence = in_stage(Stage.DECODING, block_ids=TWO, num_computed=5)
+        sequence.sampling = msgspec.structs.replace(sequence.sampling, temperature=given)
+        sample = sequence.chunk(1, BLOCK_SIZE).sample
+        assert sample is not None and sample.temperature == drawn
 
 
 def test_no_step_is_launched_beyond_what_is_proposed() -> None:

@@ -23,7 +23,7 @@ RATE_SECONDS = 5.0
 """Time constant of the measured rate."""
 PREDICTED_REQUESTS = 4.0
 """Requests that the predicted rate counts as in the beginning; it fades as time is measured. By one or two requests
-that began in a fifth of a second the rate can be a third of the true one, and requests would be refused for it."""
+that began in a fifth of a second the rate can be a quarter of the true one, and requests would be refused for it."""
 
 
 @dataclass(slots=True, eq=False)
