@@ -1,7 +1,8 @@
 """Goodput from probes: the rate at which the pressure crosses 1, and intervals of it and of differences. Pure, seeded.
 
 Pressures at one rate are averaged in the logarithm. Between the highest rate up to which the objectives hold and the
-next one the logarithm of the pressure is interpolated over the rate.
+next one the logarithm of the pressure is interpolated over the rate. Where too many requests failed at that next rate,
+its pressure has no size: goodput is then the middle of the two rates, and its interval reaches from one to the other.
 """
 
 import math
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from splitserve.benchmarks.goodput.objectives import Objectives, Outcome
+from splitserve.benchmarks.goodput.objectives import MAX_PRESSURE, Objectives, Outcome
 
 NUM_RESAMPLES = 400
 INTERVAL_SHARE = 0.9
@@ -29,7 +30,7 @@ class Probe:
 
 
 QUALIFIERS = {"crossed": "", "at least": "at least ", "below": "less than "}
-"""Words before a rate, by the kind of goodput: interpolated; all probes held; none held."""
+"""Words before a rate, by the kind of goodput: between two probes; all probes held; none held."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +58,11 @@ class Interval:
         return f"{self.low:.3g} to {self.high:.3g}"
 
 
-def goodput_of(points: Sequence[tuple[float, float]]) -> Goodput:
-    """Return the goodput from pairs of rate and pressure."""
+def goodput_of(points: Sequence[tuple[float, float]], unknown_share: float = 0.5) -> Goodput:
+    """Return the goodput from pairs of rate and pressure.
+
+    ``unknown_share``, 0 to 1: place of the crossing between two rates where the pressure of the higher one has no size.
+    """
     by_rate: dict[float, list[float]] = defaultdict(list)
     for rate, pressure in points:
         by_rate[rate].append(math.log(max(pressure, 1e-6)))
@@ -68,7 +72,8 @@ def goodput_of(points: Sequence[tuple[float, float]]) -> Goodput:
         if log_pressure > 0:
             if previous is None:
                 return Goodput(rate, "below")
-            share = -previous[1] / (log_pressure - previous[1])
+            has_size = max(by_rate[rate]) < math.log(MAX_PRESSURE)
+            share = -previous[1] / (log_pressure - previous[1]) if has_size else unknown_share
             return Goodput(previous[0] + share * (rate - previous[0]), "crossed")
         previous = rate, log_pressure
     return Goodput(0.0 if previous is None else previous[0], "below" if previous is None else "at least")
@@ -115,4 +120,10 @@ def _resampled(
         chosen = block_indices(outcome.num_requests, num_resamples, random)
         pressures.append(outcome.pressures(chosen, objectives))
     by_load = np.reshape(pressures, (len(rates), num_resamples)).T.tolist()
-    return np.array([goodput_of(list(zip(rates, each, strict=True))).rate for each in by_load])
+    shares = random.random(num_resamples).tolist()
+    return np.array(
+        [
+            goodput_of(list(zip(rates, each, strict=True)), share).rate
+            for each, share in zip(by_load, shares, strict=True)
+        ]
+    )

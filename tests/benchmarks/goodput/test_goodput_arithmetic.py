@@ -70,6 +70,14 @@ def test_the_crossing_is_interpolated_in_the_logarithm() -> None:
     assert (goodput_of([(1.0, 0.5)]).kind, goodput_of([(1.0, 1.5)]).kind) == ("at least", "below")
 
 
+def test_a_pressure_without_a_size_leaves_the_whole_bracket_open() -> None:
+    refused = Outcome(np.full(100, math.inf), tuple(np.full(5, 1.0) for _ in range(100)), 100)
+    probes = [Probe(10.0, outcome(95.0, 1.0)), Probe(14.0, refused)]
+    assert goodput_of([(probe.rate, probe.outcome.pressure(OBJECTIVES)) for probe in probes]).rate == 12.0
+    found = interval(resampled_goodputs({"arm": probes}, OBJECTIVES, 0)["arm"])
+    assert 10.0 < found.low < 10.5 and 13.5 < found.high < 14.0
+
+
 def test_blocks_are_of_consecutive_requests() -> None:
     found, other = block_indices(100, 2, np.random.default_rng(0))
     assert found.tolist() != other.tolist() and len(found) == 100 and set(found) <= set(range(100))
