@@ -26,6 +26,14 @@ def finite(text: str) -> float:
     return number
 
 
+def more_than_one(text: str) -> float:
+    """Parse a finite number above 1."""
+    number = finite_number(text)
+    if number <= 1:
+        raise argparse.ArgumentTypeError(f"must be more than 1, got {text!r}")
+    return number
+
+
 def writable_directory(text: str) -> str:
     """Return the path of a directory, which is created if needed; "" unchanged, since it stands for a default."""
     if text:

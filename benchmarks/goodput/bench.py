@@ -20,7 +20,7 @@ from pathlib import Path
 
 import msgspec
 
-from splitserve.benchmarks.common.arguments import finite, positive, positive_seconds
+from splitserve.benchmarks.common.arguments import finite, more_than_one, positive, positive_seconds
 from splitserve.benchmarks.common.charts import require_matplotlib
 from splitserve.benchmarks.common.report import (
     machine,
@@ -150,7 +150,7 @@ def _compare(task: _Task, ends_at: float) -> bool:
 def _search(options: argparse.Namespace) -> Search | Sweep:
     if options.rates:
         return Sweep(options.rates, options.num_repeats)
-    return Search(options.first_rate, options.precision, options.num_repeats, options.max_probes)
+    return Search(options.first_rate, options.precision, options.num_repeats, options.max_probes, step=options.step)
 
 
 def _propose(comparison: Comparison, prober: Prober, twins: Twins, first_rate: float) -> None:
@@ -295,6 +295,12 @@ def _add_probe_options(parser: argparse.ArgumentParser) -> None:
         type=positive_seconds,
         metavar="R",
         help="requests per second of the first probe; with a twin of its short load",
+    )
+    add(
+        "--step",
+        type=more_than_one,
+        metavar="FACTOR",
+        help="from one rate of a search to the next one until one held and one failed; default: by the pressure, 1.4 to 2",
     )
     add(
         "--rates",

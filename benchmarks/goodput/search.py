@@ -14,7 +14,7 @@ class Search:
 
     It begins at ``first_rate``, goes up or down until two probes bracket the crossing, and halves the bracket until its
     ends are at most ``precision`` apart (0.1: 10%). Then each end is probed until it has ``num_repeats`` probes.
-    ``min_step``: the least factor between two rates before there is a bracket.
+    ``step``: the factor between two rates before there is a bracket; None: by the pressure, ``min_step`` or more.
     """
 
     first_rate: float
@@ -22,6 +22,7 @@ class Search:
     num_repeats: int = 2
     max_probes: int = MAX_PROBES
     min_step: float = MIN_STEP
+    step: float | None = None
     pressures: dict[float, list[float]] = field(default_factory=dict)  # by rate
 
     def note(self, rate: float, pressure: float) -> None:
@@ -59,9 +60,9 @@ class Search:
         return low, None
 
     def _beyond(self) -> float:
-        """Return a rate beyond all probes, farther where the pressure is farther from 1."""
+        """Return a rate beyond all probes."""
         rate = max(self.pressures) if self.bracket()[1] is None else min(self.pressures)
-        step = max(self.min_step, min(MAX_STEP, math.exp(abs(self._log_pressure(rate)))))
+        step = self.step or max(self.min_step, min(MAX_STEP, math.exp(abs(self._log_pressure(rate)))))
         return rate * step if self.bracket()[1] is None else rate / step
 
     def _log_pressure(self, rate: float) -> float:

@@ -125,6 +125,14 @@ def test_a_search_ends_with_its_probes() -> None:
     assert rates == [1.0, 2.0, 4.0, 8.0, 16.0]
 
 
+def test_a_given_step_is_kept_however_far_the_pressure_is() -> None:
+    search = Search(9.0, precision=0.2, num_repeats=1, step=1.15)
+    search.note(9.0, 1.97)  # by the pressure the next one would be 4.57
+    assert search.next_rate() == 7.83
+    search.note(7.83, 0.92)
+    assert search.next_rate() is None
+
+
 def test_arms_are_read_as_they_are_written() -> None:
     for arm in default_arms(3, [128, 512]):
         assert parse_arm(arm.name) == arm
