@@ -3,6 +3,7 @@
 import copy
 import math
 import re
+import reprlib
 import typing
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -91,7 +92,7 @@ def _fault(message: str, document: Any) -> _FaultError:
         return _FaultError((*steps, missing[1]), "is missing and has no default")
     if steps and steps[-1] == _SOME_VALUE:
         steps = (*steps[:-1], _wrong_key(_value_at(document, steps[:-1]), kind))
-    return _FaultError(steps, _explain(text, steps, kind))
+    return _FaultError(steps, _explain(text, steps, kind) + _given(text, steps, document))
 
 
 def _wrong_key(mapping: Mapping[str, Any], kind: Any) -> str:
@@ -192,6 +193,13 @@ def _explain(text: str, steps: Steps, kind: Any) -> str:
     wanted = " or ".join(_PLAIN_WORDS.get(word, word) for word in wrong[1].split(" | "))
     remedy = "; quote it" if "str" in wrong[1].split(" | ") and wrong[2] in ("int", "float", "bool") else ""
     return f"must be {wanted}, but is {_PLAIN_WORDS.get(wrong[2], wrong[2])}{remedy}"
+
+
+def _given(text: str, steps: Steps, document: Any) -> str:
+    """Return the value that is out of range, in words; "" for other faults, and for secrets."""
+    if not re.match(r"Expected `\w+` (?!of length)", text) or steps[:1] == ("secrets",):
+        return ""
+    return f", got {reprlib.repr(_value_at(document, steps))}"
 
 
 def _suggest(name: str, kind: Any) -> str:

@@ -15,12 +15,13 @@ from splitserve.router.admin.diagnosis.evidence import Evidence, milliseconds, p
 from splitserve.router.admin.diagnosis.objectives import missed_objective
 from splitserve.router.admin.diagnosis.prompts import cold_prefix, convoy, prefill_short
 from splitserve.router.admin.diagnosis.transfers import remote_memory, slow_transport, tier_down
-from splitserve.router.admin.diagnosis.workers import failures, fallback, no_worker, sick_worker
+from splitserve.router.admin.diagnosis.workers import failures, fallback, no_worker, paused, sick_worker
 
 MIN_SEVERITY = 0.15
 """Severity below which a cause is no bottleneck."""
 
 CAUSES: tuple[Callable[[Evidence], Iterator[Finding]], ...] = (
+    paused,
     no_worker,
     prefill_short,
     cold_prefix,
@@ -46,6 +47,7 @@ EXPLAINS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("sick_worker", ("prefill_short", "long_prompts", "decode_kv", "batch_too_big", "decode_slots", "failures")),
     ("remote_memory", ("sick_worker", "prefill_short", "batch_too_big")),
     ("router_cpu", ("prefill_short", "long_prompts")),
+    ("paused", ("no_worker", "prefill_short", "long_prompts", "decode_kv", "decode_slots", "missed_objective")),
 )
 """Causes, the deeper ones last, with the findings that they bring about."""
 

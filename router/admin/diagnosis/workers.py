@@ -1,4 +1,4 @@
-"""Causes in single workers: none that is ready, one that is slow or fails, requests that fail or fall back. Pure."""
+"""Causes in workers: all are paused, none is ready, one that is slow or fails, requests that fail or fall back. Pure."""
 
 from collections.abc import Iterator
 
@@ -12,6 +12,22 @@ MIN_FALLBACK_SHARE = 0.2
 OPEN_BREAKER = 0.6
 HARMLESS = ("cached_on_decode", "ended_with_first_token")
 """Reasons of a local path that are no fallback."""
+
+
+def paused(evidence: Evidence) -> Iterator[Finding]:
+    """Operators have paused the server."""
+    router = evidence.view.router
+    if not router.pause_mode:
+        return
+    waiting = router.num_waiting + router.num_queued
+    yield finding(
+        "paused",
+        1.0,
+        f"An operator has paused the server (mode {router.pause_mode}): no new request has begun for "
+        f"{milliseconds(router.paused_seconds)}.",
+        [f"{waiting} requests wait for the end of the pause" if waiting else ""],
+        "`splitserve resume` ends the pause.",
+    )
 
 
 def no_worker(evidence: Evidence) -> Iterator[Finding]:

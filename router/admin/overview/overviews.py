@@ -148,6 +148,7 @@ class Overviews:
         num_unread, unread_seconds = self.clients.unread(now)
         queued = self._core.gate.queue.requests()
         busy_share, starved_share = self._samples.shares()
+        pause = self._core.pause
         return RouterFigures(
             busy_share=busy_share,
             starved_share=starved_share,
@@ -162,6 +163,8 @@ class Overviews:
             unread_seconds=unread_seconds,
             is_ready=not reason,
             not_ready_reason=reason,
+            pause_mode=str(pause.mode or ""),
+            paused_seconds=now - pause.since if pause.is_on else 0.0,
         )
 
 

@@ -40,6 +40,18 @@ def test_a_cluster_without_workers_names_that() -> None:
     assert diagnosis.findings[0].name == "no_worker" and "no decode worker is ready" in diagnosis.sentence
 
 
+def test_a_pause_comes_before_what_it_brings_about() -> None:
+    view = with_stages(with_workers(healthy(), "prefill", busy_share=0.99), prefill_queue=3.0)
+    router = RouterFigures(pause_mode="keep", paused_seconds=12.0, num_waiting=2, num_queued=5)
+    for reason in ("", "no prefill worker is ready"):
+        paused = msgspec.structs.replace(router, is_ready=not reason, not_ready_reason=reason)
+        diagnosis = diagnose(replace(view, objectives=[], router=paused))
+        first, second, *_ = diagnosis.findings
+        assert first.name == "paused" and "mode keep" in first.sentence and "12.0 s" in first.sentence
+        assert first.reasons == ["7 requests wait for the end of the pause"] and "splitserve resume" in first.remedy
+        assert second.severity < first.severity
+
+
 def test_a_broken_worker_and_failures_are_named() -> None:
     names = [finding.name for finding in diagnose(broken()).findings]
     assert names[0] == "sick_worker" and "failures" in names

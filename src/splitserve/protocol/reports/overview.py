@@ -111,6 +111,8 @@ class RouterFigures(msgspec.Struct, frozen=True, kw_only=True):
     unread_seconds: Annotated[float, _text("The longest such time, now.")] = 0.0
     is_ready: Annotated[bool, _text("Whether a request could be placed now.")] = True
     not_ready_reason: Annotated[str, _text("Reason if not.")] = ""
+    pause_mode: Annotated[str, _text("Mode of the operators' pause; empty: there is none.")] = ""
+    paused_seconds: Annotated[float, _text("Time since that pause began.")] = 0.0
 
 
 class WorkerFigures(msgspec.Struct, frozen=True, kw_only=True):
