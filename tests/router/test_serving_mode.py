@@ -7,7 +7,7 @@ from splitserve.protocol.request import Role
 from splitserve.router.placement.cost import cost
 from splitserve.router.placement.modes.arrangements import Arrangements, Pool, Sizes, slow_wait
 from splitserve.router.placement.modes.recent_sizes import RATE_SECONDS, RecentSizes
-from splitserve.router.placement.modes.serving_mode import REVIEW_SECONDS, ServingMode
+from splitserve.router.placement.modes.serving_mode import NUM_REVIEWS, REVIEW_SECONDS, ServingMode
 from splitserve.router.placement.policies import Disaggregated, Local, RequestShape, Snapshot
 from splitserve.router.requests.objectives import Objectives
 from worker_views import view
@@ -104,11 +104,22 @@ def at_rate(rate, sizes=LONG_OUTPUTS, *, seconds=30.0, begin=0.0, recent=None):
     return recent, begin + seconds
 
 
-def mode_at(rate, objectives=LOOSE, workers=WORKERS, *, alike=True):
+def mode_at(rate, objectives=LOOSE, workers=WORKERS, *, alike=True, reviews=NUM_REVIEWS):
     mode = ServingMode(objectives)
     recent, now = at_rate(rate)
-    mode.review(workers, alike, recent, now)
+    for _ in range(reviews):
+        mode.review(workers, alike, recent, now)
     return mode
+
+
+def test_a_single_review_does_not_change_the_mode():
+    mode = mode_at(12.0, reviews=1)
+    assert not mode.is_aggregated and mode.held is not None
+    mode.review(WORKERS, True, *at_rate(4.0))
+    mode.review(WORKERS, True, *at_rate(12.0))
+    assert not mode.is_aggregated, "they don't count unless in a row"
+    mode.review(WORKERS, True, *at_rate(12.0))
+    assert mode.is_aggregated
 
 
 def test_serving_is_aggregated_under_load_where_it_holds_more():
@@ -123,7 +134,8 @@ def test_a_router_counts_the_load_of_the_others():
     mode, (recent, now) = ServingMode(LOOSE), at_rate(6.0)
     mode.review(WORKERS, True, recent, now)
     assert not mode.is_aggregated
-    mode.review(WORKERS, True, recent, now, routers=2.0)
+    for _ in range(NUM_REVIEWS):
+        mode.review(WORKERS, True, recent, now, routers=2.0)
     assert mode.is_aggregated
 
 

@@ -19,6 +19,9 @@ HIGH_LOAD, LOW_LOAD = 0.8, 0.6
 """Recent rate over that which disaggregated workers hold, from which on, and down to which, serving is aggregated.
 Below, disaggregated workers hold the objectives as well, with shorter gaps."""
 REVIEW_SECONDS = 1.0
+NUM_REVIEWS = 2
+"""Reviews in a row that must agree before serving becomes aggregated. The outputs of a single review's requests keep
+prefill workers slow for seconds after the mode has gone back."""
 MIN_PROMPTS = 20
 """Requests whose sizes are known, at least."""
 
@@ -42,6 +45,7 @@ class ServingMode:
         self._objectives = objectives
         self._has_objectives = min(objectives.ttft_seconds, objectives.tpot_seconds) > 0.0
         self._review_at = 0.0
+        self._num_agreeing = 0  # reviews in a row by which serving should be aggregated
 
     def is_due(self, now: float) -> bool:
         """Return whether :meth:`review` has something to do."""
@@ -66,7 +70,9 @@ class ServingMode:
         pays = whole > 0.0 and whole >= gain * split and rate >= load * split
         self._set(pays, f"{rate:.3g} requests/s come; aggregated {whole:.3g} can be held, disaggregated {split:.3g}")
 
-    def _set(self, is_aggregated: bool, why: str) -> None:
+    def _set(self, pays: bool, why: str) -> None:
+        self._num_agreeing = self._num_agreeing + 1 if pays else 0
+        is_aggregated = pays and (self.is_aggregated or self._num_agreeing >= NUM_REVIEWS)
         if is_aggregated != self.is_aggregated:
             self.is_aggregated = is_aggregated
             if is_aggregated:
