@@ -24,10 +24,10 @@ from splitserve.router.admin.metrics import RouterMetrics
 from splitserve.router.http.access.cross_origin import ANY_ORIGIN
 from splitserve.router.http.app import Api, create_app
 from splitserve.router.http.bodies.reader import BodyReader
-from splitserve.router.http.connections import Connections, HttpConfig
 from splitserve.router.http.endpoints.all import endpoints
 from splitserve.router.http.served_model import ServedModel
 from splitserve.router.http.serving import Serving
+from splitserve.router.http.sockets.connections import Connections, HttpConfig
 from splitserve.router.output.catalog import ResponseFormat, choose_format
 from splitserve.router.placement.next_turns import Texts
 from splitserve.router.requests.dispatcher import Dispatcher

@@ -300,7 +300,7 @@ def _add_probe_options(parser: argparse.ArgumentParser) -> None:
         "--step",
         type=more_than_one,
         metavar="FACTOR",
-        help="from one rate of a search to the next one until one held and one failed; default: by the pressure, 1.4 to 2",
+        help="from a search's rate to the next, until one held and one failed; default: by the pressure, 1.4 to 2",
     )
     add(
         "--rates",

@@ -18,7 +18,7 @@ from splitserve.benchmarks.attacks.http import CHUNKED, HEALTH, send_all
 from splitserve.benchmarks.router.worker_script import default_script
 from splitserve.protocol.config import HttpLimits
 from splitserve.protocol.request import Role
-from splitserve.router.http.connections import JoinedHead
+from splitserve.router.http.sockets.answer_writers import JoinedHead, Unchunked
 from waiting import PATIENCE_SECONDS, wait_until
 
 LIMIT = 64 * 1024
@@ -259,6 +259,30 @@ def test_a_head_without_a_body_is_written_before_the_end() -> None:
     answer.write(b"head")
     answer.close()
     assert transport.method_calls == [mock.call.write(b"head"), mock.call.close()]
+
+
+def test_a_client_of_http_1_0_gets_no_chunks(router: RouterProcess) -> None:
+    fields = {"model": "tiny", "prompt": [5, 6], "max_tokens": 3}
+    for stream in (False, True):
+        body = json.dumps({**fields, "stream": stream}).encode()
+        head = f"POST /v1/completions HTTP/1.0\r\n{JSON}Content-Length: {len(body)}\r\n\r\n"
+        with connect(router, head.encode() + body) as connection:
+            head_lines, _, answer = everything(connection).partition(b"\r\n\r\n")
+        assert b" 200 " in head_lines and b"transfer-encoding" not in head_lines and b"connection: close" in head_lines
+        if stream:
+            events = answer.split(b"\n\n")
+            assert events[-2:] == [b"data: [DONE]", b""] and all(each.startswith(b"data: ") for each in events[:-1])
+        else:
+            assert json.loads(answer)["usage"]["completion_tokens"] == 3
+
+
+def test_a_header_that_looks_like_chunks_stays() -> None:
+    transport = mock.Mock(spec=asyncio.Transport)
+    answer = Unchunked(transport)
+    head = b"HTTP/1.1 200 OK\r\nx: transfer-encoding: chunked\r\n"
+    for data in (head + b"transfer-encoding: chunked\r\n\r\n", b"b\r\n5\r\nb\r\n0\r\n\r\n\r\n0\r\n\r\n", b"0\r\n\r\n"):
+        answer.write(data)
+    assert transport.method_calls == [mock.call.write(head + b"\r\n5\r\nb\r\n0\r\n\r\n")]
 
 
 def test_answers_without_bodies_are_heads(router: RouterProcess) -> None:

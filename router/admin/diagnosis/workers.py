@@ -1,4 +1,4 @@
-"""Causes in workers: all are paused, none is ready, one that is slow or fails, requests that fail or fall back. Pure."""
+"""Causes in workers: all are paused, none is ready, one is slow or fails, requests fail or fall back. Pure."""
 
 from collections.abc import Iterator
 

@@ -173,7 +173,7 @@ MAX_ROUTERS = 16
 
 
 class HttpLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """Bounds of the router's HTTP connections (:mod:`splitserve.router.http.connections`)."""
+    """Bounds of the router's HTTP connections (:mod:`splitserve.router.http.sockets.connections`)."""
 
     max_header_bytes: Annotated[
         int,

@@ -33,6 +33,7 @@ from splitserve.router.admin.metrics import RouterMetrics
 from splitserve.router.http.access.request_id import note_arrival
 from splitserve.router.http.api_error import ApiError
 from splitserve.router.http.bodies.reader import BODY_SECONDS
+from splitserve.router.http.sockets.answer_writers import JoinedHead, Unchunked
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +41,6 @@ _SHARE_OF_DESCRIPTORS = 0.5
 """The other descriptors are for workers (about six each: membership, link, its monitor, KV events), log files etc."""
 _MIN_CONNECTIONS = 8192
 _LOG_INTERVAL_SECONDS = 1.0
-_CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"  # it comes before the head, when the body is asked for
 
 
 class Connections:
@@ -103,38 +103,6 @@ class _Input(enum.Enum):
     HEAD = enum.auto()  # a request line and headers
     BODY = enum.auto()  # a body with its chunks' sizes and trailers
     REFUSED = enum.auto()  # nothing: further bytes are dropped
-
-
-class JoinedHead:
-    """The transport of one answer, which writes its head together with the beginning of its body: each write is a
-    system call, and wakes the client."""
-
-    def __init__(self, transport: asyncio.Transport) -> None:
-        self._transport = transport
-        self._held: bytes | None = b""  # None: the head is written
-        self.is_closing = transport.is_closing
-
-    def write(self, data: bytes) -> None:
-        """Write bytes, but hold the head."""
-        if self._held is None:
-            self._transport.write(data)
-        elif self._held:
-            self.flush(data)
-        elif data == _CONTINUE:
-            self._transport.write(data)
-        else:
-            self._held = data
-
-    def flush(self, data: bytes = b"") -> None:
-        """Write the head if it is held, and then ``data``."""
-        held, self._held = self._held, None  # it isn't written again if that fails
-        if held:
-            self._transport.write(held + data)
-
-    def close(self) -> None:
-        """Close the connection after what was written."""
-        self.flush()
-        self._transport.close()
 
 
 class BoundedHttp(HttpToolsProtocol):
@@ -275,7 +243,8 @@ class BoundedHttp(HttpToolsProtocol):
     # ---- output ----
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
-        self._answer = JoinedHead(self.transport)
+        is_old = cycle.scope["http_version"] == "1.0"
+        self._answer = Unchunked(self.transport) if is_old else JoinedHead(self.transport)
         cycle.transport = self._answer  # type: ignore[assignment]
         task = self.loop.create_task(cycle.run_asgi(app))
         task.add_done_callback(self._on_answered)
