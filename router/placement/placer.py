@@ -22,6 +22,7 @@ from splitserve.router.placement.policies import (
     Snapshot,
     WorkerView,
     context_limits,
+    guarded,
     least_loaded,
 )
 from splitserve.router.placement.prefix_view import MIN_GAIN_BLOCKS, PrefixMatch, PrefixView, PromptHashes, helper_of
@@ -55,7 +56,7 @@ class Placer:
     def __init__(
         self, policy: Policy, membership: Membership, prefixes: PrefixView, objectives: Objectives = NO_OBJECTIVES
     ) -> None:
-        self.policy = policy
+        self.policy = guarded(policy)
         self.sizes = RecentSizes()
         self._mode = ServingMode(objectives if policy is cost else NO_OBJECTIVES)  # others know no modes
         self._objectives = objectives
@@ -84,7 +85,7 @@ class Placer:
         return policy(self.snapshot(prompt or PromptHashes(()), now), shape)
 
     def first(self, request: ActiveRequest, now: float) -> Placement:
-        """Return the policy's choice for a new request; without a pair, a lone decode worker, if one fits."""
+        """Return the policy's choice for a new request; where it finds none, a lone worker that decodes, if any."""
         shape = request.shape_at(now)
         if shape.is_prompt_only and not self.is_closing:
             alone = local_placement(self.snapshot(request.hashes, now).workers, shape)

@@ -6,6 +6,7 @@ picked first; prefill follows. The same function can run in a simulator: all tha
 
 import hashlib
 import importlib
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
@@ -19,6 +20,8 @@ from splitserve.protocol.placement.policies import PLACEMENT_POLICIES
 from splitserve.protocol.placement.step_model import StepModel
 from splitserve.protocol.request import Party, Role
 from splitserve.router.requests.objectives import NO_OBJECTIVES, Objectives
+
+log = logging.getLogger(__name__)
 
 READ_SECONDS = 0.003
 """Time of a read of a prefix from another worker, or of a hand-over, beside its bytes."""
@@ -170,6 +173,25 @@ class NoWorker:
 Placed: TypeAlias = Disaggregated | Local
 Placement: TypeAlias = Placed | NoWorker
 Policy: TypeAlias = Callable[[Snapshot, RequestShape], Placement]
+
+
+def guarded(policy: Policy) -> Policy:
+    """Return the policy as one that never raises: what it should not have done is logged, and places nothing. So one
+    request's fault is that request's alone, whenever the policy is called."""
+
+    def place(snapshot: Snapshot, shape: RequestShape) -> Placement:
+        try:
+            placement = policy(snapshot, shape)
+            if isinstance(placement, Disaggregated) and placement.prefill == placement.decode:
+                raise ValueError(
+                    f"{placement.prefill} can't hand over to itself: both phases on one worker are `alone`"
+                )
+        except Exception as error:
+            log.exception("the routing policy failed")
+            return NoWorker(f"the routing policy failed: {type(error).__name__}: {error}")
+        return placement
+
+    return place
 
 
 def least_loaded(snapshot: Snapshot, shape: RequestShape) -> Placement:

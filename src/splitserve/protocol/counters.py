@@ -102,7 +102,7 @@ class WorkerCounters(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     reads_mapped: Annotated[Count, Counter("Reads by copy engines through a mapping of the peer's memory")] = 0
     reads_kernel: Annotated[Count, Counter("Reads by a kernel through a mapping of the peer's memory")] = 0
     tier_stored_blocks: Annotated[Count, Counter("Blocks offloaded, over all tiers")] = 0
-    tier_loaded_blocks: Annotated[Count, Counter("Blocks onboarded, over all tiers")] = 0
+    tier_loaded_blocks: Annotated[Count, Counter("Blocks onboarded and used, over all tiers")] = 0
     tier_failures: Annotated[Count, Counter("Copies that failed, and loads that took too long, over all tiers")] = 0
     peer_prefixes: Annotated[Count, Counter("Prefixes read from another worker's device or host tier")] = 0
     peer_prefix_blocks: Annotated[Count, Counter("Blocks of those prefixes")] = 0
@@ -133,7 +133,7 @@ class TierCounters(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     hits: Annotated[Count, Counter("Blocks that requests asked for and the tier had")] = 0
     misses: Annotated[Count, Counter("Blocks that requests asked for and the tier did not have")] = 0
     stored_blocks: Annotated[Count, Counter("Blocks offloaded into the tier")] = 0
-    loaded_blocks: Annotated[Count, Counter("Blocks onboarded from the tier")] = 0
+    loaded_blocks: Annotated[Count, Counter("Blocks copied from the tier without failure; after a gap they are of no use")] = 0
     evicted_blocks: Annotated[Count, Counter("Blocks that gave their slot to others")] = 0
     failures: Annotated[Count, Counter("Copies that failed, in part or altogether")] = 0
     store_seconds: Annotated[NonNegative, Counter("Seconds that copies into the tier took")] = 0.0
