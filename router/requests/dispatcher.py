@@ -171,7 +171,8 @@ class Dispatcher:
     def load_tenants(self) -> None:
         """Read the file of tenants, if there is one. Raises :class:`ConfigError`; the tenants then stay as they are."""
         if self.config.tenants_file:
-            self.tenants = read_tenants(Path(self.config.tenants_file))
+            own_keys = {"the API key": self.config.api_key, "the admin key": self.config.admin_key}
+            self.tenants = read_tenants(Path(self.config.tenants_file), own_keys)
             self._handle(TenantsChanged(self.tenants))
 
     def place(self, shape: RequestShape) -> Placement:

@@ -52,10 +52,10 @@ def test_faults_of_bodies_are_named(running) -> None:
     router, _ = running
     for path, body, words in (
         ("/admin/pause", {"mode": "stop"}, "abort, wait, keep"),
-        ("/admin/pause", {"modus": "wait"}, "modus"),
-        ("/admin/resume", {"force": True}, "force"),
-        ("/admin/workers/d0/drain", {"force": 1}, "force"),
-        ("/admin/reset-prefix-cache", [], "object"),
+        ("/admin/pause", {"modus": "wait"}, "the body contains unknown field modus; there are mode"),
+        ("/admin/resume", {"force": True}, "the body contains unknown field force; there are none"),
+        ("/admin/workers/d0/drain", {"force": 1}, "force: expected bool, got int"),
+        ("/admin/reset-prefix-cache", [], "the body: expected object, got array"),
     ):
         status, _, answer = router.request("POST", path, body, **OPERATOR)
         assert status == 400 and words in answer["error"]["message"], answer

@@ -5,6 +5,7 @@ import itertools
 import random
 import signal
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -163,12 +164,18 @@ def test_the_queue_lets_go_of_cancelled_late_and_last_requests() -> None:
 @pytest.mark.parametrize(
     ("text", "fault"),
     [
-        ("tenants: [{name: a, keys: [short]}]", "length >= 8"),
-        ("tenants: [{name: a, key: xxxxxxxxx}]", "key"),
-        ("tenants: [{name: a, keys: [same-key-1]}, {name: b, keys: [same-key-1]}]", "one place"),
-        ("tenants: [{name: a}, {name: a}]", "names must differ"),
+        ("tenants: [{name: a, keys: [short]}]", r"length >= 8$"),  # a key is not shown
+        (
+            "tenants: [{name: a, key: xxxxxxxxx}]",
+            r"tenants\[0\] contains unknown field key; there are name, keys, weight",
+        ),
+        ("tenants: [{name: a, keys: [same-key-1]}, {name: b, keys: [same-key-1]}]", "'b' is also a key of 'a'"),
+        ("tenants: [{name: a, keys: [the-admin-key]}]", "a key of 'a' is also the admin key"),
+        ("tenants: [{name: a}, {name: a}]", "'a' is taken; the tenants' names must differ"),
         ("tenants: [{name: operator}]", "operator"),
-        ("tenants: [{name: a, weight: 0}]", "> 0"),
+        ("tenants: [{name: a, weight: -2}]", r"tenants\[0\].weight: expected float > 0.0, got -2"),
+        ("tenants: {a: 1}", "tenants: expected array, got object"),
+        ("[]", "must be a mapping with the list `tenants`"),
         ("tenants: [&a {name: a}, *a]", "alias"),
         ("tenants: [", "tenants.yaml"),
         ("[" * 100_000, "levels"),
@@ -179,7 +186,28 @@ def test_faulty_files_of_tenants(tmp_path: Path, text: str, fault: str) -> None:
     path = tmp_path / "tenants.yaml"
     path.write_text(text)
     with pytest.raises(ConfigError, match=fault):
+        read_tenants(path, {"the API key": "", "the admin key": "the-admin-key"})
+
+
+def test_a_file_without_tenants_needs_another_key(tmp_path: Path) -> None:
+    path = tmp_path / "tenants.yaml"
+    path.write_text("tenants: []")
+    assert read_tenants(path, {"the API key": "the-api-key"}).is_empty
+    with pytest.raises(ConfigError, match="everybody would be let in"):
         read_tenants(path)
+
+
+def test_the_last_tenant_stays_where_nobody_else_has_a_key(serve: Serve, tmp_path: Path) -> None:
+    file = tmp_path / "tenants.yaml"
+    file.write_text("tenants: [{name: a, keys: [key-of-tenant-a]}]")
+    router, workers = serve(tenants_file=str(file))
+    workers.start("m0", Role.MIXED)
+    wait_until(lambda: _ask(router, "key-of-tenant-a")[0] == 200)
+    file.write_text("tenants: []")
+    router.process.send_signal(signal.SIGHUP)
+    time.sleep(0.5)
+    assert router.request("GET", "/v1/models")[0] == 401 and _ask(router, "key-of-tenant-a")[0] == 200
+    assert "everybody would be let in" in router.stop()[2]
 
 
 def _bearer(key: str) -> dict[str, str | None]:

@@ -6,6 +6,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from splitserve.common.faults import describe_fault
 from splitserve.router.http.access.content_type import check_json
 from splitserve.router.http.api_error import ApiError, error_of_refusal
 from splitserve.router.http.bodies.reader import BodyReader
@@ -43,12 +44,15 @@ class Operators:
         check_json(request)
         async with self._bodies.read(request, MAX_BODY_BYTES) as content:
             try:
-                return msgspec.json.decode(content or b"{}", type=kind)
-            except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-                message = f"body: {error}"
-                if "$.mode" in message:
-                    message += f"; mode is one of {', '.join(PauseMode)}"
+                document = msgspec.json.decode(content or b"{}")
+                return msgspec.convert(document, kind)
+            except msgspec.ValidationError as error:
+                message = describe_fault(str(error), document, lambda _: kind.__struct_fields__, root="the body")
+                if message.startswith("mode: "):
+                    message += f"; it is one of {', '.join(PauseMode)}"
                 raise ApiError(400, message, code="invalid_value") from error
+            except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+                raise ApiError(400, f"body: {error}", code="invalid_value") from error
 
     async def pause(self, request: Request) -> Response:
         body = await self._read(request, PauseBody)

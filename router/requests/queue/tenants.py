@@ -11,8 +11,9 @@ tenants:
 """
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated
 
 import msgspec
@@ -20,10 +21,12 @@ import yaml
 from msgspec import Meta
 
 from splitserve.common.errors import ConfigError
+from splitserve.common.faults import describe_fault
 
 MAX_FILE_BYTES = 1 << 20
 MAX_TENANTS = 1024
 MAX_KEYS = 16
+NO_KEYS: Mapping[str, str] = MappingProxyType({})
 _MAX_DEPTH = 8
 OWN = "operator"
 """The tenant of requests with the cluster's own key, or without any where none is needed."""
@@ -74,8 +77,12 @@ def digest_of(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
 
 
-def read_tenants(path: Path) -> Tenants:
-    """Return the tenants of a YAML file. Raises :class:`ConfigError` that names the file and the fault."""
+def read_tenants(path: Path, own_keys: Mapping[str, str] = NO_KEYS) -> Tenants:
+    """Return the tenants of a YAML file. ``own_keys``: those of the cluster, by what they are called; "" for none.
+
+    Raises :class:`ConfigError` that names the file and the fault. A file without tenants is one if the cluster has no
+    key either: it would open the server to everybody.
+    """
     try:
         with path.open("rb") as file:
             content = file.read(MAX_FILE_BYTES + 1)
@@ -85,16 +92,40 @@ def read_tenants(path: Path) -> Tenants:
         raise ConfigError(f"--tenants: {path} has more than {MAX_FILE_BYTES} bytes")
     try:
         _check_form(content, path)
-        document = msgspec.convert(yaml.safe_load(content), _File)
-    except (yaml.YAMLError, ValueError) as error:  # msgspec's errors are ValueErrors
+        document = yaml.safe_load(content)
+    except (yaml.YAMLError, ValueError) as error:
         raise ConfigError(f"--tenants: {path}: {' '.join(str(error).split())}") from None
-    names = [each.name for each in document.tenants]
-    keys = [key for each in document.tenants for key in each.keys]
-    if len(set(names)) < len(names) or OWN in names:
-        raise ConfigError(f"--tenants: {path}: names must differ, and none may be {OWN!r}")
-    if len(set(keys)) < len(keys):
-        raise ConfigError(f"--tenants: {path}: a key may stand in one place only")
-    return Tenants(document.tenants)
+    if not isinstance(document, dict):
+        raise ConfigError(f"--tenants: {path} must be a mapping with the list `tenants`")
+    try:
+        tenants = msgspec.convert(document, _File).tenants
+    except msgspec.ValidationError as error:
+        raise ConfigError(
+            f"--tenants: {path}: {describe_fault(str(error), document, _fields_at, hidden='keys')}"
+        ) from None
+    for problem in _contradictions(tenants, own_keys):
+        raise ConfigError(f"--tenants: {path}: {problem}")
+    return Tenants(tenants)
+
+
+def _contradictions(tenants: Sequence[Tenant], own_keys: Mapping[str, str]) -> Iterator[str]:
+    """Yield what is wrong between tenants, or between them and the cluster's own keys. No key is shown."""
+    owners = {key: what for what, key in own_keys.items() if key}
+    if not tenants and not owners:
+        yield "it has no tenants, and the cluster has no key: everybody would be let in; give one of them"
+    names = set[str]()
+    for tenant in tenants:
+        if tenant.name == OWN or tenant.name in names:
+            yield f"the name {tenant.name!r} is taken; the tenants' names must differ, and none may be {OWN!r}"
+        names.add(tenant.name)
+        for key in tenant.keys:
+            if key in owners:
+                yield f"a key of {tenant.name!r} is also {owners[key]}; a key may stand in one place only"
+            owners[key] = f"a key of {tenant.name!r}"
+
+
+def _fields_at(location: str) -> Sequence[str]:
+    return (Tenant if location else _File).__struct_fields__
 
 
 def _check_form(content: bytes, path: Path) -> None:
