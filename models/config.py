@@ -10,7 +10,7 @@ then is imported, with torch.
 import importlib
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -161,7 +161,7 @@ def load_model_config(path: str | Path, backend: str = "auto") -> ModelConfig:
     config = _common(architecture, given, _fp8(raw))
     family = importlib.import_module(f"splitserve.models.families.{architecture}")
     if hasattr(family, "features"):
-        config = replace(config, **family.features(given))
+        config = _with_features(config, architecture, family.features(given))
     given.refuse_unread()
     _check(config)
     if is_mxfp4(given) and not (config.experts and config.experts.is_mxfp4):
@@ -173,6 +173,16 @@ def load_model_config(path: str | Path, backend: str = "auto") -> ModelConfig:
         logger.info("%s: its text model is served, without the other parts", name)
         config = replace(config, text_of=name)
     return _with_tokens(config, raw, directory)
+
+
+def _with_features(config: ModelConfig, architecture: str, features: Mapping[str, Any]) -> ModelConfig:
+    """Return ``config`` with what the family's ``features`` returned."""
+    if unknown := features.keys() - {field.name for field in fields(ModelConfig)}:
+        raise TypeError(
+            f"models/families/{architecture}.py: features() returned {few(sorted(unknown))}, which ModelConfig lacks; "
+            "declare it in Features (models/config.py)"
+        )
+    return replace(config, **features)
 
 
 def has_family(raw: Mapping[str, Any]) -> bool:
@@ -328,7 +338,7 @@ def _architecture(raw: Mapping[str, Any]) -> tuple[str, str]:
             return FAMILIES[_text_architecture(name, raw)], name
         if isinstance(name, str) and (name in FAMILIES or name in TEXT_OF):
             return FAMILIES[TEXT_OF.get(name, name)], name
-    supported = ", ".join((*FAMILIES, *sorted(WITH_TEXT)))
+    supported = ", ".join((*sorted(FAMILIES), *sorted(WITH_TEXT)))
     raise CheckpointError(
         f"config.json: architectures is {shown(names)}; supported are {supported}; others may run through transformers "
         "(--model-backend auto)"

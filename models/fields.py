@@ -92,6 +92,12 @@ class ConfigFields:
             raise CheckpointError(f"config.json: {name} is {shown(value)}; true or false is needed")
         return default if value is None else value
 
+    def only_flag(self, name: str, allowed: bool, *, default: bool) -> None:
+        """Refuse a flag that isn't ``allowed``; ``default`` is its value if it is missing."""
+        if self.flag(name, default) is not allowed:
+            given, supported = ("false", "true") if allowed else ("true", "false")
+            raise CheckpointError(f"config.json: {name} is {given}; only {supported} is supported in this architecture")
+
     def choice(self, name: str, allowed: tuple[str, ...], default: str) -> str:
         """Return one of ``allowed``."""
         value = self.get(name)

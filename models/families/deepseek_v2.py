@@ -2,7 +2,6 @@
 
 from typing import Any
 
-from splitserve.common.errors import CheckpointError
 from splitserve.kernels.experts.spec import GroupScore, RouterSpec
 from splitserve.models.config import ConfigFields, ModelConfig, check_rotated_whole
 from splitserve.models.experts import ExpertsSpec, check_router
@@ -17,8 +16,7 @@ def features(given: ConfigFields) -> dict[str, Any]:
     check_rotated_whole(given)
     given.choice("scoring_func", ("softmax",), "softmax")
     for name in ("norm_topk_prob", "mlp_bias"):
-        if given.flag(name):
-            raise CheckpointError(f"config.json: {name} is true; only false is supported in this architecture")
+        given.only_flag(name, allowed=False, default=False)
     check_every_layer(given)
     inner_size = given.positive("moe_intermediate_size", 1407)
     experts = ExpertsSpec(

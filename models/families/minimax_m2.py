@@ -49,9 +49,8 @@ def _refuse_other_kinds(given: ConfigFields) -> None:
     kinds = given.items("attn_type_list")
     if any(kind != 1 for kind in kinds):
         raise CheckpointError(f"config.json: attn_type_list has {few(set(kinds))}; only 1 (softmax) is supported")
-    for name, needed in (("use_qk_norm", True), ("use_routing_bias", True)):
-        if given.flag(name, needed) is not needed:
-            raise CheckpointError(f"config.json: {name} is false; only true is supported")
+    for name in ("use_qk_norm", "use_routing_bias"):
+        given.only_flag(name, allowed=True, default=True)
     if given.natural("shared_intermediate_size", 0):
         raise CheckpointError("config.json: shared_intermediate_size isn't 0; shared experts aren't supported here")
     for name in _WITHOUT_EFFECT:
