@@ -347,8 +347,13 @@ def why_not(snapshot: Snapshot, fitting: list[WorkerView], shape: RequestShape) 
     for role, other in ((Role.DECODE, Role.PREFILL), (Role.PREFILL, Role.DECODE)):
         if other in roles and role not in roles and Role.MIXED not in roles:
             return f"no {role} worker is ready"
-    lacking = ", ".join(sorted(str(role) for role in roles - {worker.role for worker in fitting}))
-    return f"no ready {lacking} worker has room for a sequence of {shape.max_context_tokens} tokens"
+    lacking = roles - {worker.role for worker in fitting}
+    longest = [max(worker.context_tokens_limit for worker in of_role(snapshot.workers, role)) for role in lacking]
+    names = ", ".join(sorted(str(role) for role in lacking))
+    return (
+        f"no ready {names} worker takes a sequence of {shape.max_context_tokens} tokens; the longest that they take "
+        f"has {min(longest, default=0)}"
+    )
 
 
 def policy_by_name(name: str) -> Policy:

@@ -81,7 +81,8 @@ def test_reasons_name_what_is_missing():
     assert place(view("p", Role.PREFILL)) == NoWorker("no decode worker is ready")
     assert place(view("d", Role.DECODE)) == NoWorker("no prefill worker is ready")
     small = place(view("p", Role.PREFILL), view("d", Role.DECODE, max_model_len=110))
-    assert small == NoWorker("no ready decode worker has room for a sequence of 120 tokens")
+    words = "no ready decode worker takes a sequence of 120 tokens; the longest that they take has 110"
+    assert small == NoWorker(words)
     assert isinstance(place(view("m", Role.MIXED, kv_capacity_tokens=119)), NoWorker)
     # A prefill worker holds the prompt only.
     assert isinstance(place(view("p", Role.PREFILL, kv_capacity_tokens=102), view("d", Role.DECODE)), Disaggregated)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from splitserve.protocol.config import EngineConfig
+from splitserve.protocol.config import EngineConfig, ProtocolConfig
 from splitserve.protocol.memory_records import LayoutRecord
 from splitserve.protocol.placement.step_model import StepModel
 from splitserve.protocol.request import Role
@@ -58,6 +58,14 @@ def test_a_handover_takes_its_messages_and_its_bytes() -> None:
     # From prefill's step: the offer, a read of the one block that decode lacks, and a step of decode.
     assert second - first == pytest.approx(0.0002 + (0.0005 + 65_536 / 1e9) + 0.004, abs=1e-6)
     assert result.counts == {"disaggregated disaggregated ok": 2}
+
+
+def test_a_step_that_outlasts_the_last_request_counts_as_busy_up_to_its_end() -> None:
+    slow = replace(MIXED[0], model=msgspec.structs.replace(STEPS, base=70.0))
+    result = run((slow,), single(2000, 9), protocol=ProtocolConfig(request_deadline_seconds=100.0))
+    assert result.turns[0].error and result.num_steps == {"mixed-0": 2}
+    assert result.seconds < 101
+    assert 0.99 < result.busy_shares["mixed-0"] <= 1.0
 
 
 @pytest.mark.parametrize("workers", [PAIR, MIXED], ids=["1P1D", "2M"])

@@ -18,10 +18,10 @@ is aggregated."""
 HIGH_LOAD, LOW_LOAD = 0.8, 0.6
 """Recent rate over that which disaggregated workers hold, from which on, and down to which, serving is aggregated.
 Below, disaggregated workers hold the objectives as well, with shorter gaps."""
-REVIEW_SECONDS = 1.0
-NUM_REVIEWS = 2
-"""Reviews in a row that must agree before serving becomes aggregated. The outputs of a single review's requests keep
-prefill workers slow for seconds after the mode has gone back."""
+REVIEW_SECONDS = 0.33
+NUM_REVIEWS = 3
+"""Reviews in a row that must agree before serving becomes aggregated: what requests draw on prefill workers until it
+goes back keeps these slow for seconds."""
 MIN_PROMPTS = 20
 """Requests whose sizes are known, at least."""
 
