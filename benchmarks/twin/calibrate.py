@@ -13,6 +13,7 @@ from splitserve.benchmarks.common.report import table
 from splitserve.benchmarks.twin.calibration import MODEL_HEADERS, model_row, of_cluster, report_of
 from splitserve.common.errors import ConfigError
 from splitserve.orchestration.cli.command_parser import CommandParser
+from splitserve.orchestration.cli.operate import add_operators_key_option
 from splitserve.orchestration.spec.expansion import read_operators_key
 from splitserve.orchestration.spec.sizes import format_bytes
 
@@ -21,7 +22,7 @@ def main(argv: Sequence[str]) -> int:
     """Read the cluster's models, show them and write the file. Raises :class:`SplitserveError`."""
     parser = CommandParser(prog="splitserve calibrate", description=__doc__.partition("\n\n")[2])
     parser.add_argument("--against", required=True, metavar="URL", help="endpoint of the running cluster")
-    parser.add_argument("--api-key-file", default="", metavar="FILE", help="file with the endpoint's API key")
+    add_operators_key_option(parser)
     parser.add_argument("--output", default="calibration.json", metavar="FILE", help="file to write")
     options = parser.parse_args(list(argv))
     found = of_cluster(report_of(options.against, read_operators_key(options.api_key_file)), options.against)

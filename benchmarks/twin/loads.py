@@ -1,15 +1,19 @@
 """Loads on the twin, as records like those of a real load: the same code computes the figures of both."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from splitserve.benchmarks.common.stats import RequestRecord
 from splitserve.benchmarks.goodput.arms import Arm
 from splitserve.benchmarks.goodput.objectives import Objectives
 from splitserve.benchmarks.goodput.probe import ProbeResult, result_of
 from splitserve.benchmarks.serving.conversations import TurnRecord
+from splitserve.common.errors import ConfigError
+from splitserve.protocol.request import Role
 from splitserve.simulation.twin.cluster import TwinCluster, TwinResult, TwinSpec
 from splitserve.simulation.twin.models import Calibration
 from splitserve.simulation.twin.worker import WorkerSetup
+from splitserve.workloads.conversation import Workload
 from splitserve.workloads.named import Source
 
 Workers = Callable[[Arm], Sequence[WorkerSetup]]
@@ -38,6 +42,61 @@ def records_of(result: TwinResult) -> list[TurnRecord]:
         )
         for turn in result.turns
     ]
+
+
+@dataclass(frozen=True, slots=True)
+class LongestSequence:
+    """The longest sequence that a cluster takes."""
+
+    num_tokens: int
+    reason: str  # what bounds it, as a clause
+    remedy: str  # what allows longer ones
+
+
+def longest_of(
+    workers: Sequence[WorkerSetup], *, origin: str, num_positions: int = 0, max_model_len: int = 0
+) -> LongestSequence:
+    """Return the longest sequence that ``workers`` take.
+
+    ``origin``: the model, or the running cluster; ``num_positions``: of the model, 0 if they aren't known;
+    ``max_model_len``: the option, 0 if it wasn't given.
+    """
+    num_tokens = max(worker.max_model_len for worker in workers if worker.role is not Role.PREFILL)
+    if not num_positions:
+        return LongestSequence(num_tokens, f"the longest sequence of {origin} is {num_tokens} tokens", "")
+    if num_tokens == max_model_len:
+        return LongestSequence(num_tokens, f"--max-model-len is {num_tokens}", ", or raise --max-model-len")
+    if num_tokens < num_positions:
+        return LongestSequence(
+            num_tokens, f"the KV memory of a worker holds {num_tokens} tokens", ", or raise --kv-memory"
+        )
+    return LongestSequence(
+        num_tokens, f"the positions of {origin} end at {num_tokens}", ", or choose a --model with more positions"
+    )
+
+
+def check_lengths(workload: Workload, longest: LongestSequence) -> str:
+    """Return a note on requests that are too long for the cluster; "" if there are none. Raises :class:`ConfigError` if
+    all are."""
+    totals = [
+        sum(turn.num_new_tokens + turn.num_output_tokens for turn in conversation.turns)
+        for conversation in workload.conversations
+    ]
+    num_longer = sum(total > longest.num_tokens for total in totals)
+    if not num_longer:
+        return ""
+    # The first turn alone decides whether any request of a conversation fits.
+    shortest = min(each.turns[0].num_new_tokens + each.turns[0].num_output_tokens for each in workload.conversations)
+    if shortest > longest.num_tokens:
+        raise ConfigError(
+            f"each request of the workload {workload.name} has {shortest} tokens or more, prompt and output together, "
+            f"but {longest.reason}: shorten the requests{longest.remedy}"
+        )
+    kind = "conversations" if workload.num_requests > len(totals) else "requests"
+    return (
+        f"{num_longer} of {len(totals)} {kind} have up to {max(totals)} tokens and will fail, since {longest.reason}: "
+        f"shorten them (of a trace, --max-tokens {longest.num_tokens} leaves them out){longest.remedy}"
+    )
 
 
 class TwinProber:

@@ -18,9 +18,16 @@ from splitserve.benchmarks.goodput.result import Conditions, rows_of, summary_of
 from splitserve.benchmarks.goodput.search import Search
 from splitserve.benchmarks.goodput.verdict import ArmResult
 from splitserve.benchmarks.twin.export import spec_of
-from splitserve.benchmarks.twin.loads import TwinProber
+from splitserve.benchmarks.twin.loads import TwinProber, check_lengths
 from splitserve.benchmarks.twin.setups import setups_of_arm
-from splitserve.benchmarks.twin.simulate import add_cluster_options, calibration_of, engine_of, served_engine
+from splitserve.benchmarks.twin.simulate import (
+    add_cluster_options,
+    calibration_of,
+    engine_of,
+    longest_with,
+    model_words,
+    served_engine,
+)
 from splitserve.common.errors import ConfigError
 from splitserve.models.config import load_model_config
 from splitserve.orchestration.cli.command_parser import CommandParser
@@ -45,6 +52,13 @@ def main(argv: Sequence[str]) -> int:
     with model_of(options) as model:
         engine, config = engine_of(options, model), load_model_config(model)
         calibration = calibration_of(options, config)
+        print(f"model: {model_words(options)}", flush=True)
+        workers = [
+            setup for arm in arms.values() for setup in setups_of_arm(arm, engine, config, calibration, options.gpu)
+        ]
+        first = source.at(options.first_rate, options.num_requests, options.seed)
+        if note := check_lengths(first, longest_with(options, config, workers)):
+            print(f"note: in the first load {note}", flush=True)
         prober = TwinProber(
             lambda arm: setups_of_arm(arm, engine, config, calibration, options.gpu),
             calibration,

@@ -26,11 +26,12 @@ from splitserve.benchmarks.engine.engine_options import add_engine_options, add_
 from splitserve.benchmarks.goodput.arms import FORMS, parse_arm
 from splitserve.benchmarks.twin.calibration import CPU, of_cluster, of_roofline, read_calibration, report_of
 from splitserve.benchmarks.twin.export import WORKLOAD_FILE, export, spec_of
-from splitserve.benchmarks.twin.loads import records_of
+from splitserve.benchmarks.twin.loads import LongestSequence, check_lengths, longest_of, records_of
 from splitserve.benchmarks.twin.setups import described, setups_of_arm, setups_of_cluster
 from splitserve.models.config import ModelConfig, load_model_config
 from splitserve.models.roofline import DEVICE_RATES
 from splitserve.orchestration.cli.command_parser import CommandParser
+from splitserve.orchestration.cli.operate import add_operators_key_option
 from splitserve.orchestration.cli.option_types import bytes_option
 from splitserve.orchestration.spec.cluster_spec import ClusterSpec
 from splitserve.orchestration.spec.expansion import read_operators_key
@@ -70,6 +71,7 @@ class Cluster:
     workers: Sequence[WorkerSetup]
     calibration: Calibration
     policy: str
+    longest: LongestSequence
     spec: ClusterSpec | None = None  # None for a running one
 
 
@@ -78,31 +80,72 @@ def main(argv: Sequence[str]) -> int:
     options = parser().parse_args(list(argv))
     source = parse_workload(options.workload, options.max_tokens)
     clusters = clusters_of(options)
-    if options.export:
-        specs = {each.name: each.spec for each in clusters if each.spec is not None}
-        rate = export(Path(options.export), specs, source.at(options.rate, options.num_requests, options.seed))
-        print(f"specs and requests are in {options.export}; {WORKLOAD_FILE} has {rate:.6g} requests per second")
+    _begin(options, source, clusters)
     simulated = [_simulate(options, source, cluster) for cluster in clusters]
     runs = [run for each in simulated for run in each]
-    if len(clusters) > 1:
-        print(
-            table(comparison_of(clusters, simulated), ("", "goodput, requests/s", "within, %", "TTFT p50", "p99, ms"))
-        )
-    if not clusters[0].calibration.is_measured:
-        print("note: uncalibrated; compare arrangements by these figures, but don't rely on the figures themselves")
-    failed = sum(run["figures"]["requests"] - run["figures"]["completed"] for run in runs)
-    if failed:
-        print(f"note: {failed} requests failed: {runs[0]['figures']['failed']}")
-    strays = sum((Counter(run["paths"]) for run in runs), Counter[str]())
-    if elsewhere := [f"{count} {path}" for path, count in strays.items() if is_elsewhere(path)]:
-        print(f"note: requests that did not run as they were placed: {', '.join(elsewhere)}")
+    _print_summary(options, clusters, simulated)
     kept = [
         {"cluster": each.name, "workers": described(each.workers), "policy": each.policy, "runs": found}
         for each, found in zip(clusters, simulated, strict=True)
     ]
     data = {"calibration": clusters[0].calibration.source, "workload": source.name, "peak_bytes": peak_bytes()}
     keep_result("simulate", argv, {**data, **(kept[0] if len(kept) == 1 else {"clusters": kept})}, options)
-    return 1 if failed else 0
+    return 1 if failures_of(runs) else 0
+
+
+def _begin(options: argparse.Namespace, source: Source, clusters: Sequence[Cluster]) -> None:
+    """Check the first run's requests, export them if that is wanted, and print the model and notes on requests that
+    are too long. Raises :class:`ConfigError`."""
+    workload = source.at(options.rate, options.num_requests, options.seed)
+    notes = [check_lengths(workload, cluster.longest) for cluster in clusters]
+    if options.export:
+        specs = {each.name: each.spec for each in clusters if each.spec is not None}
+        rate = export(Path(options.export), specs, workload)
+        print(f"specs and requests are in {options.export}; {WORKLOAD_FILE} has {rate:.6g} requests per second")
+    if not options.against:
+        print(f"model: {model_words(options)}")
+    for note in dict.fromkeys(filter(None, notes)):
+        print(f"note: in the first run {note}")
+
+
+def _print_summary(
+    options: argparse.Namespace, clusters: Sequence[Cluster], simulated: Sequence[list[dict[str, Any]]]
+) -> None:
+    """Print the comparison of several clusters, and notes on all their runs."""
+    runs = [run for each in simulated for run in each]
+    if len(clusters) > 1:
+        headers: tuple[str, ...] = ("", "goodput, requests/s", "within, %", "TTFT p50", "p99, ms")
+        rows = comparison_of(clusters, simulated)
+        if not has_objectives(options):  # then all completed requests are good ones
+            headers = ("", "requests/s", *headers[3:])
+            rows = [[*row[:2], *row[3:]] for row in rows]
+        print(table(rows, headers))
+    if not has_objectives(options):
+        print("no objectives are given, so none are checked: --ttft-ms, --tpot-ms, --itl-ms")
+    if not clusters[0].calibration.is_measured:
+        print("note: uncalibrated; compare arrangements by these figures, but don't rely on the figures themselves")
+    if failures := failures_of(runs):
+        words = "; ".join(f"{count} times: {reason}" for reason, count in failures.most_common())
+        num_requests = sum(run["figures"]["requests"] for run in runs)
+        print(f"note: {failures.total()} of the {num_requests} requests of all runs failed; {words}")
+    strays = sum((Counter(run["paths"]) for run in runs), Counter[str]())
+    if elsewhere := [f"{count} {path}" for path, count in strays.items() if is_elsewhere(path)]:
+        print(f"note: requests that did not run as they were placed: {', '.join(elsewhere)}")
+
+
+def has_objectives(options: argparse.Namespace) -> bool:
+    """Return whether requests have any objective."""
+    return bool(options.ttft_ms or options.tpot_ms or options.itl_ms)
+
+
+def failures_of(runs: Sequence[dict[str, Any]]) -> Counter[str]:
+    """Return the numbers of failed requests of all runs, by reason."""
+    return sum((Counter(run["figures"]["failed"]) for run in runs), Counter[str]())
+
+
+def model_words(options: argparse.Namespace) -> str:
+    """Return the model that is simulated, and that it is assumed where none was given."""
+    return options.model or f"{options.shape}, as --shape says; no --model was given"
 
 
 def _simulate(options: argparse.Namespace, source: Source, cluster: Cluster) -> list[dict[str, Any]]:
@@ -130,7 +173,8 @@ def _simulate(options: argparse.Namespace, source: Source, cluster: Cluster) -> 
                 "cpu_seconds": time.process_time() - began,
             }
         )
-    print(table(rows_of(runs), ("", "median", "lowest", "highest")))
+    rows = rows_of(runs, objectives=has_objectives(options))
+    print(table(rows, ("", "median", "lowest", "highest")))
     print(f"busy share of the steps' time: {busy_words(runs)}")
     print(cost_of(runs), flush=True)
     return runs
@@ -208,28 +252,37 @@ def clusters_of(options: argparse.Namespace) -> list[Cluster]:
         report = report_of(options.against, read_operators_key(options.api_key_file))
         calibration = of_cluster(report, options.against)
         workers = setups_of_cluster(report, calibration)
-        return [Cluster(options.against, workers, calibration, options.policy or DEFAULT_POLICY)]
+        longest = longest_of(workers, origin=f"the cluster {options.against}")
+        return [Cluster(options.against, workers, calibration, options.policy or DEFAULT_POLICY, longest)]
     arms = [parse_arm(text) for text in options.cluster]
     if options.policy:
         arms = [replace(arm, policy=options.policy) for arm in arms]
     with model_of(options) as model:
         engine, config = engine_of(options, model), load_model_config(model)
         calibration = calibration_of(options, config)
+        per_arm = [setups_of_arm(arm, engine, config, calibration, options.gpu) for arm in arms]
+        served = served_engine(options, engine)
         return [
             Cluster(
                 arm.name,
-                setups_of_arm(arm, engine, config, calibration, options.gpu),
+                found,
                 calibration,
                 arm.policy,
-                spec_of(
-                    arm,
-                    served_engine(options, engine),
-                    options.ttft_ms,
-                    options.tpot_ms or options.itl_ms,
-                ),
+                longest_with(options, config, found),
+                spec_of(arm, served, options.ttft_ms, options.tpot_ms or options.itl_ms),
             )
-            for arm in arms
+            for arm, found in zip(arms, per_arm, strict=True)
         ]
+
+
+def longest_with(options: argparse.Namespace, config: ModelConfig, workers: Sequence[WorkerSetup]) -> LongestSequence:
+    """Return the longest sequence of workers that the options of :func:`add_cluster_options` describe."""
+    return longest_of(
+        workers,
+        origin=options.model or options.shape,
+        num_positions=config.max_position_embeddings,
+        max_model_len=options.max_model_len,
+    )
 
 
 def engine_of(options: argparse.Namespace, model: str) -> EngineConfig:
@@ -259,10 +312,12 @@ def calibration_of(options: argparse.Namespace, config: ModelConfig) -> Calibrat
     return of_roofline(config, options.gpu, options.tensor_parallel_size, max(1, options.threads))
 
 
-def rows_of(runs: Sequence[dict[str, Any]]) -> list[list[object]]:
-    """Return each figure's median, lowest and highest value over the runs."""
+def rows_of(runs: Sequence[dict[str, Any]], *, objectives: bool = True) -> list[list[object]]:
+    """Return each figure's median, lowest and highest value over the runs, without ``objectives`` not their share."""
     rows = []
     for label, path in FIGURES:
+        if path == ("slo_attainment",) and not objectives:
+            continue
         values = []
         for run in runs:
             value: Any = run["figures"]
@@ -302,7 +357,7 @@ def parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--cluster", nargs="+", default=["1P1D"], metavar="ARM", help=f"one or several to compare: {FORMS}")
     add("--against", default="", metavar="URL", help="simulate this running cluster, by its own step times")
-    add("--api-key-file", default="", metavar="FILE", help="file with the endpoint's API key")
+    add_operators_key_option(parser)
     add(
         "--policy",
         default="",

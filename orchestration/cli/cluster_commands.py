@@ -5,12 +5,15 @@ import json
 import os
 import signal
 import time
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from splitserve import __version__
 from splitserve.common.errors import ConfigError
+from splitserve.orchestration.cli.operate import add_operators_key_option
 from splitserve.orchestration.cli.option_types import COUNT, whole_number
 from splitserve.orchestration.cli.options import (
     HelpFormatter,
@@ -54,6 +57,7 @@ def add_cluster_commands(commands: Any) -> None:
     shown = status.add_mutually_exclusive_group()
     shown.add_argument("--json", action="store_true", help="for programs; without the load")
     shown.add_argument("--watch", action="store_true", help="show it again every two seconds, until Ctrl-C")
+    add_operators_key_option(status)
     scale = _add(commands, "scale", "change the number of a pool's workers", _scale)
     scale.add_argument("pool", metavar="POOL")
     scale.add_argument("count", metavar="N", type=COUNT)
@@ -148,7 +152,45 @@ def _client(options: argparse.Namespace) -> Any:
 
 
 def _down(options: argparse.Namespace) -> int:
+    if not options.ray and _remove_failed_start(options.name):
+        return 0
     _client(options).down(_say, forget=options.forget)
+    return 0
+
+
+def _remove_failed_start(name: str) -> bool:
+    """Remove the logs that a failed start of a cluster called ``name`` has left; return whether there were any.
+
+    An empty name means the default one if no cluster is known. Raises :class:`ConfigError` while the start goes on.
+    """
+    from splitserve.orchestration.control.state_folder import StateFolder, known_clusters, state_root
+
+    if not name and not known_clusters():
+        name = DEFAULT_NAME
+    try:
+        is_known = name in [entry.name for entry in state_root().iterdir()]
+    except OSError:
+        is_known = False
+    folder = StateFolder(name)
+    if not is_known or (folder.path / "lock").exists() or not folder.logs.is_dir():
+        return False
+    if starting := _launcher_with_log(folder.logs / "launcher.log"):
+        raise ConfigError(f"{name} is starting (process {starting}): end its `splitserve up`, or try again later")
+    folder.remove()
+    _say(f"{name}: no cluster runs; removed the logs that a failed start has left in {folder.path}")
+    return True
+
+
+def _launcher_with_log(path: Path) -> int:
+    """Return the process id of the launcher that logs to ``path``, but has not claimed its folder yet; 0: none."""
+    import psutil
+
+    for process in psutil.process_iter(["cmdline"]):
+        if "splitserve.orchestration.cluster.detached" not in (process.info["cmdline"] or ()):
+            continue
+        with suppress(psutil.Error, OSError):
+            if any(Path(file.path) == path.resolve() for file in process.open_files()):
+                return int(process.pid)
     return 0
 
 
@@ -164,7 +206,7 @@ def _status(options: argparse.Namespace) -> int:
             return 0
         text = describe_status(status)
         if status.url:
-            text += f"\n{load_of(status.url)}"
+            text += f"\n{load_of(status.url, options.api_key_file)}"
         _say(f"{CLEAR_SCREEN}{text}" if options.watch else text)
         if not options.watch:
             return 0

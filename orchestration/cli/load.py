@@ -4,15 +4,15 @@ from splitserve.common.errors import SplitserveError
 from splitserve.protocol.cluster_report import ClusterReport, RequestRates, WorkerReport
 
 
-def load_of(url: str) -> str:
-    """Return the load of the cluster with this endpoint; its key is in the environment. A problem is part of the text:
-    the processes that ``status`` shows are worth seeing without it."""
+def load_of(url: str, api_key_file: str = "") -> str:
+    """Return the load of the cluster with this endpoint; without a file the environment has its key. A problem is part
+    of the text: the processes that ``status`` shows are worth seeing without it."""
     from splitserve.orchestration.doctor.cluster import read_report
     from splitserve.orchestration.doctor.http import Endpoint
     from splitserve.orchestration.spec.expansion import read_operators_key
 
     try:
-        return load_text(read_report(Endpoint(url, read_operators_key(""))))
+        return load_text(read_report(Endpoint(url, read_operators_key(api_key_file))))
     except SplitserveError as error:
         return f"the load isn't known: {error}"
 

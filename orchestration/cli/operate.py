@@ -38,11 +38,8 @@ def add_operation_commands(commands: Any) -> None:
     )
 
 
-def _add(commands: Any, name: str, text: str, run: Any) -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = commands.add_parser(
-        name, help=text, description=text[0].upper() + text[1:] + ".", formatter_class=HelpFormatter
-    )
-    parser.add_argument("--against", default="http://127.0.0.1:8000", metavar="URL", help="endpoint of the cluster")
+def add_operators_key_option(parser: argparse.ArgumentParser) -> None:
+    """Add the option for the key of the administrator's endpoints, which :func:`read_operators_key` reads."""
     parser.add_argument(
         "--api-key-file",
         default="",
@@ -50,6 +47,14 @@ def _add(commands: Any, name: str, text: str, run: Any) -> argparse.ArgumentPars
         help="file with the endpoint's admin key, or with its API key if it has no admin key; empty: "
         "$SPLITSERVE_ADMIN_KEY, else $SPLITSERVE_API_KEY",
     )
+
+
+def _add(commands: Any, name: str, text: str, run: Any) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name, help=text, description=text[0].upper() + text[1:] + ".", formatter_class=HelpFormatter
+    )
+    parser.add_argument("--against", default="http://127.0.0.1:8000", metavar="URL", help="endpoint of the cluster")
+    add_operators_key_option(parser)
     parser.set_defaults(run=run)
     return parser
 
@@ -79,8 +84,16 @@ def _pause(options: argparse.Namespace) -> int:
     state = _settled("/admin/pause", {"mode": options.mode}, options)
     if not state["paused"]:
         raise ConfigError("the pause has been ended by another operator, or the router was started again")
-    print(f"paused ({state['mode']}): {state['requests_running']} requests run, {state['requests_waiting']} wait")
+    print(f"paused ({state['mode']}): {_running_words(state)}, {state['requests_waiting']} wait")
     return 0
+
+
+def _running_words(state: Any) -> str:
+    """Return the number of running requests of a pause, and whether it freezes them."""
+    running = f"{state['requests_running']} requests"
+    if state["mode"] != "keep":
+        return f"{running} run"
+    return f"{running} are frozen" if state["settled"] else f"{running} are being frozen"
 
 
 def _resume(options: argparse.Namespace) -> int:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from splitserve.orchestration.cli.cluster_commands import CLEAR_SCREEN, WATCH_SECONDS
+from splitserve.orchestration.cli.operate import add_operators_key_option
 from splitserve.orchestration.cli.options import HelpFormatter
 from splitserve.protocol.cluster_report import WorkerState
 from splitserve.protocol.reports.overview import Overview, Times, WorkerFigures
@@ -27,7 +28,7 @@ def add_top_command(commands: Any) -> None:
         formatter_class=HelpFormatter,
     )
     parser.add_argument("--against", default="http://127.0.0.1:8000", metavar="URL", help="endpoint of the cluster")
-    parser.add_argument("--api-key-file", default="", metavar="FILE", help="file with the endpoint's API key")
+    add_operators_key_option(parser)
     parser.add_argument("--once", action="store_true", help="show it once, as when the output is no terminal")
     parser.set_defaults(run=run_top)
 

@@ -9,6 +9,7 @@ from urllib.parse import quote
 import msgspec
 
 from splitserve.common.errors import ConfigError
+from splitserve.orchestration.cli.operate import add_operators_key_option
 from splitserve.orchestration.cli.options import HelpFormatter
 from splitserve.protocol.cluster_report import RequestTrace, RequestTraces
 
@@ -28,7 +29,7 @@ def add_trace_command(commands: Any) -> None:
         "request_id", metavar="REQUEST_ID", help="X-Request-Id of the answer, or the longer id in the log"
     )
     parser.add_argument("--against", default="http://127.0.0.1:8000", metavar="URL", help="endpoint of the cluster")
-    parser.add_argument("--api-key-file", default="", metavar="FILE", help="file with the endpoint's API key")
+    add_operators_key_option(parser)
     parser.add_argument("--perfetto", default="", metavar="FILE", help="write a trace that ui.perfetto.dev opens")
     parser.set_defaults(run=run_trace)
 

@@ -1,7 +1,7 @@
 """Offline batches: :class:`LLM`."""
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from operator import index as whole
 from types import TracebackType
 from typing import Any, Literal, Self, TypeVar, Unpack, cast, overload
@@ -28,6 +28,9 @@ from splitserve.protocol.request import Role
 
 BATCH_DEADLINE_SECONDS = 86400.0  # of a request, unless the spec's file has one: no client waits for an offline batch
 _ROUNDS_IN_FLIGHT = 2  # requests in flight for each that can run, so that no worker waits for the next one
+
+# Iterables that are neither lists of prompts or messages nor token ids.
+_NO_LISTS = (str, bytes, bytearray, memoryview, Mapping, Set)
 
 Prompt = str | Sequence[int]
 Result = TypeVar("Result")
@@ -103,7 +106,11 @@ class LLM:
         ``parameters`` are those of ``POST /v1/completions``, the same for all prompts. The first failure ends the batch
         and is raised as a :class:`PromptError`, which names the prompt's index; with ``return_errors`` the other
         prompts go on, and the errors stand where the results would.
+
+        Raises :class:`TypeError` for prompts of a wrong type, and for parameters that this method sets itself, such as
+        ``stream``, also with ``return_errors``.
         """
+        _check_parameters("generate", parameters)
         wanted = _as_prompts(prompts)
         bodies = [{"prompt": prompt, **parameters} for prompt in wanted]
         answers = self._run("completions", bodies, return_errors, progress)
@@ -140,6 +147,7 @@ class LLM:
 
         ``parameters`` are those of ``POST /v1/chat/completions``.
         """
+        _check_parameters("chat", parameters)
         wanted = _as_chats(chats)
         bodies = [{"messages": messages, **parameters} for messages in wanted]
         answers = self._run("chat/completions", bodies, return_errors, progress)
@@ -200,10 +208,29 @@ def _num_running(spec: ClusterSpec) -> int:
     return sum(count * each.on("cpu" if each.device == "cpu" else "cuda").max_num_seqs for count, each in engines) or 1
 
 
+def _check_parameters(method: str, parameters: Mapping[str, object]) -> None:
+    """Raise :class:`TypeError` for parameters of the HTTP API that ``method`` sets itself."""
+    if parameters.get("stream"):
+        raise TypeError(
+            f"stream must be False or left out, got {_brief(parameters['stream'])}: LLM.{method} returns whole "
+            "answers; to stream, send the request with an OpenAI client to llm.server.base_url"
+        )
+    if not parameters.get("return_token_ids", True):
+        raise TypeError(
+            f"return_token_ids must be True or left out, got {_brief(parameters['return_token_ids'])}: the results of "
+            f"LLM.{method} have the token ids"
+        )
+    for name in ("prompt", "messages"):
+        if name in parameters:
+            raise TypeError(f"{name} must be left out: the first argument of LLM.{method} is what the model answers")
+
+
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[str | list[int]]:
     """Return the prompts one by one. Raises :class:`TypeError` for anything but texts and token ids."""
     if isinstance(prompts, str):
         return [prompts]
+    if isinstance(prompts, _NO_LISTS) or not isinstance(prompts, Iterable):
+        raise TypeError(f"prompts must be a text, token ids, or a list of texts or token ids, got {_brief(prompts)}")
     each = list(prompts)
     if each and not isinstance(each[0], str) and not hasattr(each[0], "__len__"):
         return [_as_prompt(0, cast(Prompt, each))]
@@ -214,16 +241,18 @@ def _as_prompt(index: int, prompt: Prompt) -> str | list[int]:
     if isinstance(prompt, str):
         return prompt
     try:
-        return [whole(token_id) for token_id in prompt]
+        if not isinstance(prompt, _NO_LISTS):
+            return [whole(token_id) for token_id in prompt]
     except TypeError:
-        raise TypeError(f"prompt {index} must be a text or token ids, got {_brief(prompt)}") from None
+        pass
+    raise TypeError(f"prompt {index} must be a text or token ids, got {_brief(prompt)}")
 
 
 def _as_chats(chats: Sequence[Message] | Sequence[Sequence[Message]]) -> list[Sequence[Message]]:
     """Return the chats one by one. Raises :class:`TypeError` for anything but messages and lists of them."""
-    each = [] if isinstance(chats, str | Mapping) else list(chats)
-    if not each and chats:
-        raise TypeError(f"a chat must be a list of messages, got {_brief(chats)}")
+    if isinstance(chats, _NO_LISTS) or not isinstance(chats, Iterable):
+        raise TypeError(f"chats must be a list of messages, or a list of such lists, got {_brief(chats)}")
+    each = list(chats)
     found = (
         [cast(Sequence[Message], each)]
         if each and isinstance(each[0], Mapping)

@@ -1,5 +1,6 @@
 """Contradictions within a cluster spec: pure checks of a whole document; each problem has its location."""
 
+import math
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -8,9 +9,11 @@ from typing import Any
 import msgspec
 
 from splitserve.common.errors import ConfigError
+from splitserve.orchestration.hosts.topology import parse_list
 from splitserve.orchestration.spec.cluster_spec import (
     LOCATIONS,
     SECRET_VARIABLES,
+    AffinitySpec,
     ClusterSpec,
     LMCacheSpec,
     MemorySpec,
@@ -30,8 +33,10 @@ MANAGED_VARIABLES = frozenset(
     {*SECRET_VARIABLES, "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "UCX_TLS", "UCX_NET_DEVICES"}
 )
 
+MAX_PAIRS = 4096  # of lists of cores that are compared
 
 _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/\s@*]+")
+_CORES = re.compile(r"[0-9]{1,5}(-[0-9]{1,5})?(,[0-9]{1,5}(-[0-9]{1,5})?)*")
 _HTTP_URL = re.compile(r"https?://[^/\s]+(/\S*)?")
 
 
@@ -118,6 +123,7 @@ def _pool_problems(spec: ClusterSpec, pool: PoolSpec, location: str) -> Iterator
         yield f"{location}.environment.{name}", "follows from other parts of the spec; leave it out"
     if pool.affinity.transfer_cores and pool.affinity.num_transfer_cores is not None:
         yield f"{location}.affinity", "transfer_cores and num_transfer_cores are both set; keep one"
+    yield from ((f"{location}.affinity.{field}", text) for field, text in _core_problems(pool.affinity))
     sizes: dict[str, int | str] = {name: getattr(pool.memory, name) for name in ("kv", "host", "disk")}
     for name, size in sizes.items():
         try:
@@ -137,6 +143,33 @@ def _pool_problems(spec: ClusterSpec, pool: PoolSpec, location: str) -> Iterator
             f"{location}.affinity.pin",
             "is off, but keep_cores_awake keeps workers on some cores; leave one of them out",
         )
+
+
+def _core_problems(affinity: AffinitySpec) -> Iterator[tuple[str, str]]:
+    """Yield the problems of lists of hardware threads; "" is a worker without a list."""
+    lists = {"cores": affinity.cores, "transfer_cores": affinity.transfer_cores}
+    threads = {field: [_threads_of(text) for text in texts] for field, texts in lists.items()}
+    for field, texts in lists.items():
+        for number, text in enumerate(texts):
+            if text and not threads[field][number]:
+                yield f"{field}[{number}]", f"is {text!r}; write hardware threads like 0-7,16"
+    # A worker's number chooses one of each. Successors have numbers beyond the pool's count, so all pairs are checked.
+    num_pairs = math.lcm(len(affinity.cores), len(affinity.transfer_cores))
+    pairs = {(i % len(affinity.cores), i % len(affinity.transfer_cores)) for i in range(min(num_pairs, MAX_PAIRS))}
+    for one, other in sorted(pairs, key=lambda pair: pair[::-1]):
+        cores, transfer = threads["cores"][one], threads["transfer_cores"][other]
+        if cores and not transfer <= cores:
+            yield (
+                f"transfer_cores[{other}]",
+                f"is {affinity.transfer_cores[other]!r}, but the same worker's cores[{one}] is "
+                f"{affinity.cores[one]!r}; choose transfer cores among the worker's cores",
+            )
+
+
+def _threads_of(text: str) -> frozenset[int]:
+    """Return the hardware threads in a list like 0-7,16; none if it isn't one."""
+    plain = re.sub(r"\s*([,-])\s*", r"\1", text.strip())
+    return frozenset(parse_list(plain)) if _CORES.fullmatch(plain) else frozenset()
 
 
 def location_of(spec: ClusterSpec, pool: PoolSpec, pool_location: str, field: str) -> str:

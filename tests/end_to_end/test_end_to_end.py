@@ -136,6 +136,7 @@ def test_requests_that_are_frozen_go_on_with_the_same_tokens(
     first, resumed, paused, again, reset = capsys.readouterr().out.splitlines()
     assert first.startswith("paused (keep)") and resumed.startswith("not paused")
     assert paused == again and paused.startswith("paused (keep)"), "nothing moves"
+    assert " requests are frozen, " in paused
     assert reset == "reset: decode-0, prefill-0"
     counts = [worker_metrics(started.url)["decode-0"] for _ in range(2)]
     assert counts[0]["frozen"] == 1 and counts[0]["blocks_referenced"] > 0

@@ -1,13 +1,11 @@
 """Mistakes of users: errors first, suggestions, every fault of a spec at once, nothing left behind."""
 
 import os
-import shutil
 import stat
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,8 +14,6 @@ from command_line import splitserve
 from splitserve.common.errors import ConfigError
 from splitserve.models.demo.checkpoint import write_demo_model
 from splitserve.orchestration.cli import main as cli
-from splitserve.orchestration.control.state_folder import StateFolder, choose_cluster, known_clusters
-from splitserve.orchestration.doctor.machine import look_at_machine
 from splitserve.orchestration.hosts.gpus import Gpu
 from splitserve.orchestration.spec import small_files
 from splitserve.orchestration.spec.document import parse_spec, read_spec
@@ -352,35 +348,6 @@ def test_up_on_ray_without_ray_says_how_to_install_it(tiny_qwen3: Path, state: P
     assert done.stderr.startswith("splitserve: error: Ray is not installed: pip install 'ray")
     assert "pip install '.[ray]' in a clone" in done.stderr and done.stderr.count("\n") == 1
     assert not state.exists()
-
-
-@pytest.fixture
-def broken_model(tiny_qwen3: Path, tmp_path: Path) -> Iterator[Path]:
-    """A checkpoint whose fault only the worker sees: a tensor is cut off."""
-    broken = tmp_path / "broken"
-    shutil.copytree(tiny_qwen3, broken)
-    weights = broken / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-1000])
-    yield broken
-
-
-def test_a_failed_up_leaves_no_record(broken_model: Path, state: Path) -> None:
-    said = splitserve("up", str(broken_model), "--mixed", "1", "--port", "0", status=2)
-    assert "splitserve: error:" in said and f"(logs: {state}/default/logs)" in said
-    assert (state / "default" / "logs" / "launcher.log").exists(), "what it logged stays"
-    assert known_clusters() == []
-    with pytest.raises(ConfigError, match="no cluster is known"):
-        choose_cluster("")
-    assert not look_at_machine().dead_clusters, "nor does the doctor speak of one"
-
-
-def test_only_who_has_claimed_a_folder_discards_it(state: Path) -> None:
-    mine, other = StateFolder("a"), StateFolder("a")
-    mine.claim()
-    other.discard()
-    assert mine.is_claimed()
-    mine.discard()
-    assert not mine.is_claimed() and known_clusters() == []
 
 
 def test_the_doctor_says_something_before_it_imports_anything() -> None:

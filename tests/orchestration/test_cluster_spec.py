@@ -206,6 +206,30 @@ def test_options_that_apply_to_nobody_are_refused(
             BASE.replace("2}", "2, affinity: {pin: false}}") + "engine: {keep_cores_awake: true}\n",
             "pools[0].affinity.pin: is off, but keep_cores_awake keeps workers on some cores",
         ),
+        (
+            BASE.replace("2}", "2, affinity: {cores: [x]}}"),
+            "pools[0].affinity.cores[0]: is 'x'; write hardware threads like 0-7,16",
+        ),
+        (
+            BASE.replace("2}", "2, affinity: {cores: [0-7, 9-8]}}"),
+            "pools[0].affinity.cores[1]: is '9-8'; write hardware threads",
+        ),
+        (
+            BASE.replace("2}", "2, affinity: {cores: [1 2]}}"),
+            "pools[0].affinity.cores[0]: is '1 2'; write hardware threads",
+        ),
+        (
+            BASE.replace("2}", "2, affinity: {transfer_cores: [0-999999999999]}}"),
+            "pools[0].affinity.transfer_cores[0]: is '0-999999999999'; write",
+        ),
+        (
+            BASE.replace("2}", "2, affinity: {cores: ['0'], transfer_cores: ['1']}}"),
+            "pools[0].affinity.transfer_cores[0]: is '1', but the same worker's cores[0] is '0'; choose",
+        ),
+        (
+            BASE.replace("2}", "2, affinity: {cores: [0-3, 4-7], transfer_cores: ['3']}}"),
+            "pools[0].affinity.transfer_cores[0]: is '3', but the same worker's cores[1] is '4-7'",
+        ),
         (BASE + "router: {}\nrouter: {}\n", "spec:6: router: is there twice; keep one"),
         (BASE + "name: [\n", "spec:6: this isn't YAML"),
         ("\x00", "spec: this isn't YAML"),
@@ -223,6 +247,19 @@ def test_what_is_wrong_is_said_with_its_place(text: str, message: str) -> None:
         parse_spec(text)
     assert message in str(caught.value)
     assert "hunter2" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "affinity",
+    [
+        "cores: ['0-7', '8-15'], transfer_cores: ['7', '15']",
+        "cores: ['0-7, 16'], transfer_cores: ['6 - 7,16']",
+        "transfer_cores: ['3']",
+        "cores: ['0-7', ''], transfer_cores: ['1']",
+    ],
+)
+def test_lists_of_cores_are_taken(affinity: str) -> None:
+    assert parse_spec(BASE.replace("2}", f"2, affinity: {{{affinity}}}}}")).num_workers
 
 
 def test_a_pool_may_say_what_holds_for_all() -> None:

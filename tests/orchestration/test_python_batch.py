@@ -14,6 +14,7 @@ from aiohttp import web
 from splitserve.common.errors import SplitserveError
 from splitserve.orchestration.python import batch
 from splitserve.orchestration.python.batch import Batch, ClusterGoneError
+from splitserve.orchestration.python.llm import LLM
 from splitserve.orchestration.python.results import PromptError
 from waiting import wait_until
 
@@ -182,3 +183,50 @@ def test_a_batch_runs_where_an_event_loop_runs(endpoint: Endpoint) -> None:
         return run(endpoint, 3)[0]
 
     assert len(asyncio.run(notebook())) == 3
+
+
+TEXTS = r"^prompts must be a text, token ids, or a list of texts or token ids, got "
+CHATS = r"^chats must be a list of messages, or a list of such lists, got "
+
+
+@pytest.mark.parametrize(
+    ("method", "given", "words"),
+    [
+        ("generate", 5, TEXTS + "5$"),
+        ("generate", None, TEXTS + "None$"),
+        ("generate", b"x", TEXTS + "b'x'$"),
+        ("generate", {"a": 1}, TEXTS),
+        ("generate", [b"x"], r"^prompt 0 must be a text or token ids, got b'x'$"),
+        ("generate", ["a", {5: 1}], r"^prompt 1 must be a text or token ids, got \{5: 1\}$"),
+        ("chat", None, CHATS + "None$"),
+        ("chat", 0, CHATS + "0$"),
+        ("chat", "", CHATS + "''$"),
+        ("chat", {}, CHATS + r"\{\}$"),
+        ("chat", [b"x"], r"^chat 0 must be a list of messages like .*, got b'x'$"),
+    ],
+)
+@pytest.mark.parametrize("return_errors", [False, True])
+def test_arguments_of_a_wrong_type_are_named(method: str, given: Any, words: str, return_errors: bool) -> None:
+    llm = object.__new__(LLM)  # without a cluster: nothing is sent
+    with pytest.raises(TypeError, match=words):
+        getattr(llm, method)(given, return_errors=return_errors)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "words"),
+    [
+        ({"stream": True}, r"^stream must be False or left out, got True: .* to stream, send .* llm.server.base_url$"),
+        ({"return_token_ids": False}, r"^return_token_ids must be True or left out, got False"),
+        ({"prompt": "b"}, r"^prompt must be left out"),
+        ({"messages": []}, r"^messages must be left out"),
+    ],
+)
+@pytest.mark.parametrize("return_errors", [False, True])
+@pytest.mark.parametrize("method", ["generate", "chat"])
+def test_parameters_of_whole_answers_cannot_be_changed(
+    method: str, parameters: dict[str, Any], words: str, return_errors: bool
+) -> None:
+    llm = object.__new__(LLM)
+    given: Any = "a" if method == "generate" else [{"role": "user", "content": "a"}]
+    with pytest.raises(TypeError, match=words):
+        getattr(llm, method)(given, return_errors=return_errors, **parameters)

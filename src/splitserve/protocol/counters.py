@@ -133,7 +133,7 @@ class TierCounters(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     hits: Annotated[Count, Counter("Blocks that requests asked for and the tier had")] = 0
     misses: Annotated[Count, Counter("Blocks that requests asked for and the tier did not have")] = 0
     stored_blocks: Annotated[Count, Counter("Blocks offloaded into the tier")] = 0
-    loaded_blocks: Annotated[Count, Counter("Blocks copied from the tier without failure; after a gap they are of no use")] = 0
+    loaded_blocks: Annotated[Count, Counter("Blocks copied from the tier; after a gap they are of no use")] = 0
     evicted_blocks: Annotated[Count, Counter("Blocks that gave their slot to others")] = 0
     failures: Annotated[Count, Counter("Copies that failed, in part or altogether")] = 0
     store_seconds: Annotated[NonNegative, Counter("Seconds that copies into the tier took")] = 0.0

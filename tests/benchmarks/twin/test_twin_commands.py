@@ -131,6 +131,64 @@ def test_a_running_cluster_is_its_own_calibration(tmp_path: Path, capsys: pytest
     assert simulate.main([*from_file, *options[2:]]) == 0
 
 
+LONG = "each request of the workload 8000/128 has 8128 tokens or more, prompt and output together, but "
+ENDS = "the positions of tiny end at 4096: shorten the requests, or choose a --model with more positions"
+
+
+@pytest.mark.parametrize(
+    ("command", "arguments", "words"),
+    [
+        (simulate.main, [], LONG + ENDS),
+        (plan.main, ["--gpus", "1", "--ttft-ms", "9", "--itl-ms", "9"], LONG + ENDS),
+        (simulate.main, ["--max-model-len", "900"], LONG + "--max-model-len is 900: .*, or raise --max-model-len"),
+        (
+            simulate.main,
+            ["--kv-memory", "1MiB"],
+            LONG + "the KV memory of a worker holds 512 .*, or raise --kv-memory",
+        ),
+    ],
+)
+def test_requests_that_are_all_too_long_are_refused_at_the_start(
+    command, arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(ConfigError, match=f"^{words}$"):
+        command([*SHORT, *arguments, "--workload", "8000/128"])
+    assert "steps:" not in capsys.readouterr().out
+
+
+def test_single_requests_of_a_trace_that_are_too_long_are_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And their failures are added up over all runs."""
+    trace = tmp_path / "trace.jsonl"
+    lines = [{"timestamp": 1000 * n, "input_length": 5000 if n == 2 else 50, "output_length": 4} for n in range(4)]
+    trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    options = ["--shape", "tiny", "--num-requests", "4", "--workload", f"trace:{trace}", "--cluster", "1M"]
+    assert simulate.main([*options, "--runs", "3"]) == 1
+    shown = capsys.readouterr().out
+    assert (
+        "note: in the first run 1 of 4 requests have up to 5004 tokens and will fail, since the positions of tiny end "
+        "at 4096: shorten them (of a trace, --max-tokens 4096 leaves them out)"
+    ) in shown
+    assert "note: 3 of the 12 requests of all runs failed; 3 times: no ready mixed worker takes" in shown
+    assert simulate.main([*options, "--runs", "1", "--max-tokens", "4096"]) == 0
+    assert "note: in the first run" not in capsys.readouterr().out
+
+
+def test_the_model_is_named_and_objectives_only_where_there_are_any(
+    tiny_qwen3: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--num-requests", "4", "--workload", "30/5", "--runs", "1", "--cluster", "1M", "1P1D"]
+    assert simulate.main([*options, "--shape", "tiny"]) == 0
+    shown = capsys.readouterr().out
+    assert "model: tiny, as --shape says; no --model was given\n" in shown
+    assert "within the objectives" not in shown and "goodput" not in shown and "no objectives are given" in shown
+    assert simulate.main([*options, "--model", str(tiny_qwen3), "--ttft-ms", "500"]) == 0
+    shown = capsys.readouterr().out
+    assert f"model: {tiny_qwen3}\n" in shown
+    assert "within the objectives" in shown and "goodput" in shown and "no objectives" not in shown
+
+
 def _until_fitted(url: str, saved: Path) -> None:
     """Wait until a heartbeat has brought the fitted model."""
     deadline = time.monotonic() + 30

@@ -142,11 +142,12 @@ class TwinCluster:
         self.clock.run(lambda: not self._num_running or self.clock.now > ends_at)
         turns = sorted((turn for talk in talks for turn in talk.turns), key=lambda turn: turn.arrived_at)
         names = {worker.setup.name: worker for worker in self.workers.values()}
+        seconds = max((turn.ended_at for turn in turns), default=0.0)
         return TwinResult(
             turns=turns,
-            seconds=max((turn.ended_at for turn in turns), default=0.0),
+            seconds=seconds,
             num_steps={name: worker.num_steps for name, worker in names.items()},
-            busy_seconds={name: worker.busy_seconds for name, worker in names.items()},
+            busy_seconds={name: worker.busy_seconds_until(START_SECONDS + seconds) for name, worker in names.items()},
             step_tokens={name: worker.core.state.counters.step_tokens.total for name, worker in names.items()},
             counts=self.counts,
             stages={name: self._stage_seconds[name] / count for name, count in self._stage_counts.items()},

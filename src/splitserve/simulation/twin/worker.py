@@ -141,6 +141,11 @@ class TwinWorker:
         self.core.handle(envelope, self._clock.now)
         self._settle()
 
+    def busy_seconds_until(self, time: float) -> float:
+        """Return the seconds in which a step ran, without those of the step in flight after ``time``."""
+        later = self._step_ends_at - time if self._plan is not None else 0.0
+        return max(0.0, self.busy_seconds - max(0.0, later))
+
     def load(self) -> WorkerLoad:
         """Return the load for a heartbeat."""
         self._catch_up()
