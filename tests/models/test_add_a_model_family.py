@@ -20,7 +20,8 @@ pytestmark = pytest.mark.skipif(not (ROOT / "docs").is_dir(), reason="not a chec
 
 def test_a_family_of_the_guide_draws_the_tokens_of_transformers(tmp_path: Path) -> None:
     guide = FollowedGuide(GUIDE, tmp_path)
-    file_text, line, sizes, mistake = guide.blocks("python")
+    file_text, line, sizes = guide.blocks("python")
+    mistake, _ = guide.blocks("text")
     guide.write(guide.find(r"This is `(models/families/\w+\.py)`"), file_text)
     (architecture,) = re.findall(r'"(\w+ForCausalLM)"', line)
     assert architecture not in FAMILIES, "only the copy may have it: its tests prove that the copy was tested"
