@@ -1,4 +1,4 @@
-"""What a failed start leaves, and who removes it."""
+"""Remains of failed starts, and who removes them."""
 
 import shutil
 import subprocess

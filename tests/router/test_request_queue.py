@@ -176,8 +176,10 @@ def test_the_queue_lets_go_of_cancelled_late_and_last_requests() -> None:
         ("tenants: [{name: a, weight: -2}]", r"tenants\[0\].weight: expected float > 0.0, got -2"),
         ("tenants: {a: 1}", "tenants: expected array, got object"),
         ("[]", "must be a mapping with the list `tenants`"),
+        ("tenants: [{1: 2, name: a, keys: [the-key-of-a]}]", r"expected str - at key in \$.tenants\[0\]$"),
+        (f"tenants: [{', '.join(1025 * ['{name: a, keys: [the-key-of-a]}'])}]", r"array of length <= 1024$"),
         ("tenants: [&a {name: a}, *a]", "alias"),
-        ("tenants: [", "tenants.yaml"),
+        ("tenants: [{name: a, keys: [the-key-of-a]}", r"tenants.yaml: expected .* \(line 1, column 42\)$"),
         ("[" * 100_000, "levels"),
         ("x" * (1 << 21), "bytes"),
     ],
@@ -185,8 +187,9 @@ def test_the_queue_lets_go_of_cancelled_late_and_last_requests() -> None:
 def test_faulty_files_of_tenants(tmp_path: Path, text: str, fault: str) -> None:
     path = tmp_path / "tenants.yaml"
     path.write_text(text)
-    with pytest.raises(ConfigError, match=fault):
+    with pytest.raises(ConfigError, match=fault) as caught:
         read_tenants(path, {"the API key": "", "the admin key": "the-admin-key"})
+    assert "the-key-of-a" not in str(caught.value), "keys don't belong into logs"
 
 
 def test_a_file_without_tenants_needs_another_key(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from splitserve.common.faults import describe_fault
+from splitserve.common.faults import words_of_fault
 from splitserve.router.http.access.content_type import check_json
 from splitserve.router.http.api_error import ApiError, error_of_refusal
 from splitserve.router.http.bodies.reader import BodyReader
@@ -47,7 +47,7 @@ class Operators:
                 document = msgspec.json.decode(content or b"{}")
                 return msgspec.convert(document, kind)
             except msgspec.ValidationError as error:
-                message = describe_fault(str(error), document, lambda _: kind.__struct_fields__, root="the body")
+                message = words_of_fault(str(error), document, lambda _: kind.__struct_fields__, root="the body")
                 if message.startswith("mode: "):
                     message += f"; it is one of {', '.join(PauseMode)}"
                 raise ApiError(400, message, code="invalid_value") from error

@@ -21,7 +21,7 @@ import yaml
 from msgspec import Meta
 
 from splitserve.common.errors import ConfigError
-from splitserve.common.faults import describe_fault
+from splitserve.common.faults import words_of_fault
 
 MAX_FILE_BYTES = 1 << 20
 MAX_TENANTS = 1024
@@ -93,6 +93,10 @@ def read_tenants(path: Path, own_keys: Mapping[str, str] = NO_KEYS) -> Tenants:
     try:
         _check_form(content, path)
         document = yaml.safe_load(content)
+    except yaml.MarkedYAMLError as error:  # its text shows the lines, which may hold keys
+        mark = error.problem_mark or error.context_mark
+        place = f"line {mark.line + 1}, column {mark.column + 1}" if mark else "an unknown line"
+        raise ConfigError(f"--tenants: {path}: {error.problem or error.context} ({place})") from None
     except (yaml.YAMLError, ValueError) as error:
         raise ConfigError(f"--tenants: {path}: {' '.join(str(error).split())}") from None
     if not isinstance(document, dict):
@@ -101,7 +105,7 @@ def read_tenants(path: Path, own_keys: Mapping[str, str] = NO_KEYS) -> Tenants:
         tenants = msgspec.convert(document, _File).tenants
     except msgspec.ValidationError as error:
         raise ConfigError(
-            f"--tenants: {path}: {describe_fault(str(error), document, _fields_at, hidden='keys')}"
+            f"--tenants: {path}: {words_of_fault(str(error), document, _fields_at, hidden='keys')}"
         ) from None
     for problem in _contradictions(tenants, own_keys):
         raise ConfigError(f"--tenants: {path}: {problem}")

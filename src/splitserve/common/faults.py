@@ -8,13 +8,14 @@ from typing import Any
 _STEP = re.compile(r"(\w+)|\[(\d+)\]")
 
 
-def describe_fault(
+def words_of_fault(
     message: str, document: Any, fields_at: Callable[[str], Sequence[str]], *, hidden: str = "", root: str = "it"
 ) -> str:
     """Return the message of msgspec's ValidationError with the value that is wrong.
 
     ``fields_at``: the fields that are allowed at a location, like ``tenants[0]``, "" for the whole ``document``, which
-    is called ``root``. A value is not shown where the location contains ``hidden``.
+    is called ``root``. A list or a mapping is not shown, since it may hold secrets, nor is a value where the location
+    contains ``hidden``.
     """
     text, _, location = message.partition(" - at `$")
     location = location.strip("`.")
@@ -27,4 +28,6 @@ def describe_fault(
     value = document
     for field, index in _STEP.findall(location):
         value = value[int(index)] if index else value[field]
+    if isinstance(value, dict | list):
+        return f"{name}: {text}"
     return f"{name}: {text}, got {reprlib.repr(value)}"
