@@ -2,9 +2,10 @@
 
 import random
 
+import numpy as np
 import pytest
 
-from splitserve.engine.steps.step_fit import MIN_FITTED_STEPS, MINUTE_SECONDS, StepFit, work_of
+from splitserve.engine.steps.step_fit import MIN_FITTED_STEPS, MINUTE_SECONDS, StepFit, non_negative, work_of
 from splitserve.protocol.placement.step_model import StepModel, StepWork, pairs
 from splitserve.protocol.step import SampleSpec, ScheduledChunk, StepPlan
 
@@ -209,3 +210,18 @@ def test_a_pause_is_not_a_minute() -> None:
         each = random_plan(chosen)
         fit.note(each, TRUE.seconds(work_of(each)), 1000.0 * number)
     assert fit.minute_error == 0.0
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_fit_is_the_minimum_however_alike_the_unknowns_are(seed: int) -> None:
+    chosen = np.random.default_rng(seed)
+    rows = chosen.normal(size=(60, 7))
+    for column in (1, 2):
+        rows[:, column] = rows[:, 0] + 10.0 ** chosen.uniform(-4, 0) * rows[:, column]
+    products = rows.T @ rows + 1e-6 * np.eye(7)
+    targets = rows.T @ (rows @ np.maximum(chosen.normal(size=7), 0.0) + 0.1 * chosen.normal(size=60))
+    found = non_negative(products, targets)
+    slope = products @ found - targets  # 0 for what is above 0, and not negative for the rest
+    tolerance = 1e-8 * float(np.abs(targets).max())
+    assert found.min() >= 0.0 and slope.min() >= -tolerance
+    assert np.abs(slope[found > 0.0]).max(initial=0.0) <= tolerance
