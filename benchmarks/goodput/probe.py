@@ -14,6 +14,7 @@ from http import HTTPStatus
 from typing import Any
 
 import msgspec
+from prometheus_client.parser import text_string_to_metric_families
 
 from splitserve.benchmarks.common.stats import summarise
 from splitserve.benchmarks.goodput.arms import Arm
@@ -47,6 +48,8 @@ SETTLED_SHARE = 0.1
 """Share of a load, from its begin, that isn't judged: the system fills up meanwhile."""
 OFFERED_SHARE = 0.01
 """Difference of the offered rate from the asked one beyond which a probe says so."""
+
+HELD_METRIC = "splitserve_held_requests_per_second"
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +92,7 @@ class ProbeResult(msgspec.Struct, kw_only=True):
     slowest: list[dict[str, Any]] = []  # timelines, as of `splitserve trace`
     routes: dict[str, int] = {}  # of its last 1,024 requests, judged or not: "disaggregated prefill-0 decode-0"
     step_models: dict[str, StepModel] = {}  # by worker, after the load; none: they could not be read
+    held: dict[str, float] = {}  # requests/s by serving mode, as `cost` predicts after the load; none: not known
     simulated: dict[
         str, float | None
     ] = {}  # the same percentiles on the arm's twin, and its goodput there, if it has one
@@ -141,8 +145,10 @@ class Prober:
             result.stages, result.slowest = _stages(traces), _slowest(traces)
             result.routes = Counter(_route(trace.summary) for trace in traces)
             with contextlib.suppress(SplitserveError):  # the endpoint isn't Splitserve's
-                workers = report_of(url.removesuffix("/v1"), self.setup.api_key).workers
+                root = url.removesuffix("/v1")
+                workers = report_of(root, self.setup.api_key).workers
                 result.step_models = {worker.info.party.engine_id: worker.step_model for worker in workers}
+                result.held = held_of(AdminEndpoint(root).get("/metrics").body.decode())
             return result
 
     def report_after_load(self, arm: Arm, rate: float, seed: int) -> ClusterReport:
@@ -267,6 +273,14 @@ def traces_of(url: str, api_key: str, id_prefix: str) -> list[RequestTrace]:
         return list(msgspec.json.decode(answer.body, type=RequestTraces).traces)
     except (SplitserveError, msgspec.DecodeError):
         return []
+
+
+def held_of(metrics: str) -> dict[str, float]:
+    """Return the rates that a router predicts to hold, by serving mode, from its metrics' text; none where it predicts
+    none."""
+    families = text_string_to_metric_families(metrics)
+    samples = [sample for family in families if family.name == HELD_METRIC for sample in family.samples]
+    return {sample.labels["mode"]: sample.value for sample in samples if not math.isnan(sample.value)}
 
 
 def _route(summary: RequestSummary) -> str:

@@ -13,10 +13,12 @@ from splitserve.benchmarks.goodput.charts import Charts
 from splitserve.benchmarks.goodput.comparison import PROPOSED_STEP, Comparison
 from splitserve.benchmarks.goodput.estimate import Probe, block_indices, goodput_of, interval, resampled_goodputs
 from splitserve.benchmarks.goodput.objectives import MAX_PRESSURE, Objectives, Outcome, percentile
-from splitserve.benchmarks.goodput.probe import ProbeResult, Setup
+from splitserve.benchmarks.goodput.probe import ProbeResult, Setup, held_of
 from splitserve.benchmarks.goodput.search import Search, Sweep
 from splitserve.benchmarks.goodput.verdict import crossing, judge, losing_region, sentence
 from splitserve.common.errors import ConfigError
+from splitserve.router.admin.metrics import RouterMetrics
+from splitserve.router.placement.modes.serving_mode import Held
 from splitserve.workloads.named import parse_workload
 
 OBJECTIVES = Objectives(ttft_ms=100.0, itl_ms=20.0, percentile=90.0)
@@ -245,3 +247,11 @@ def test_arms_take_turns_and_a_run_resumes() -> None:
     rest = list(resumed.run(lambda name, _arm, rate, seed: probe_result(name, rate, seed)))
     assert [(p.arm, p.rate, p.seed) for p in kept + rest] == [(p.arm, p.rate, p.seed) for p in whole.probes]
     assert {probe.seed for probe in whole.probes} == {5, 6}  # a second probe at a rate has other requests
+
+
+def test_the_rates_that_a_router_predicts_are_read_from_its_metrics() -> None:
+    metrics = RouterMetrics()
+    metrics.watch_mode(lambda: False, lambda: None)
+    assert held_of(metrics.render().decode()) == {}
+    metrics.watch_mode(lambda: True, lambda: Held(disaggregated=14.5, aggregated=16.25))
+    assert held_of(metrics.render().decode()) == {"disaggregated": 14.5, "aggregated": 16.25}
