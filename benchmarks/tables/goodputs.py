@@ -68,13 +68,13 @@ def _run(run: Run) -> str:
 def _load(run: Run, conditions: Mapping[str, Any]) -> str:
     temperature = conditions["temperature"]
     drawn = f"temperature {temperature}, top-p {conditions['top_p']}" if temperature else "greedy"
-    objectives = f"p{conditions['percentile']:.0f} of TTFT {conditions['ttft_ms']:.0f} ms and of ITL "
+    objectives = f"p{conditions['percentile']:.0f} of TTFT {conditions['ttft_ms']:g} ms and of ITL "
     num_devices = run.content["verdict"]["num_devices"]
     devices = f"{num_devices} x {run.gpu}" if run.gpus != "none" else f"{num_devices} workers on CPU"
     if memory := conditions["settings"].get("kv_memory"):
         devices += f" with {memory / 2**30:g} GiB of KV each"
     requests = f"{conditions['num_requests']} requests a probe"
-    objectives += f"{conditions['itl_ms']:.0f} ms"
+    objectives += f"{conditions['itl_ms']:g} ms"
     return f"{conditions['workload']}, {conditions['model']}, {devices}, {drawn}, {requests}; {objectives}"
 
 
