@@ -52,7 +52,8 @@ def _sweep_chart(verdict: Verdict) -> Any:
     mixed = [(p.itl_ms, p.mixed_goodput / num, p.mixed_kind) for p in verdict.sweep if p.mixed_kind != "below"]
     _draw_goodputs(panels[0], split, "o", "-", color=COLOURS[0], label="best disaggregated")
     _draw_goodputs(panels[0], mixed, "s", "--", color=COLOURS[1], label="best mixed")
-    panels[0].set_xlim(verdict.sweep[0].itl_ms / 1.1, verdict.sweep[-1].itl_ms * 1.1)
+    shown = [verdict.objectives.itl_ms, *(itl for itl, _, _ in (*split, *mixed))]
+    panels[0].set_xlim(min(shown) / 1.2, max(shown) * 1.2)
     panels[0].set_ylabel("requests/s per device")
     panels[0].legend(frameon=False, ncols=2, loc="upper center")
     if known:
@@ -78,11 +79,12 @@ def _draw_goodputs(
 
 
 def _draw_ratios(axes: Any, known: Sequence[SweepPoint]) -> None:
-    itl = [point.itl_ms for point in known]
-    low, high = ([getattr(point.ratio_interval, end) for point in known] for end in ("low", "high"))
+    below = [max(0.0, point.ratio - point.ratio_interval.low) for point in known]
+    above = [max(0.0, point.ratio_interval.high - point.ratio) for point in known]
     axes.axhline(1.0, color=GREY, linewidth=1)
-    axes.fill_between(itl, low, high, color=COLOURS[0], alpha=0.2, linewidth=0)
-    axes.plot(itl, [point.ratio for point in known], "o-", color=COLOURS[0])
+    itl, ratios = [point.itl_ms for point in known], [point.ratio for point in known]
+    axes.errorbar(itl, ratios, yerr=(below, above), fmt="o-", capsize=4, color=COLOURS[0])
+    axes.set_ylim(top=1.1 * max(1.0, *(ratio + more for ratio, more in zip(ratios, above, strict=True))))
     axes.set_ylabel("ratio, 90% interval")
 
 
