@@ -24,7 +24,7 @@ from splitserve.orchestration.spec.settings_page import settings_page
 from splitserve.orchestration.spec.sizes import format_bytes
 from splitserve.router.admin.metrics_page import metrics_page
 from splitserve.router.admin.overview.reference import overview_page
-from splitserve.router.http.openapi import openapi_document
+from splitserve.router.http.openapi import ERRORS, openapi_document
 from splitserve.router.requests.timeline.spans_page import spans_page
 
 FOLDER = Path(__file__).parents[1] / "docs" / "reference"
@@ -240,9 +240,8 @@ def api_page() -> str:
     operations = [
         (path, method, item[method]) for path, item in document["paths"].items() for method in METHODS if method in item
     ]
-    rows = [_operation_row(*each) for each in operations]
-    errors = {status: found["description"] for _, _, each in operations for status, found in each["responses"].items()
-              if int(status) >= 400 and "Error" in json.dumps(found)}  # fmt: skip
+    without_key = openapi_document(("MODEL",), wants_key=False)["paths"]
+    rows = [_operation_row(*each, without_key[each[0]][each[1]]) for each in operations]
     parts = [
         NOTE,
         "# HTTP API",
@@ -255,19 +254,21 @@ def api_page() -> str:
         "([operations](../guides/operations.md#the-administrators-endpoints)). "
         "The API key is required only where the cluster has one. `/admin` requires the admin key where there is one: "
         "403 to other keys. Without any key, a server that is not on loopback answers 403 to `POST` under `/admin` "
-        "([security](../guides/security.md#operations)).",
+        "([security](../guides/security.md#operations)). Each endpoint answers 405 to other methods than its own.",
         "## Errors",
         "Each error is an OpenAI error object: `error.message`, `error.type`, `error.param`, `error.code`. After the "
         "first streamed token an error comes as an event of the stream.",
-        table(("status", "reason"), sorted((status, sentence(text)) for status, text in errors.items())),
+        table(("status", "reason"), [(str(status), sentence(text)) for status, text in ERRORS.items()]),
         *_request_sections(schemas),
     ]
     return "\n\n".join(parts) + "\n"
 
 
-def _operation_row(path: str, method: str, operation: Schema) -> tuple[str, str, str, str]:
+def _operation_row(path: str, method: str, operation: Schema, without_key: Schema) -> tuple[str, str, str, str]:
+    """The row of an operation with its statuses where the cluster has a key, and where it has none."""
     key = "yes" if operation.get("security") else "no"
-    return f"`{method.upper()} {path}`", sentence(operation["summary"]), key, ", ".join(operation["responses"])
+    statuses = sorted({*operation["responses"], *without_key["responses"]})
+    return f"`{method.upper()} {path}`", sentence(operation["summary"]), key, ", ".join(statuses)
 
 
 def _request_sections(schemas: dict[str, Schema]) -> Iterator[str]:

@@ -5,6 +5,7 @@ gives them another one.
 import asyncio
 import logging
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeAlias
 
 import msgspec
@@ -77,7 +78,7 @@ class Api:
             request,
             body,
             num_bytes,
-            self._format(ChatFormat, body, request),
+            self._format(partial(ChatFormat, stop_token_ids=body.stop_token_ids), body, request),
             lambda limits: self._serving.preparation.chat(body, limits),
             arrived_at=arrived_at,
         )
@@ -86,7 +87,7 @@ class Api:
         """Return the tenants as they are now."""
         return self._dispatcher.tenants
 
-    def _format(self, kind: type[ChoicesFormat], body: GenerationRequest, request: Request) -> ChoicesFormat:
+    def _format(self, kind: Callable[..., ChoicesFormat], body: GenerationRequest, request: Request) -> ChoicesFormat:
         return kind(
             self.served_model.name(body.model),
             include_usage=body.include_usage,

@@ -1,9 +1,10 @@
 """JSON of the answers, whole and in chunks, as OpenAI's clients expect it."""
 
+import json
 import secrets
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -12,6 +13,7 @@ from starlette.types import Send
 from splitserve.protocol.request import FinishReason
 from splitserve.router.http.api_error import ApiError
 from splitserve.router.output.chat_json import TOOL_CALLS, delta_of, message_of
+from splitserve.router.output.parts import PartKind
 from splitserve.router.text.choice import Piece, Texts
 
 _encoder = msgspec.json.Encoder()
@@ -139,7 +141,7 @@ class ChoicesFormat(ChunksFormat):
         return before, after
 
     def _chunk(self, index: int, piece: Piece, extra: dict[str, Any]) -> bytes:
-        choice = self._choice(index, self._reason(piece)) | self._delta(piece)
+        choice = self._choice(index, self._reason(index, piece)) | self._delta(piece)
         if self._return_token_ids:
             choice["token_ids"] = list(piece.token_ids)
         return self._event([choice | scores_of(piece)], extra)
@@ -150,7 +152,7 @@ class ChoicesFormat(ChunksFormat):
     def answer(self, choices: Sequence[Piece], usage: Usage, extra: dict[str, Any]) -> bytes:
         entries = []
         for index, piece in enumerate(choices):
-            entry = self._choice(index, self._reason(piece)) | self._message(piece)
+            entry = self._choice(index, self._reason(index, piece)) | self._message(piece)
             if self._return_token_ids:
                 entry["token_ids"] = list(piece.token_ids)
             entries.append(entry | scores_of(piece))
@@ -163,7 +165,7 @@ class ChoicesFormat(ChunksFormat):
             content.setdefault("usage", None)
         return sse_event(content)
 
-    def _reason(self, piece: Piece) -> str | None:
+    def _reason(self, index: int, piece: Piece) -> str | None:  # noqa: ARG002
         return piece.finish_reason
 
     def _choice(self, index: int, finish_reason: str | None) -> dict[str, Any]:
@@ -206,17 +208,54 @@ class CompletionFormat(ChoicesFormat):
         return {"text": piece.text}
 
 
+class CutCalls:
+    """Whether a stop string or a stop token of the request ended an output within a tool call.
+
+    A call is whole if its arguments are an object: a stop at the text that closes the call leaves it whole.
+    """
+
+    def __init__(self, stop_token_ids: Collection[int] | None) -> None:
+        """``stop_token_ids``: those of the request's body."""
+        self._stop_token_ids = frozenset(stop_token_ids or ())
+        self._arguments: dict[int, list[str]] = {}  # by choice: those of its last call, as they came
+
+    def push(self, index: int, piece: Piece) -> bool:
+        """Take in the next piece of a choice; return whether the choice has ended within a call by such a stop."""
+        for part in piece.parts or ():
+            if part.kind is PartKind.CALL:
+                self._arguments[index] = []
+            elif part.kind is PartKind.ARGUMENTS:
+                self._arguments.setdefault(index, []).append(part.text)
+        if piece.finish_reason is not FinishReason.STOP or index not in self._arguments:
+            return False
+        is_stopped = piece.stop_string or (piece.token_ids and piece.token_ids[-1] in self._stop_token_ids)
+        return bool(is_stopped) and not _is_object("".join(self._arguments[index]))
+
+
+def _is_object(text: str) -> bool:
+    try:
+        return isinstance(json.loads(text), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
 class ChatFormat(ChoicesFormat):
     id_prefix = "chatcmpl"
     whole_kind = "chat.completion"
     chunk_kind = "chat.completion.chunk"
 
+    def __init__(self, model: str, *, stop_token_ids: Collection[int] | None = None, **options: Any) -> None:
+        super().__init__(model, **options)
+        self._cut_calls = CutCalls(stop_token_ids)
+
     def opening(self, index: int) -> bytes:
         choice = self._choice(index, None) | {"delta": {"role": "assistant", "content": ""}}
         return self._event([choice], {})
 
-    def _reason(self, piece: Piece) -> str | None:
-        return TOOL_CALLS if piece.has_calls and piece.finish_reason is FinishReason.STOP else piece.finish_reason
+    def _reason(self, index: int, piece: Piece) -> str | None:
+        is_cut = self._cut_calls.push(index, piece)
+        has_called = piece.has_calls and piece.finish_reason is FinishReason.STOP and not is_cut
+        return TOOL_CALLS if has_called else piece.finish_reason
 
     def _delta(self, piece: Piece) -> dict[str, Any]:
         if piece.parts is None:

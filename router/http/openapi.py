@@ -25,23 +25,29 @@ _STRING: Json = {"type": "string"}
 _INTEGER: Json = {"type": "integer"}
 _COUNT: Json = {"type": "integer", "minimum": 0}
 
-_ERRORS = {
+ERRORS = {
     400: "The request can't be served as it is; `param` names the field at fault",
     401: "The API key is missing or wrong",
+    403: "Host or Origin names another machine, and the server, on loopback, has no key",
     404: "No such model, or no such path",
+    405: "The path has no such method",
     408: "The headers or the body took too long",
     413: "The body is too large",
     415: "The body isn't application/json",
     429: "Too many requests are in flight",
+    431: "The request line and the headers are too large",
+    500: "A bug, whose traceback is in the router's log",
     502: "A worker gave the request up",
     503: "No worker can take the request now",
     504: "The request took too long",
 }
+"""Reasons by status. No operation lists 405, the answer to methods that are not in the document, and 500."""
 
 
 def openapi_document(names: Sequence[str], *, wants_key: bool) -> Json:
     """Return the whole document, as a value for JSON."""
     keyed = (401,) if wants_key else ()
+    everywhere = (431,) if wants_key else (403, 431)
     generation_errors = (400, *keyed, 404, 408, 413, 415, 429, 502, 503, 504)
     paths: Json = {
         "/v1/completions": {"post": _generation("Continue prompts", "Completion", generation_errors)},
@@ -68,6 +74,9 @@ def openapi_document(names: Sequence[str], *, wants_key: bool) -> Json:
         "/version": {"get": _operation("Splitserve's version", _json(_object({"version": _STRING})))},
         "/metrics": {"get": _operation("Metrics for Prometheus", {"text/plain": {"schema": _STRING}})},
     }
+    for item in paths.values():
+        for operation in item.values():
+            operation["responses"] = dict(sorted((operation["responses"] | _errors(everywhere)).items()))
     document: Json = {
         "openapi": "3.1.0",
         "info": {"title": "Splitserve", "version": __version__},
@@ -96,10 +105,12 @@ def _body(summary: str, kind: str, errors: tuple[int, ...]) -> Json:
 
 
 def _operation(summary: str, content: Json, errors: tuple[int, ...] = ()) -> Json:
-    responses: Json = {"200": {"description": summary, "content": content}}
-    for status in errors:
-        responses[str(status)] = {"description": _ERRORS[status], "content": _json(_ref("Error"))}
-    return {"summary": summary, "responses": responses}
+    success: Json = {"200": {"description": summary, "content": content}}
+    return {"summary": summary, "responses": success | _errors(errors)}
+
+
+def _errors(statuses: tuple[int, ...]) -> Json:
+    return {str(status): {"description": ERRORS[status], "content": _json(_ref("Error"))} for status in statuses}
 
 
 def _with_anthropics_errors(operation: Json) -> Json:

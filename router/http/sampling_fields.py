@@ -36,9 +36,9 @@ def http_type(kind: inspect.Type) -> Any:
             number: Any = float if isinstance(kind, inspect.FloatType) else int
             bounds = {bound: value for bound in _FRACTIONS if (value := getattr(kind, bound)) is not None}
             return Annotated[number, Field(**bounds)]
-        case inspect.VarTupleType(item_type=item, max_length=longest):
+        case inspect.VarTupleType(item_type=item, min_length=shortest, max_length=longest):
             items: Any = http_type(item)
-            return Annotated[list[items], Field(max_length=longest, fail_fast=True)]
+            return Annotated[list[items], Field(min_length=shortest, max_length=longest, fail_fast=True)]
         case inspect.DictType(key_type=key, value_type=value, max_length=longest):
             keys: Any = Annotated[http_type(key), Field(strict=False)]  # keys of JSON objects are strings
             values: Any = http_type(value)

@@ -97,6 +97,7 @@ BadWord = Annotated[str, Field(min_length=1, max_length=MAX_BAD_WORD_CHARS)]
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**64)]
 TokenId = Annotated[int, Field(ge=0)]
 NumTop = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)]
+TemplateVariables = Annotated[dict[str, Any], Field(max_length=MAX_TEMPLATE_VARIABLES)]
 
 
 HintText = Annotated[str, Field(max_length=MAX_HINT_CHARS)]
@@ -237,7 +238,7 @@ class ChatCompletionRequest(GenerationRequest):
     parallel_tool_calls: bool | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     enable_thinking: bool | None = None
-    chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=MAX_TEMPLATE_VARIABLES)] | None = None
+    chat_template_kwargs: TemplateVariables | None = None
     logprobs: bool | None = None
     top_logprobs: NumTop | None = None
     echo: Off | None = None

@@ -24,7 +24,8 @@ from splitserve.router.text.preparation import Preparation
 CLASS_HEADER = "x-request-class"
 PRIORITY_HEADER = "x-priority"
 SESSION_HEADER = "x-session-id"
-ROUTE_HEADER = "x-route"  # "disaggregated": for probes of hand-overs
+ROUTE_HEADER = "x-route"
+_PROBE_ROUTE = "disaggregated"  # for probes of hand-overs
 
 
 class Serving:
@@ -107,7 +108,7 @@ class Serving:
             session=session,
             request_class=self.dispatcher.classes.of(name),
             tenant=tenant_of(request),
-            is_probe=headers.get(ROUTE_HEADER, "") == "disaggregated",
+            is_probe=_is_probe(headers.get(ROUTE_HEADER)),
             read_at=reading_of(request),
             trace=trace_of(request),
         )
@@ -138,6 +139,14 @@ def _priority(given: str | None) -> int | None:
         f"{MAX_PRIORITY - 1}"
     )
     raise ApiError(400, message, param="priority", code="invalid_value")
+
+
+def _is_probe(route: str | None) -> bool:
+    """Return whether the header asks for a hand-over. Raises :class:`ApiError` 400 for an unknown value."""
+    if route not in (None, _PROBE_ROUTE):
+        message = f"{ROUTE_HEADER} is {clipped(route, 100)!r}; it must be {_PROBE_ROUTE!r}, or left out"
+        raise ApiError(400, message, param=ROUTE_HEADER, code="invalid_value")
+    return route is not None
 
 
 async def _until_disconnected(request: Request) -> None:

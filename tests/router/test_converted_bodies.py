@@ -27,6 +27,7 @@ MESSAGE_TOOL = {"name": "f", "input_schema": SCHEMA}
 RESPONSE_TOOL = {"type": "function", "name": "f", "parameters": SCHEMA}
 TOOL_USE = {"type": "tool_use", "id": "x", "name": "f", "input": {"a": BIG}}
 TOOL_RESULT = {"type": "tool_result", "tool_use_id": "x", "content": "5"}
+RESULT = {"role": "user", "content": [TOOL_RESULT]}
 CALL_ITEM = {"type": "function_call", "call_id": "x", "name": "f", "arguments": json.dumps({"a": BIG})}
 BASE = {
     CHAT: {"messages": QUESTION, "max_tokens": 1},
@@ -78,7 +79,7 @@ def test_arguments_that_are_no_object_of_json_reach_the_template_as_text(post, w
         (CHAT, {"tools": CHAT_TOOLS}),
         (MESSAGES, {"tools": [MESSAGE_TOOL]}),
         (RESPONSES, {"tools": [RESPONSE_TOOL], "metadata": {"a": BIG}}),
-        (MESSAGES, {"messages": [*QUESTION, {"role": "assistant", "content": [TOOL_USE]}]}),
+        (MESSAGES, {"messages": [*QUESTION, {"role": "assistant", "content": [TOOL_USE]}, RESULT]}),
         (RESPONSES, {"input": [*QUESTION, CALL_ITEM]}),
     ],
 )
@@ -116,7 +117,11 @@ MANY_CALLS = {"role": "assistant", "content": [TOOL_USE] * 513}
         (COUNT, {"messages": [EMPTY]}, "messages[0].content must be text or a list"),
         (MESSAGES, {"messages": QUESTION * 2048, "system": "a"}, "messages: 2049 messages of a chat"),
         (MESSAGES, {"messages": MANY_RESULTS}, "messages: 2100 messages of a chat"),
-        (MESSAGES, {"messages": [*QUESTION, MANY_CALLS]}, "messages[1].content[512] is call 513 of one message"),
+        (
+            MESSAGES,
+            {"messages": [*QUESTION, MANY_CALLS, RESULT]},
+            "messages[1].content[512] is call 513 of one message",
+        ),
         (RESPONSES, {"input": QUESTION * 2048, "instructions": "a"}, "input: 2049 messages of a chat"),
         (RESPONSES, {"input": [CALL_ITEM] * 513}, "input[512] is call 513 of one message"),
     ],
@@ -127,10 +132,18 @@ def test_more_than_a_chat_holds_is_refused_by_the_clients_own_names(post, path, 
 
 
 def test_as_much_as_a_chat_holds_is_answered(post):
-    calls = [*QUESTION, {"role": "assistant", "content": [TOOL_USE | {"input": {}}] * 2}]
+    calls = [*QUESTION, {"role": "assistant", "content": [TOOL_USE | {"input": {}}] * 2}, RESULT]
     assert post(COUNT, messages=QUESTION * 2047, system="a") == (200, {})
     assert post(COUNT, messages=[*QUESTION, {"role": "assistant", "content": [TOOL_USE] * 512}]) == (200, {})
     assert post(MESSAGES, messages=calls) == (200, {})
+
+
+@pytest.mark.parametrize("content", ["It", " ", [{"type": "text", "text": "It"}], [TOOL_USE]])
+def test_an_answer_is_not_continued_but_its_tokens_are_counted(post, content):
+    fields = {"messages": [*QUESTION, {"role": "assistant", "content": content}]}
+    status, error = post(MESSAGES, **fields)
+    assert status == 400 and error["message"].startswith("messages[1] is the assistant's, and continuing it")
+    assert post(COUNT, **fields) == (200, {})
 
 
 # ---- parameters without effect ----
@@ -220,6 +233,12 @@ OBJECT = {"type": "json_object"}
             {"text": {"format": OBJECT}, "structured_outputs": {"regex": "a"}},
             "structured_outputs",
             "text.format and structured_outputs both",
+        ),
+        (
+            RESPONSES,
+            {"text": {"format": OBJECT}, "response_format": OBJECT},
+            "response_format",
+            "response_format and text.format are both set",
         ),
         (RESPONSES, {"input": "a b " * 5000}, "input", "input has"),
     ],

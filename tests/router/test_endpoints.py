@@ -9,6 +9,10 @@ from splitserve.benchmarks.router.worker_script import default_script
 from splitserve.protocol.request import Role
 from waiting import wait_until
 
+TOOL = {"type": "function", "function": {"name": "f"}}
+QUESTION = [{"role": "user", "content": "a"}]
+MANY = [f"key{number}" for number in range(65)]
+
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory):
@@ -64,6 +68,11 @@ def test_messages_to_the_tokens_of_the_chat(router):
         ("/tokenize", {"prompt": 5}, "prompt"),
         ("/tokenize", {"messages": [{"role": "user", "content": "a"}], "tools": [{}]}, "tools[0].type"),
         ("/tokenize", {"prompt": "a", "max_tokens": 5}, "max_tokens"),
+        ("/tokenize", {"prompt": "a", "tools": [TOOL]}, "tools"),
+        ("/tokenize", {"prompt": "a", "chat_template_kwargs": {"a": 1}}, "chat_template_kwargs"),
+        ("/tokenize", {"messages": QUESTION, "tools": [TOOL] * 2}, "tools[1].function.name"),
+        ("/tokenize", {"messages": [{"role": "user"}]}, "messages[0].content"),
+        ("/tokenize", {"messages": QUESTION, "chat_template_kwargs": dict.fromkeys(MANY)}, "chat_template_kwargs"),
         ("/tokenize", {"prompt": "a " * 300_000}, "prompt"),
         ("/detokenize", {}, "tokens"),
         ("/detokenize", {"tokens": [-1]}, "tokens"),

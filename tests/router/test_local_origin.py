@@ -7,6 +7,7 @@ import pytest
 
 from router_harness import RouterProcess, write_model_dir
 from splitserve.router.http.access.local_origin import is_local, is_local_origin
+from splitserve.router.http.openapi import ERRORS
 
 Start = Callable[..., RouterProcess]
 
@@ -128,3 +129,14 @@ def test_a_body_without_a_type_is_refused(start: Start) -> None:
 def test_json_is_taken(start: Start, kind: str) -> None:
     status, _, answer = start().request("POST", "/v1/completions", b"{}", **{"Content-Type": kind})
     assert status == 400 and answer["error"]["code"] != "unsupported_media_type"
+
+
+@pytest.mark.parametrize(("headers", "status"), [({"Host": "evil.example"}, 403), ({"X-Long": "a" * 70_000}, 431)])
+def test_refusals_before_an_endpoint_are_documented(start: Start, headers: dict[str, str], status: int) -> None:
+    router = start()
+    paths = router.request("GET", "/openapi.json")[2]["paths"]
+    for path, item in paths.items():
+        assert router.request("GET", path, **headers)[0] == status
+        assert all(str(status) in operation["responses"] for operation in item.values()), path
+    assert router.request("PUT", "/v1/models")[0] == 405
+    assert {405, status} <= ERRORS.keys()

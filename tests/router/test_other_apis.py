@@ -263,6 +263,13 @@ def test_a_call_that_is_no_json_keeps_its_text(messages, writer):
     assert "oops" in json.dumps([block.model_dump() for block in message.content])
 
 
+def test_a_call_nested_too_deeply_keeps_its_text(messages, writer):
+    arguments = '{"a": ' + "[" * 1500
+    writer.text = qwen_call("get_weather", arguments)
+    [block] = messages.create(model="tiny", max_tokens=2000, messages=QUESTION, tools=MESSAGE_TOOLS).content
+    assert block.input["arguments"].startswith(arguments)
+
+
 def test_anthropics_clients_send_the_key_in_a_header_of_their_own(tmp_path):
     write_thinking_model(tmp_path / "tiny")
     with served_router(tmp_path / "tiny", api_key="sk-1") as (router, _):

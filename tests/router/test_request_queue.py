@@ -276,6 +276,7 @@ def test_tokens_per_minute_are_bounded(serve: Serve, tmp_path: Path) -> None:
         ({"X-Priority": "high"}, {}, "priority", "'high'; it must be a whole number from -2147483648 to 2147483647"),
         ({"X-Priority": "9999999999"}, {}, "priority", "9999999999"),
         ({}, {"priority": 2**31}, "priority", "2147483648"),
+        ({"X-Route": "fast"}, {}, "x-route", "x-route is 'fast'; it must be 'disaggregated', or left out"),
         ({"X-Session-Id": "s" * 257}, {}, "session_id", "257 characters; at most 256"),
         ({}, {"session_id": 7}, "session_id", "7"),
     ],

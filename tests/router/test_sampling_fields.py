@@ -48,6 +48,7 @@ def bounds(kind: inspect.Type) -> Iterator[tuple[Any, bool]]:
         case inspect.VarTupleType(item_type=inspect.IntType(), max_length=longest) if longest is not None:
             yield from (([7] * longest, True), ([7] * (longest + 1), False), ([-1], False), ([2**31], False))
             yield from ((["1"], False), ([1.5], False), (7, False))
+            yield [], kind.min_length in (None, 0)
         case inspect.DictType(max_length=longest, value_type=inspect.FloatType(ge=low, le=high)) if (
             longest is not None and low is not None and high is not None
         ):
@@ -95,6 +96,17 @@ def test_a_fault_in_a_map_is_described(bias: Any, param: str, message: str) -> N
     with pytest.raises(ApiError) as caught:
         parsed(CompletionRequest, logit_bias=bias)
     assert (caught.value.param, caught.value.message) == (param, message)
+
+
+def test_the_most_fields_of_an_object_are_said() -> None:
+    with pytest.raises(ApiError, match=r"must be an object \(at most 64 fields\), got an object with 65 fields"):
+        parsed(ChatCompletionRequest, chat_template_kwargs=dict.fromkeys(map(str, range(65))))
+
+
+def test_a_list_of_allowed_tokens_allows_some() -> None:
+    with pytest.raises(ApiError) as caught:
+        parsed(CompletionRequest, allowed_token_ids=[])
+    assert caught.value.param == "allowed_token_ids" and "(1 to 65536 items), got []" in caught.value.message
 
 
 def test_null_stands_for_the_neutral_value(tiny_qwen3: Path) -> None:

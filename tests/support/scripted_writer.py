@@ -40,6 +40,7 @@ class Writer:
         self.grammars.append(body.sampling.constraint.grammar if body.sampling.constraint else "")
         self.prompts.append(self._tokenizer.decode(list(body.token_ids), skip_special_tokens=False))
         ids = [*self._tokenizer.encode(self.text).ids, self._tokenizer.token_to_id(EOS)]
+        ids = ids[: 1 + next(index for index, each in enumerate(ids) if each in body.sampling.stop_token_ids)]
         begin, limit = len(body.output_ids), body.sampling.max_tokens
         assert list(body.output_ids) == ids[:begin], "the client's tokens aren't those that were written"
         end = min(len(ids), limit)

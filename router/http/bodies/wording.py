@@ -164,7 +164,7 @@ def _describe(node: Json, *, is_plural: bool = False) -> str:
     if _is_map(node):
         values = _describe(node["additionalProperties"], is_plural=True)
         return f"{noun} of {values}{_length_words(node, 'Properties', 'fields')}"
-    return noun
+    return f"{noun}{_length_words(node, 'Properties', 'fields')}"
 
 
 def _items_words(node: Json) -> str:

@@ -14,7 +14,7 @@ from splitserve.router.http.api_error import ApiError
 from splitserve.router.http.endpoints.items import Run, RunClosed, RunGrew, RunOpened, Runs, Step, runs_of
 from splitserve.router.http.endpoints.messages_body import CountRequest, MessagesRequest
 from splitserve.router.http.endpoints.tokens import MAX_TOKENS
-from splitserve.router.http.formats import Format, Usage
+from splitserve.router.http.formats import CutCalls, Format, Usage
 from splitserve.router.http.serving import Serving
 from splitserve.router.output.parts import PartKind
 from splitserve.router.text.choice import Piece
@@ -47,7 +47,7 @@ class Messages:
                 request,
                 body,
                 num_bytes,
-                MessagesFormat(self._serving.model.name(body.model), request_id=request_id_of(request)),
+                MessagesFormat(self._serving.model.name(body.model), body, request_id_of(request)),
                 lambda limits: self._serving.preparation.chat(chat, limits),
                 arrived_at=arrived_at,
             )
@@ -74,8 +74,9 @@ def _error_body(error: ApiError) -> bytes:
 class MessagesFormat(Format):
     """A message: blocks of thinking, text and tool use."""
 
-    def __init__(self, model: str, *, request_id: str) -> None:
+    def __init__(self, model: str, body: MessagesRequest, request_id: str) -> None:
         self._model = model
+        self._cut_calls = CutCalls(body.stop_token_ids)
         self._id = f"msg_{request_id}"
         self._runs = Runs()
         self._stop: dict[str, Any] = {}
@@ -83,7 +84,8 @@ class MessagesFormat(Format):
 
     def answer(self, choices: Sequence[Piece], usage: Usage, extra: dict[str, Any]) -> bytes:
         blocks = [_block(run) for run in runs_of(choices[0].all_parts)]
-        return msgspec.json.encode(self._whole(blocks, usage) | _stop_of(choices[0]) | extra)
+        is_cut = self._cut_calls.push(0, choices[0])
+        return msgspec.json.encode(self._whole(blocks, usage) | _stop_of(choices[0], is_cut=is_cut) | extra)
 
     def error_body(self, error: ApiError) -> bytes:
         return _error_body(error)
@@ -94,12 +96,12 @@ class MessagesFormat(Format):
         return _event("message_start", message=self._whole([], usage))
 
     def chunk(self, index: int, piece: Piece, extra: dict[str, Any]) -> bytes:
-        del index
         self._extra = extra
+        is_cut = self._cut_calls.push(index, piece)
         steps = self._runs.push(piece.all_parts)
         if piece.finish_reason is not None:
             steps += self._runs.close()
-            self._stop = _stop_of(piece)
+            self._stop = _stop_of(piece, is_cut=is_cut)
         return b"".join([_events_of(step) for step in steps])
 
     def end(self, usage: Usage) -> bytes:
@@ -158,17 +160,18 @@ def _input(arguments: str) -> dict[str, Any]:
     """Return the arguments of a call as an object; text that is none is kept in one field."""
     try:
         value = msgspec.json.decode(arguments or "{}")
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):  # the latter: nested too deeply for the decoder
         value = None
     return value if isinstance(value, dict) else {"arguments": arguments}
 
 
-def _stop_of(piece: Piece) -> dict[str, Any]:
+def _stop_of(piece: Piece, *, is_cut: bool) -> dict[str, Any]:
+    """Return why the message ended; ``is_cut``: within a call, by a stop of the request."""
     if piece.finish_reason is FinishReason.LENGTH:
         return {"stop_reason": "max_tokens", "stop_sequence": None}
     if piece.stop_string:
         return {"stop_reason": "stop_sequence", "stop_sequence": piece.stop_string}
-    return {"stop_reason": "tool_use" if piece.has_calls else "end_turn", "stop_sequence": None}
+    return {"stop_reason": "tool_use" if piece.has_calls and not is_cut else "end_turn", "stop_sequence": None}
 
 
 def _usage(usage: Usage) -> dict[str, Any]:

@@ -157,6 +157,13 @@ class MessagesRequest(CountRequest):
 
     max_tokens: Annotated[int, Field(ge=1)]
 
+    def chat(self) -> ChatCompletionRequest:
+        """See :class:`CountRequest`. Raises :class:`ApiError` 400 also for a last message that is the assistant's."""
+        if self.messages[-1].role == "assistant":
+            words = "is the assistant's, and continuing it is not supported: the last message must be the user's"
+            raise invalid_field(f"messages[{len(self.messages) - 1}]", words)
+        return super().chat()
+
 
 def _tool(tool: AnthropicTool) -> dict[str, Any]:
     function: dict[str, Any] = {"name": tool.name, "parameters": tool.input_schema}

@@ -14,7 +14,7 @@ from splitserve.router.http.access.request_id import arrival_of, request_id_of
 from splitserve.router.http.api_error import ApiError
 from splitserve.router.http.endpoints.items import Run, RunClosed, RunGrew, RunOpened, Runs, Step
 from splitserve.router.http.endpoints.responses_body import FlatChoice, ResponsesRequest
-from splitserve.router.http.formats import Format, Usage
+from splitserve.router.http.formats import CutCalls, Format, Usage
 from splitserve.router.http.serving import Serving
 from splitserve.router.output.parts import PartKind
 from splitserve.router.text.choice import Piece
@@ -71,6 +71,8 @@ class ResponsesFormat(Format):
         self._ids: list[str] = []
         self._num_events = _NUM_FIRST_EVENTS
         self._finish_reason: FinishReason | None = None
+        self._cut_calls = CutCalls(body.stop_token_ids)
+        self._is_call_cut = False  # by a stop of the request
         self._extra: dict[str, Any] = {}
 
     # ---- one object ----
@@ -104,6 +106,7 @@ class ResponsesFormat(Format):
     def _take(self, piece: Piece) -> list[Step]:
         """Add a piece of the answer; the last one ends it."""
         steps = self._runs.push(piece.all_parts)
+        self._is_call_cut = self._cut_calls.push(0, piece)
         if piece.finish_reason is not None:
             self._finish_reason = piece.finish_reason
             steps += self._runs.close()
@@ -157,7 +160,8 @@ class ResponsesFormat(Format):
 
     def _status_of(self, run: Run) -> str:
         is_last = run.index == len(self._runs.runs) - 1
-        return "incomplete" if is_last and self._finish_reason is FinishReason.LENGTH else "completed"
+        is_cut = self._finish_reason is FinishReason.LENGTH or (self._is_call_cut and run.kind is PartKind.CALL)
+        return "incomplete" if is_last and is_cut else "completed"
 
     def _id(self, run: Run) -> str:
         while len(self._ids) <= run.index:

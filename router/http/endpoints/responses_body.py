@@ -123,7 +123,7 @@ class ResponsesRequest(ConvertedRequest):
         names = super().names() | {r"^messages\b": "input"}
         if self.max_tokens is None:
             names[r"\bmax_tokens\b"] = "max_output_tokens"
-        if self.text is not None and self.text.format is not None:
+        if self.response_format is None and self.text is not None and self.text.format is not None:
             names[r"^response_format(\.json_schema)?\b"] = "text.format"
         return names
 

@@ -8,8 +8,8 @@ from starlette.responses import JSONResponse, Response
 
 from splitserve.router.http.access.request_id import arrival_of
 from splitserve.router.http.api_error import ApiError
-from splitserve.router.http.chat_fields import MAX_TOOLS, ChatMessage, Tool
-from splitserve.router.http.schema import MAX_MESSAGES, ChatCompletionRequest, ModelBody, TokenId
+from splitserve.router.http.chat_fields import MAX_TOOLS, ChatMessage, Tool, check_messages, check_tools
+from splitserve.router.http.schema import MAX_MESSAGES, ChatCompletionRequest, ModelBody, TemplateVariables, TokenId
 from splitserve.router.http.serving import Serving
 from splitserve.router.text.preparation import check_vocabulary
 
@@ -31,7 +31,7 @@ class TokenizeRequest(ModelBody):
     prompt: str | None = None
     messages: Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)] | None = None
     tools: Annotated[list[Tool], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: TemplateVariables | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
 
@@ -50,8 +50,7 @@ class Tokens:
     async def tokenize(self, request: Request) -> Response:
         arrived_at = arrival_of(request)
         body, num_bytes = await self._serving.read(request, TokenizeRequest)
-        if (body.prompt is None) == (body.messages is None):
-            raise ApiError(400, "give either prompt or messages", param="prompt", code="invalid_value")
+        _check(body)
         limits = await self._serving.limits(request, arrived_at, num_bytes)
         preparation = self._serving.preparation
         if body.messages is None:
@@ -78,3 +77,18 @@ class Tokens:
         limits = await self._serving.limits(request, arrived_at, num_bytes)
         check_vocabulary(body.tokens, limits.vocab_size, "tokens")
         return JSONResponse({"prompt": await self._serving.preparation.text_of(body.tokens)})
+
+
+def _check(body: TokenizeRequest) -> None:
+    """Raise :class:`ApiError` 400 for fields that don't go together; a chat's are those of a chat completion."""
+    if (body.prompt is None) == (body.messages is None):
+        raise ApiError(400, "give either prompt or messages", param="prompt", code="invalid_value")
+    if body.messages is not None:
+        check_messages(body.messages)
+        check_tools(body.tools or (), None)
+        return
+    for name in ("tools", "chat_template_kwargs"):
+        if getattr(body, name):
+            raise ApiError(
+                400, f"{name} needs messages, but the request has a prompt", param=name, code="invalid_value"
+            )

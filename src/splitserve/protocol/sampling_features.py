@@ -57,7 +57,7 @@ class FeatureParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     """Parameters of all sampling features. A default is neutral: with it a feature changes nothing and costs nothing.
 
     ``Meta`` holds a parameter's bounds and its one line of help, for clients as well as for the wire. Elements of
-    tuples and keys of dicts are token ids.
+    tuples and keys of dicts are token ids. A tuple with a least length is left out where it is neutral, thus empty.
     """
 
     constraint: Annotated[
@@ -83,7 +83,8 @@ class FeatureParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
         int, Meta(ge=0, lt=2**31, description="output tokens before an end token or a stop token may be drawn")
     ] = 0
     allowed_token_ids: Annotated[
-        tuple[TokenId, ...], Meta(max_length=MAX_ALLOWED_TOKENS, description="the only token ids that may be drawn")
+        tuple[TokenId, ...],
+        Meta(min_length=1, max_length=MAX_ALLOWED_TOKENS, description="the only token ids that may be drawn"),
     ] = ()
     min_p: Annotated[
         float, Meta(ge=0, le=1, description="least probability of a token, as a share of the most probable token's")
