@@ -53,7 +53,8 @@ class Prompt(msgspec.Struct, frozen=True):
 
 
 READ_GRACE_SECONDS = 5.0
-"""Time to read the answer beyond a request's deadline: a slower client would occupy its slots for ever."""
+"""Time to read the answer beyond the deadline, or beyond the last request's end if a pause has put that off: a slower
+client would occupy its slots for ever."""
 
 log = logging.getLogger(__name__)
 
@@ -85,6 +86,7 @@ class GenerationResponse(Response):
         self._inbox = Inbox()
         self._requests: list[ActiveRequest] = []
         self._num_open = len(prompts)
+        self._num_running = len(prompts)  # in the core, those that haven't begun included
         self._num_streamed = 0  # tokens of chunks with usage
         self._gone = False
         self._is_silent = False  # a comment is due
@@ -92,10 +94,8 @@ class GenerationResponse(Response):
     async def __call__(self, _scope: Scope, receive: Receive, send: Send) -> None:
         watcher = asyncio.create_task(self._watch_client(receive))
         self._watcher = watcher
-        end = self._arrived_at + self._dispatcher.deadline_seconds + READ_GRACE_SECONDS
         try:
-            async with asyncio.timeout_at(end):
-                await (self._send_stream(send) if self._stream else self._send_whole(send))
+            await self._send_in_time(send)
         except ClientGoneError:
             pass
         except TimeoutError:  # the server closes the connection of an answer that isn't complete
@@ -108,6 +108,23 @@ class GenerationResponse(Response):
             for request in self._requests:
                 self._dispatcher.cancel(request)
             self._dispatcher.release(len(self._prompts), self._context.tenant)
+
+    async def _send_in_time(self, send: Send) -> None:
+        """Send the answer. Raises TimeoutError if the client doesn't read it although all requests have ended.
+
+        Until then the core sees to their deadlines, which pauses put off."""
+        async with asyncio.timeout(None) as limit:
+            self._inbox.on_end = lambda: self._on_request_ended(limit)
+            try:
+                await (self._send_stream(send) if self._stream else self._send_whole(send))
+            finally:
+                self._inbox.on_end = None  # it refers to this response: a cycle for the garbage collector
+
+    def _on_request_ended(self, limit: asyncio.Timeout) -> None:
+        self._num_running -= 1
+        if not self._num_running:
+            deadline = self._arrived_at + self._dispatcher.deadline_seconds
+            limit.reschedule(max(deadline, asyncio.get_running_loop().time()) + READ_GRACE_SECONDS)
 
     async def _watch_client(self, receive: Receive) -> None:
         while (await receive())["type"] != "http.disconnect":

@@ -1,21 +1,28 @@
 """Updates of the requests behind one HTTP request, from the dispatcher to the task that answers the client."""
 
 import asyncio
+from collections.abc import Callable
 
 from splitserve.router.requests.state import Update
 
 
 class Inbox:
-    """A queue with one reader. Its length while the client is slow is bounded by the requests' max_tokens."""
+    """A queue with one reader. Its length while the client is slow is bounded by the requests' max_tokens.
+
+    ``on_end`` is called once for each request, when its last update is put.
+    """
 
     def __init__(self) -> None:
         self._updates: list[tuple[int, Update]] = []
         self._waiter: asyncio.Future[None] | None = None
+        self.on_end: Callable[[], None] | None = None
 
     def put(self, index: int, update: Update) -> None:
         self._updates.append((index, update))
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
+        if update.ended and self.on_end is not None:
+            self.on_end()
 
     async def take(self) -> list[tuple[int, Update]]:
         """Return all updates since the last call, in order, each with its request's index; wait for the first."""

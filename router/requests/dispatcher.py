@@ -235,6 +235,7 @@ class Dispatcher:
             await self._ask(request_id, Submit(request), watch_client)
         except BaseException:
             for each in (request, *request.siblings):
+                self.cancel(each)  # it has begun if the client left in the same turn of the loop
                 self._inboxes.pop(each.request_id, None)
             raise
         return request
@@ -313,6 +314,7 @@ class Dispatcher:
     def _handle(self, event: Event) -> None:
         """Let the core handle an event and perform its effects, in order; those of a failed send come last.
 
+        An error in one effect doesn't keep the others from being performed: for the core they are done.
         The time is read from CLOCK_MONOTONIC, as the event loop's is, but now: the loop's may be a millisecond late.
         """
         effects = self.core.handle(event, time.monotonic())
@@ -323,22 +325,33 @@ class Dispatcher:
         try:
             while effects:
                 for effect in effects:
-                    self._performers[type(effect)](effect)
+                    try:
+                        self._performers[type(effect)](effect)
+                    except Exception as error:
+                        what = f"the effect {type(effect).__name__}"
+                        self._loop.call_exception_handler({"message": what, "exception": error})
                 effects, self._later = self._later, []
         finally:
             self._is_performing = False
 
     def _send(self, effect: Send) -> None:
-        if not self.fleet.send(effect.to, effect.body):
-            self._handle(NotSent(effect.to, effect.body))
+        is_sent = False
+        try:
+            is_sent = self.fleet.send(effect.to, effect.body)
+        finally:  # after an error, too
+            if not is_sent:
+                self._handle(NotSent(effect.to, effect.body))
 
     def _tell_routers(self, effect: TellRouters) -> None:
         self.exchange.tell(effect)
 
     def _deliver(self, effect: Deliver) -> None:
-        inbox, index = self._inboxes[effect.request_id]
+        found = self._inboxes.get(effect.request_id)
+        if found is None:  # no client waits for it any more
+            return
         if effect.update.ended:
             del self._inboxes[effect.request_id]
+        inbox, index = found
         inbox.put(index, effect.update)
 
     def _on_ended(self, effect: Ended) -> None:

@@ -10,22 +10,18 @@ import msgspec
 import pytest
 import zmq
 
+from live_router import LiveRouter, WorkerByHand, until
 from router_harness import RouterProcess, ready
 from router_streams import PROMPT, Stream, aborts
-from splitserve.benchmarks.router.worker_script import default_script
-from splitserve.protocol.config import ProtocolConfig, RouterConfig
+from splitserve.benchmarks.router.worker_script import DEFAULT_LAYOUT, default_script
 from splitserve.protocol.counters import WorkerLoad
 from splitserve.protocol.messages.envelope import Envelope
-from splitserve.protocol.messages.membership import Heartbeat, Register
+from splitserve.protocol.messages.membership import Heartbeat, Register, WorkerInfo
 from splitserve.protocol.messages.requests import (
     StepTokens,
 )
 from splitserve.protocol.request import Party, Role
 from splitserve.protocol.wire import encode
-from splitserve.router.admin.metrics import RouterMetrics
-from splitserve.router.http.answers import READ_GRACE_SECONDS, GenerationResponse
-from splitserve.router.http.formats import CompletionFormat
-from splitserve.router.requests.dispatcher import Dispatcher
 from waiting import wait_until
 
 SLOW = default_script(tokens_per_message=1, token_seconds=0.05)
@@ -105,29 +101,27 @@ def test_an_endpoint_that_cannot_be_dialled_is_refused(serve):
     assert router.request("GET", "/ready")[0] == 200
 
 
-def test_an_answer_that_gets_nowhere_is_given_up(caplog):
-    """As when the client reads nothing: its places among the requests in flight aren't taken for ever."""
-    sent = []
-
-    async def send(message):
-        sent.append(message)
-
-    async def answer():
-        protocol = ProtocolConfig(request_deadline_seconds=10.0)
-        config = RouterConfig(model="m", served_model_name="m", protocol=protocol)
-        dispatcher = Dispatcher(config, RouterMetrics())
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [("dtype", "float4", "dtype must be one of float32, "), ("num_layers", 1025, "num_layers must be at most 1024")],
+)
+def test_a_layout_that_the_router_does_not_know_is_refused_with_the_reason(field, value, words):
+    async def answers():
+        router = LiveRouter()
         try:
-            kind = CompletionFormat("m", include_usage=False, return_token_ids=False)
-            dispatcher.admit(0, "prompt")
-            arrived_at = asyncio.get_running_loop().time() - 10.0 - READ_GRACE_SECONDS
-            how = {"stream": True, "return_route": False}
-            response = GenerationResponse(dispatcher, [], kind, arrived_at=arrived_at, **how)
-            await response({}, asyncio.Event().wait, send)
+            worker = WorkerByHand(router.fleet.endpoint, Party("newer", 1))
+            router.by_hand.append(worker)
+            layout = msgspec.structs.replace(DEFAULT_LAYOUT, **{field: value})
+            worker.tell(Register(WorkerInfo(worker.party, Role.MIXED, worker.endpoint, 1, layout, 64, 8, 1000, 400)))
+            arrived = []
+            await until(lambda: arrived.extend(worker.answers()) or arrived, "an answer")
+            return arrived
         finally:
-            dispatcher.close()
+            router.close()
 
-    asyncio.run(answer())
-    assert not sent and "does not read the answer" in caplog.text
+    [refused] = asyncio.run(answers())
+    assert words in refused.reason and f"got {value!r}; run the same version" in refused.reason
+    assert refused.for_good
 
 
 def test_a_hundred_requests_with_a_third_abandoned_leave_nothing_behind(serve):

@@ -66,7 +66,7 @@ class Tenants:
 
     def named(self, name: str) -> Tenant:
         """Return a tenant by its name; one that is gone from the file has no limits for the requests it still has."""
-        return self.by_name.get(name) or Tenant(name=OWN)
+        return self.by_name.get(name) or Tenant(name=name)
 
 
 NO_TENANTS = Tenants()

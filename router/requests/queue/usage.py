@@ -41,9 +41,11 @@ class TenantUsage:
         usage.num_in_flight += count
 
     def release(self, name: str, count: int) -> None:
-        """Take requests that have ended off the count."""
-        usage = self._by_name[name]
-        usage.num_in_flight -= count
+        """Take requests that have ended off the count, which stays at 0 or more."""
+        usage = self._by_name.get(name)
+        if usage is None:
+            return
+        usage.num_in_flight = max(0, usage.num_in_flight - count)
         if not (usage.num_in_flight or usage.tokens):
             del self._by_name[name]
 

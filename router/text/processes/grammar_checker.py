@@ -5,6 +5,7 @@ or memory ends that process alone. Verdicts are kept, so that a grammar in use i
 import asyncio
 import logging
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -27,6 +28,9 @@ START_SECONDS = 60.0  # of the process, which reads the vocabulary
 WAIT_SECONDS = 10.0  # for the process
 MAX_VERDICTS = 256
 MAX_REPLY_BYTES = 1 << 20
+_ENDS_BY_GRAMMARS = {-signal.SIGPROF, -signal.SIGABRT, -signal.SIGSEGV}
+"""Exit statuses of a process whose grammar took too much time, memory or stack; one that the machine interrupted has
+another."""
 _ONE_THREAD = {"RAYON_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}
 
 log = logging.getLogger(__name__)
@@ -34,7 +38,7 @@ _verdicts = msgspec.msgpack.Decoder(Verdict)
 
 
 class CheckerBusyError(SplitserveError):
-    """The process is busy with other grammars, or can't be started now."""
+    """The process is busy with other grammars, was interrupted, or can't be started now."""
 
 
 class GrammarChecker:
@@ -92,8 +96,13 @@ class GrammarChecker:
             async with asyncio.timeout(CHECK_SECONDS):
                 return await child.exchange(grammar)
         except (TimeoutError, OSError, EOFError):
-            log.warning("a grammar of %d characters ended the process that compiled it", len(grammar))
             self.close()
+            status = child.process.returncode
+            log.warning(
+                "the process that compiled a grammar of %d characters ended with status %d", len(grammar), status
+            )
+            if status not in _ENDS_BY_GRAMMARS:
+                raise CheckerBusyError("the compilation of the grammar was interrupted: try again") from None
             return f"it takes more than {self._setup.cpu_seconds:g} s, or too much memory, to compile"
         except BaseException:
             self.close()

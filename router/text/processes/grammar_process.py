@@ -19,6 +19,7 @@ from splitserve.common.grammars import GRAMMAR_LIMITS, GrammarTokenizer, load_gr
 from splitserve.router.text.processes.child import connect, framed, receive
 
 MAX_MEMORY_BYTES = 4 << 30  # of address space: a large vocabulary takes a tenth of it
+MAX_ERROR_CHARS = 10_000  # errors quote the grammar
 STACK_BYTES = 1 << 20  # less than a worker's threads have: a grammar that overflows a stack does it here
 
 
@@ -41,7 +42,7 @@ def verdict_on(grammar: str, tokenizer: LLTokenizer) -> Verdict:
     limits = LLParserLimits(**GRAMMAR_LIMITS)
     is_error, messages = LLMatcher.validate_grammar_with_warnings(grammar, tokenizer, limits=limits)
     if is_error:
-        return Verdict(messages[0] or "it can't be compiled")
+        return Verdict(messages[0][:MAX_ERROR_CHARS] or "it can't be compiled")
     matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
     matcher.compute_bitmask()
     if matcher.is_error() or (matcher.is_stopped() and not matcher.is_accepting()):
@@ -61,6 +62,7 @@ def main() -> None:
         return
     connection.sendall(_sent(Verdict()))
     threading.stack_size(STACK_BYTES)
+    threading.excepthook = _end
     while message := receive(connection):
         _run_on_small_stack(lambda: connection.sendall(_answer(message, vocabulary, setup.cpu_seconds)))
 
@@ -80,6 +82,12 @@ def _run_on_small_stack(function: Callable[[], None]) -> None:
     thread = threading.Thread(target=function)
     thread.start()
     thread.join()
+
+
+def _end(error: threading.ExceptHookArgs) -> None:
+    """End the process after an error in place of a verdict, as llguidance does when it gets no memory."""
+    threading.__excepthook__(error)
+    os.abort()
 
 
 def _sent(verdict: Verdict) -> bytes:

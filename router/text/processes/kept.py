@@ -51,9 +51,11 @@ class KeptProcess:
         self._link.transport.write(framed(content))
 
     def kill(self) -> None:
-        """End the process, which is running: another takes its place."""
+        """End the process, which is running: another takes its place. Messages that it has sent are dropped."""
         assert self._process is not None
         self._process.kill()
+        if self._link is not None and self._link.transport is not None:
+            self._link.transport.abort()
 
     def close(self) -> None:
         """End the process for good; nothing is called any more."""
