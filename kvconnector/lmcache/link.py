@@ -102,6 +102,7 @@ class LMCacheLink:
         self._epoch: Epoch | None = None
         self._reason = "no attempt to connect was made yet"
         self._left: deque[tuple[str, Key | None]] = deque(maxlen=MAX_LEFT)
+        self._clears_ordered = self._clears_done = 0
         self._lock = threading.Lock()
         self._wake = threading.Event()
         self._is_closing = False
@@ -132,6 +133,15 @@ class LMCacheLink:
         responds."""
         self._left.append((request_id, locked))
 
+    def clear(self) -> None:
+        """Order the server's memory to be cleared: at once if it responds, else before the next epoch begins. The
+        current epoch ends."""
+        with self._lock:
+            self._clears_ordered += 1
+            if self._epoch is not None:
+                self._epoch, self._reason = None, "its memory is to be cleared"
+        self._wake.set()
+
     def close(self, timeout_seconds: float = REQUEST_SECONDS) -> None:
         self._is_closing = True
         self._wake.set()
@@ -149,6 +159,7 @@ class LMCacheLink:
                 with Connection(self.endpoint, self.context) as connection:
                     epoch = self._begin(connection)
                     self._settle(connection)
+                    self._clear(connection)
                     logger.info("LMCache at %s %s", self.endpoint, "is back" if was_ever else _describe(epoch))
                     started, was_ever, is_told = time.monotonic(), True, False
                     tell(epoch)
@@ -179,6 +190,13 @@ class LMCacheLink:
                     time.sleep(SETTLE_POLL_SECONDS)
                 connection.call(Operation.FREE_LOOKUP_LOCKS, locked, 1, seconds=REQUEST_SECONDS)
             connection.call(Operation.END_SESSION, request_id, seconds=REQUEST_SECONDS)
+
+    def _clear(self, connection: Connection) -> None:
+        """Clear the server's memory if that is due. Raises :class:`LMCacheError`; then it is still due."""
+        ordered = self._clears_ordered
+        if self._clears_done < ordered:
+            connection.call(Operation.CLEAR, True, seconds=REQUEST_SECONDS)
+            self._clears_done = ordered  # an order that came meanwhile has ended the epoch
 
     def _begin(self, connection: Connection) -> Epoch:
         """Register with the server. Raises :class:`LMCacheError` or :class:`OSError`."""
@@ -217,6 +235,7 @@ class LMCacheLink:
                 reason, self._epoch = self._reason, None
             self._wake.clear()
             try:  # ends what this worker left unfinished there, if the server responds
+                self._clear(connection)
                 if self._is_closing:
                     self._settle(connection)
                 connection.call(Operation.UNREGISTER, epoch.instance_id, seconds=REQUEST_SECONDS / 4)

@@ -15,9 +15,9 @@ import numpy as np
 from splitserve.common.errors import ConfigError
 from splitserve.kvconnector.layout.memory import KVMemory
 from splitserve.kvconnector.lmcache.chunk import Bytes, ChunkFormat
-from splitserve.kvconnector.lmcache.connection import Connection, LMCacheError, LMCacheLostError
+from splitserve.kvconnector.lmcache.connection import LMCacheError, LMCacheLostError
 from splitserve.kvconnector.lmcache.lane import Lane, Session
-from splitserve.kvconnector.lmcache.link import REQUEST_SECONDS, Epoch, LMCacheLink
+from splitserve.kvconnector.lmcache.link import Epoch, LMCacheLink
 from splitserve.kvconnector.lmcache.wire import Operation, RetrievePrepared, StorePrepared
 from splitserve.kvconnector.tiers.copies import PartialCopyError, ToldError
 from splitserve.kvconnector.tiers.shared import ChainCopy, SharedTier, TierState
@@ -176,10 +176,7 @@ class LMCacheStore:
     # ---- the whole ----
 
     def clear(self) -> None:
-        epoch = self._link.epoch
-        with Connection(self._link.endpoint, self._link.context) as connection:
-            connection.call(Operation.CLEAR, True, seconds=REQUEST_SECONDS)
-        self._link.fail(epoch, "it was cleared, so its earlier content can't be trusted")
+        self._link.clear()
 
     def close(self) -> None:
         for lane in (self._down, self._up):

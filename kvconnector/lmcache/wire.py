@@ -10,8 +10,6 @@ from typing import Any
 
 import msgspec
 
-TESTED_VERSIONS = ("0.5.6",)
-
 
 class Operation(IntEnum):
     LOOKUP = 8

@@ -120,7 +120,7 @@ class NixlConnector:
         self._settings = settings
         self._wake = wake
         self._lock = threading.Lock()
-        self._events: deque[Event] = deque()
+        self._events: deque[ReadResult | Connected] = deque()
         self._peers: dict[Party, _Peer] = {}
         self._num_attempts = 0
         self._split_reads: dict[int, ReadJoin] = {}
@@ -212,7 +212,11 @@ class NixlConnector:
         self._land()
         events: list[Event] = []
         while self._events:
-            events.append(self._events.popleft())
+            event = self._events.popleft()
+            if isinstance(event, ReadResult):
+                events.append(event)
+            elif self._peer_of(event) is not None:
+                events.append(event.event)
         return events
 
     def close(self) -> None:
@@ -233,6 +237,11 @@ class NixlConnector:
             for low, high in itertools.pairwise(bounds)
         ]
 
+    def _peer_of(self, connected: Connected) -> _Peer | None:
+        """Return the peer; None if the outcome is that of an earlier attempt to connect."""
+        peer = self._peers.get(connected.event.peer)
+        return peer if peer is not None and peer.attempt == connected.attempt else None
+
     def _land(self) -> bool:
         """Make events of awaited reads that have ended; return whether there are any."""
         found = [self._joined(0, result) for result in self._awaited.landed()]
@@ -249,8 +258,8 @@ class NixlConnector:
 
     def _join_connection(self, connected: Connected) -> None:
         with self._lock:
-            peer = self._peers.get(connected.event.peer)
-            if peer is None or peer.attempt != connected.attempt:
+            peer = self._peer_of(connected)
+            if peer is None:
                 return
             peer.learn(connected.shape, connected.cost)
             peer.mapped = connected.mapped or peer.mapped
@@ -258,7 +267,7 @@ class NixlConnector:
             event = peer.join.add(connected.event)
         if event is not None:
             _tell(event)
-            self._emit(event)
+            self._emit(Connected(connected.attempt, event))
 
     def _join_read(self, part: int, result: ReadResult) -> None:
         event = self._joined(part, result)
@@ -274,7 +283,7 @@ class NixlConnector:
             del self._split_reads[result.read_id]
         return one_after_the_other(results)
 
-    def _emit(self, event: Event) -> None:
+    def _emit(self, event: ReadResult | Connected) -> None:
         self._events.append(event)
         self._wake()
 

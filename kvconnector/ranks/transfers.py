@@ -49,6 +49,7 @@ CLOSE_SECONDS = 5.0
 class RankConnect(msgspec.Struct, frozen=True, tag=True):
     peer: Party
     welcome: PeerWelcome
+    attempt: int
 
 
 class RankDisconnect(msgspec.Struct, frozen=True, tag=True):
@@ -79,8 +80,15 @@ class RankServes(msgspec.Struct, frozen=True, tag=True):
     found: dict[str, list[tuple[bytes, int]]] = {}
 
 
+class RankConnected(msgspec.Struct, frozen=True, tag=True):
+    """Outcome of the :class:`RankConnect` with this ``attempt``."""
+
+    attempt: int
+    event: PeerConnected
+
+
 RankCommand: TypeAlias = RankConnect | RankDisconnect | RankServe | RankRead | RankLeave | RankEnd | AnyCommand
-RankEvent: TypeAlias = RankServes | PeerConnected | ReadResult | CopyResult | TierState
+RankEvent: TypeAlias = RankServes | RankConnected | ReadResult | CopyResult | TierState
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=list)  # of sequences that msgpack has no type for
 _commands = msgspec.msgpack.Decoder(RankCommand)
@@ -109,9 +117,10 @@ class RankedConnector:
         for channel in channels:
             self._arrivals.register(channel.fileno(), select.POLLIN)
         self._rank_of = {channel.fileno(): index + 1 for index, channel in enumerate(channels)}
-        self._connecting: dict[Party, ConnectionJoin] = {}
+        self._num_attempts = 0
+        self._connecting: dict[Party, tuple[int, ConnectionJoin]] = {}  # with the numbers of the attempts
         self._reads: dict[int, ReadJoin] = {}
-        self._remote_events: deque[tuple[int, ReadResult | PeerConnected]] = deque()
+        self._remote_events: deque[tuple[int, ReadResult | RankConnected]] = deque()
         self._copy_results: deque[tuple[int, AnyResult]] = deque()
         self._lost_ranks: list[int] = []
         self._are_reads_awaited = False  # on some rank, perhaps
@@ -124,8 +133,9 @@ class RankedConnector:
         return ServedMemory(self.name, self._local.served().generations_addresses, self._memories)
 
     def connect(self, peer: Party, welcome: PeerWelcome) -> None:
-        self._connecting[peer] = ConnectionJoin(1 + len(self._channels))
-        self._tell(RankConnect(peer, welcome))
+        self._num_attempts += 1
+        self._connecting[peer] = self._num_attempts, ConnectionJoin(1 + len(self._channels))
+        self._tell(RankConnect(peer, welcome, self._num_attempts))
         self._local.connect(peer, welcome)
 
     def disconnect(self, peer: Party) -> None:
@@ -182,6 +192,7 @@ class RankedConnector:
         if self._lost_ranks:
             raise TransferRankError(f"the KV transfers of rank {self._lost_ranks[0]} have ended")
         whole: list[ReadResult | PeerConnected] = []
+        parts: list[tuple[int, ReadResult | PeerConnected | RankConnected]]
         parts = [(0, event) for event in self._local.events()]
         while self._remote_events:
             parts.append(self._remote_events.popleft())
@@ -201,17 +212,20 @@ class RankedConnector:
                     channel.recv_bytes()
             channel.close()
 
-    def _join(self, rank: int, event: ReadResult | PeerConnected) -> ReadResult | PeerConnected | None:
+    def _join(self, rank: int, event: ReadResult | PeerConnected | RankConnected) -> ReadResult | PeerConnected | None:
         if isinstance(event, ReadResult):
             results = self._reads[event.read_id].add(rank, event)
             if results is None:
                 return None
             del self._reads[event.read_id]
             return side_by_side(results)
-        connecting = self._connecting.get(event.peer)
-        connected = connecting.add(event) if connecting is not None else None
+        own = event.event if isinstance(event, RankConnected) else event
+        attempt, join = self._connecting.get(own.peer, (0, None))
+        if join is None or (isinstance(event, RankConnected) and event.attempt != attempt):
+            return None
+        connected = join.add(own)
         if connected is not None:
-            del self._connecting[event.peer]
+            del self._connecting[own.peer]
         return connected
 
     def _tell(self, command: RankCommand) -> None:
@@ -234,7 +248,7 @@ class RankedConnector:
                     self._arrivals.unregister(file_descriptor)
                     self._lose(rank)
                     continue
-                if isinstance(event, PeerConnected | ReadResult):
+                if isinstance(event, RankConnected | ReadResult):
                     self._remote_events.append((rank, event))
                 elif isinstance(event, CopyResult | TierState):
                     self._copy_results.append((rank, event))
@@ -272,6 +286,7 @@ class RankTransfers:
         self._channel = channel
         self._sending = threading.Lock()
         self._has_ended = False
+        self._attempts: dict[Party, int] = {}  # the latest one to connect to each peer
         self._connector = make_connector(self._pass_events_on)
         (memory,) = self._connector.served().ranks
         self._send(RankServes(memory, {name: list(contents) for name, contents in found.items()}))
@@ -298,10 +313,14 @@ class RankTransfers:
 
     def _carry_out(self, command: RankCommand) -> None:
         match command:
-            case RankConnect(peer, welcome):
-                self._connector.connect(peer, welcome)
+            case RankConnect(peer, welcome, attempt):
+                with self._sending:  # whatever is sent after this is the outcome of this attempt
+                    self._attempts[peer] = attempt
+                    self._connector.connect(peer, welcome)
             case RankDisconnect(peer):
-                self._connector.disconnect(peer)
+                with self._sending:
+                    self._attempts.pop(peer, None)
+                    self._connector.disconnect(peer)
             case RankRead(read, awaited):
                 self._connector.read(read, awaited=awaited)
             case RankLeave():
@@ -316,7 +335,10 @@ class RankTransfers:
     def _pass_events_on(self) -> None:
         with self._sending:  # in order
             for event in self._connector.events():
-                self._put(event)
+                if isinstance(event, PeerConnected):
+                    self._put(RankConnected(self._attempts.get(event.peer, 0), event))
+                else:
+                    self._put(event)
 
     def _pass_copies_on(self) -> None:
         """Send the results of copies. Runs on the thread of a copy; rank 0 may be gone."""

@@ -21,7 +21,8 @@ class CopyCommand(msgspec.Struct, frozen=True, tag=True):
 
 
 class ClearCommand(msgspec.Struct, frozen=True, tag=True):
-    """Order to forget a tier's content: no later lookup finds any of it, not even in the next incarnation."""
+    """Order to forget a tier's content: no later lookup finds any of it, not even in the next incarnation. A shared
+    tier out of reach forgets it before this worker uses it again."""
 
     tier: str
 

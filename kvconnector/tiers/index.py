@@ -54,9 +54,6 @@ class TierIndex:
     def __len__(self) -> int:
         return len(self._ready)
 
-    def is_storing(self, block_hash: bytes) -> bool:
-        return block_hash in self._storing
-
     def touch(self, hashes: Sequence[bytes]) -> None:
         """Mark a chain as used: its blocks are evicted last, and among them the end of the chain before its
         beginning."""

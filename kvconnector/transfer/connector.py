@@ -53,7 +53,8 @@ class KVConnector(Protocol):
         """Return the memory that peers may read."""
 
     def connect(self, peer: Party, welcome: PeerWelcome) -> None:
-        """Prepare reads from ``peer``; ends in a :class:`PeerConnected` event."""
+        """Prepare reads from ``peer``; ends in a :class:`PeerConnected` event. No event of an earlier attempt to
+        connect to ``peer`` follows."""
 
     def disconnect(self, peer: Party) -> None:
         """Remove ``peer``. Its unfinished reads become terminal: nothing writes to their blocks after their event."""

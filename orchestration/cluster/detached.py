@@ -47,10 +47,7 @@ def start_detached(
     If interrupted, it ends the cluster. Raises :class:`LaunchError` with the cluster's own message if the start fails.
     """
     if folder.is_claimed():
-        raise NameTakenError(
-            f"a cluster called {folder.name} is running already: choose another --name, or end it first "
-            f"(splitserve down --name {folder.name})"
-        )
+        raise NameTakenError(folder.name)
     folder.logs.mkdir(mode=0o700, parents=True, exist_ok=True)
     read_fd, write_fd = os.pipe()
     order = Order(

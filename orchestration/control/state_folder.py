@@ -23,7 +23,13 @@ _RECORD = "cluster.json"
 
 
 class NameTakenError(ConfigError):
-    """Name that a running cluster has already."""
+    """Name that a cluster has already; ``place`` is where it runs, in words."""
+
+    def __init__(self, name: str, place: str = "running already") -> None:
+        super().__init__(
+            f"a cluster called {name} is {place}: choose another --name, or end it first "
+            f"(splitserve down --name {name})"
+        )
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -72,10 +78,7 @@ class StateFolder:
                 fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
                 os.close(lock_fd)
-                raise NameTakenError(
-                    f"a cluster called {self.name} is running already: choose another --name, or end it first "
-                    f"(splitserve down --name {self.name})"
-                ) from None
+                raise NameTakenError(self.name) from None
             if self._is_lock(lock_fd):
                 self._lock_fd = lock_fd
             else:  # the previous holder has just removed it
@@ -83,10 +86,7 @@ class StateFolder:
         record = self.read()
         if record is not None and record.ray:
             self.release()
-            raise NameTakenError(
-                f"a cluster called {self.name} is on Ray at {record.ray}: choose another --name, or end it first "
-                f"(splitserve down --name {self.name})"
-            )
+            raise NameTakenError(self.name, f"on Ray at {record.ray}")
         for left_over in (self.socket, self.path / _RECORD):
             left_over.unlink(missing_ok=True)
 

@@ -9,7 +9,6 @@ Contract with the parent:
   after a signal, 2 for an error that the user can correct, 1 for any other.
 """
 
-import ctypes
 import gc
 import importlib
 import logging
@@ -28,12 +27,12 @@ import msgspec
 from splitserve.common.cores import awake_cpus, usable_cpus
 from splitserve.common.errors import ConfigError, SplitserveError
 from splitserve.common.logs import set_up_logging
+from splitserve.common.parents import ask_for_death_signal
 from splitserve.orchestration.hosts.affinity import bind_process
 from splitserve.orchestration.hosts.shared_memory import hold_folder
 from splitserve.protocol.config import LMCacheConfig, RouterConfig, WorkerConfig
 
 ORPHAN_GRACE_SECONDS = 3.0
-_PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 _log = logging.getLogger(__name__)
 
@@ -163,13 +162,6 @@ def _end_with_parent(life_line: FileIO, order: Order) -> None:
     os._exit(1)
 
 
-def _ask_kernel_for_death_signal() -> None:
-    """Ask the kernel for SIGINT when the parent's *thread* ends that started this process, which waits for its end
-    (Linux); on other platforms the life line alone ends the process."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGINT, 0, 0, 0)
-
-
 def main(status_fd: int | None = None, listener_fd: int = -1) -> int:
     """Follow the order on standard input. ``status_fd``: the status pipe of a child of a fork server; ``listener_fd``:
     its listening socket, if it gets one."""
@@ -186,7 +178,8 @@ def main(status_fd: int | None = None, listener_fd: int = -1) -> int:
     if status_fd is not None:
         order = msgspec.structs.replace(order, listener_fd=listener_fd)
     set_up_logging(order.name, order.log_level)
-    _ask_kernel_for_death_signal()
+    # The thread that started this process waits for its end. Platforms other than Linux have the life line alone.
+    ask_for_death_signal(signal.SIGINT)
     watch = threading.Thread(target=_end_with_parent, args=(life_line, order), name="life-line", daemon=True)
     pipe = StatusPipe(order.status_fd if status_fd is None else status_fd)
     try:

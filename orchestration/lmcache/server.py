@@ -23,6 +23,7 @@ import msgspec
 import zmq
 
 from splitserve.common.errors import ConfigError
+from splitserve.common.parents import PR_SET_PDEATHSIG
 from splitserve.orchestration.cluster.restarts import RestartPolicy
 from splitserve.orchestration.hosts.addresses import LOOPBACK, free_port
 from splitserve.orchestration.hosts.shared_memory import SHARED_MEMORY
@@ -40,11 +41,11 @@ PREFIX = "lmcache_l1_pool_splitserve-"
 _YOUNG_SECONDS = 60.0  # between a segment's creation and its lock
 _NOOP = 24  # the request that is answered by "OK"
 
-# Ends the server's process with the thread that started it, however this process ends. The collector is off during
-# imports, whose objects stay alive: it would take a third of their time.
-_START = """
+# Ends the server's process with the thread that started it, however this process ends; its environment lacks our module
+# for that. The collector is off during imports, whose objects stay alive: it would take a third of their time.
+_START = f"""
 import ctypes, gc, os, runpy, signal, sys
-ctypes.CDLL(None).prctl(1, signal.SIGTERM, 0, 0, 0)
+ctypes.CDLL(None).prctl({PR_SET_PDEATHSIG}, signal.SIGTERM, 0, 0, 0)
 if os.getppid() != int(sys.argv.pop(1)):
     sys.exit(1)
 gc.disable()

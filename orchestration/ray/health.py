@@ -33,11 +33,6 @@ class HealthChecks:
     failure_threshold: int
 
     @property
-    def killed_seconds(self) -> float:
-        """Longest time until a killed raylet is noticed."""
-        return self.failure_threshold * self.period_ms / 1000
-
-    @property
     def silent_seconds(self) -> float:
         """Longest time until a machine without power or network is noticed."""
         return self.failure_threshold * (self.period_ms + self.timeout_ms) / 1000

@@ -77,6 +77,9 @@ class Membership:
         known = self._records.get(sender.engine_id)
         if known is None and len(self._records) >= MAX_WORKERS:
             return Registration(refusal=f"there are {MAX_WORKERS} workers already", for_good=False)
+        if (problem := info.layout.problem) is not None:
+            advice = "run the same version of Splitserve on router and workers"
+            return Registration(refusal=f"the router can't use its KV layout: {problem}; {advice}")
         if (mismatch := self._mismatch(info)) is not None:
             return Registration(refusal=mismatch)
         if known is not None and (holder := _holder(known, sender, connection, token)) is not None:

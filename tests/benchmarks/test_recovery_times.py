@@ -47,8 +47,8 @@ def test_a_worker_that_is_not_back_yet(unfinished: dict[str, Any]) -> None:
 
 def test_what_rays_health_checks_come_to() -> None:
     default = HealthChecks(period_ms=3000, timeout_ms=10_000, failure_threshold=5)
-    assert (default.killed_seconds, default.silent_seconds) == (15.0, 65.0)
+    assert default.silent_seconds == 65.0
     assert "after up to 65 s" in default.advice() and "RAY_health_check_timeout_ms=2000" in default.advice()
     ours = HealthChecks(*(int(value) for value in RECOMMENDED.values()))
-    assert (ours.killed_seconds, ours.silent_seconds) == (5.0, 15.0)
+    assert ours.silent_seconds == 15.0 and ours.failure_threshold * ours.period_ms == 5000, "as the Ray guide says"
     assert ours.advice() == ""

@@ -230,6 +230,36 @@ def test_a_server_that_hangs_holds_up_one_copy(server: ProbedServer) -> None:
     assert server.is_quiet(), str(server.holds())
 
 
+def test_a_clear_is_not_lost_while_the_server_is_unreachable(server: ProbedServer) -> None:
+    prompt = tokens(2, seed=61)
+    with Side(server.endpoint) as side, Side(server.endpoint) as other:
+        assert side.put(prompt) == 8
+        stop_process(server.pid)
+        try:
+            side.store._link.fail(side.store._link.epoch, "it hangs")
+            side.wait(is_available=False)
+            side.store.clear()
+        finally:
+            os.kill(server.pid, signal.SIGCONT)
+        side.wait(is_available=True)
+        assert side.get(prompt) == 0
+        assert other.get(prompt) == 0, "it's cleared for all"
+        assert side.put(prompt) == 8, "once"
+        assert other.get(prompt) == 8
+
+
+def test_a_server_that_responds_is_cleared_at_once(server: ProbedServer) -> None:
+    prompt = tokens(2, seed=62)
+    with Side(server.endpoint) as side, Side(server.endpoint) as other:
+        assert side.put(prompt) == 8
+        side.store.clear()
+        side.wait(is_available=False)
+        assert other.get(prompt) == 0
+        side.wait(is_available=True)
+        assert side.get(prompt) == 0
+        assert side.put(prompt) == 8
+
+
 @contextmanager
 def redis() -> Iterator[int]:
     """A Redis server of its own, for as long as the test lasts: its port."""

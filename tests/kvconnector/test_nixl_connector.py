@@ -227,6 +227,15 @@ def test_after_a_disconnect_the_same_peer_can_be_connected_again(source: Source,
     assert result is not None and result.error is not None
 
 
+def test_the_outcome_of_an_earlier_attempt_does_not_count(source: Source, reader: Reader) -> None:
+    reader.connector.connect(SOURCE, source.welcome)
+    assert reader.woken.wait(PATIENCE_SECONDS)
+    reader.connector.connect(SOURCE, changed(source.welcome, metadata=b"?"))
+    assert reader.wait(lambda: bool(reader.events))
+    (event,) = reader.events
+    assert isinstance(event, PeerConnected) and event.error
+
+
 def test_a_killed_source_is_an_error_and_other_peers_go_on(source: Source, reader: Reader) -> None:
     doomed, doomed_party = Source(8), Party("prefill-doomed", 1)
     try:

@@ -260,6 +260,17 @@ def test_ranks_that_contradict_each_other_are_refused(
     assert error is not None and expected in error
 
 
+@pytest.mark.parametrize("reader", [(8, 2)], indirect=True)
+def test_a_ranks_answer_to_an_earlier_attempt_does_not_count(reader: Reader, sources: Sources) -> None:
+    welcome, connector = sources.welcome(8, 2), reader.worker.connector
+    ranks = [msgspec.structs.replace(rank, metadata=b"?") for rank in welcome.ranks]
+    connector.connect(SOURCE, msgspec.structs.replace(welcome, ranks=ranks))
+    assert wait(reader.worker.channels, PATIENCE_SECONDS), "the other rank says nothing"
+    connector.disconnect(SOURCE)
+    assert reader.connect(welcome).error is None
+    assert not reader.events and not connector.events()
+
+
 def test_a_rank_whose_transfers_end_takes_the_worker_with_it() -> None:
     reader = Reader(8, 2)
     reader.worker.channels[0].send_bytes(msgspec.msgpack.encode(RankEnd()))

@@ -53,11 +53,6 @@ class WorkerClock:
             return None
         return (low + high) / 2
 
-    @property
-    def error_seconds(self) -> float:
-        """Return the largest error of the offset."""
-        return (self._bounds.high - self._bounds.low) / 2
-
 
 class WorkerClocks:
     """The clocks of all workers that have answered a request of late."""

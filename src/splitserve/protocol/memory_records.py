@@ -10,6 +10,7 @@ import msgspec
 from splitserve.protocol.cache_layout import (
     DTYPE_BYTES,
     MAX_GROUPS,
+    MAX_LAYERS,
     BlockLayout,
     CacheGroup,
     CacheLayout,
@@ -50,6 +51,15 @@ class LayoutRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ValueError(
                 f"the groups' blocks have {self.groups[0].block_tokens} tokens, the layout's {self.block_size}"
             )
+
+    @property
+    def problem(self) -> str | None:
+        """The reason, in words, why this process can't use such a layout, or None. A newer peer's may have one."""
+        if self.num_layers > MAX_LAYERS:
+            return f"num_layers must be at most {MAX_LAYERS}, got {self.num_layers}"
+        if not self.groups and self.dtype not in DTYPE_BYTES:
+            return f"dtype must be one of {', '.join(DTYPE_BYTES)}, got {self.dtype!r}"
+        return None
 
     @property
     def kv_heads_per_rank(self) -> int:

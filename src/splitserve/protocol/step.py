@@ -126,6 +126,12 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, gc=False):
         return sum([len(chunk.token_ids) for chunk in self.chunks])
 
     @property
+    def are_decodes(self) -> list[bool]:
+        """Flags of the chunks that decode: of a single token, after others, that draws the next one. A property of each
+        chunk would take twice as long."""
+        return [len(each.token_ids) == 1 and each.start > 0 and each.sample is not None for each in self.chunks]
+
+    @property
     def gates(self) -> tuple[int, ...]:
         """The gates of all chunks."""
         return tuple([copy_id for chunk in self.chunks for copy_id in chunk.gates])

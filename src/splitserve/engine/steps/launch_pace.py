@@ -33,7 +33,8 @@ class _Step(NamedTuple):
 
 
 def _size(plan: StepPlan) -> tuple[int, _Size | None]:
-    """Return a step's number of sequences that decode and its size, or None of one with a long prompt."""
+    """Return a step's number of sequences that decode and its size, or None of one with a long prompt. Any chunk of one
+    token counts as one that decodes: it takes as long, and telling them apart would triple the time of this."""
     lengths = [len(chunk.token_ids) for chunk in plan.chunks]
     num_decodes = lengths.count(1)
     num_prompt_tokens = sum(lengths) - num_decodes

@@ -186,7 +186,7 @@ def non_negative(products: _Floats, targets: _Floats) -> _Floats:
     By active sets (Lawson and Hanson, 1974), so in a few solutions of small systems however alike the unknowns are:
     the worker's next step waits for it.
     """
-    solution: _Floats = np.linalg.solve(products, targets)
+    solution = np.asarray(np.linalg.solve(products, targets), dtype=np.float64)
     if solution.min() >= 0.0:
         return solution
     size = len(targets)
@@ -217,15 +217,15 @@ def _with_free(products: _Floats, targets: _Floats, solution: _Floats, free: npt
 
 
 def work_of(plan: StepPlan) -> StepWork:
-    """Return the work of a plan. A chunk of one token that draws another one decodes."""
+    """Return the work of a plan."""
     num_decodes = decode_context = prefill_tokens = 0
     prefill_pairs = 0.0
-    for chunk in plan.chunks:
-        count = len(chunk.token_ids)
-        if count == 1 and chunk.sample is not None and chunk.start > 0:
+    for chunk, is_decode in zip(plan.chunks, plan.are_decodes, strict=True):
+        if is_decode:
             num_decodes += 1
             decode_context += chunk.start + 1
         else:
+            count = len(chunk.token_ids)
             prefill_tokens += count
             prefill_pairs += pairs(chunk.start, count)
     return StepWork(num_decodes, decode_context, prefill_tokens, prefill_pairs)

@@ -56,8 +56,6 @@ def describe(plan: StepPlan) -> str:
 
 
 def _split(plan: StepPlan) -> tuple[list[ScheduledChunk], list[ScheduledChunk]]:
-    """Chunks of one token that draw another, and all others."""
-    is_decode = [len(chunk.token_ids) == 1 and chunk.sample is not None and chunk.start > 0 for chunk in plan.chunks]
-    decodes = [chunk for chunk, decode in zip(plan.chunks, is_decode, strict=True) if decode]
-    prefills = [chunk for chunk, decode in zip(plan.chunks, is_decode, strict=True) if not decode]
-    return decodes, prefills
+    """Return the chunks that decode, and all others."""
+    chunks = list(zip(plan.chunks, plan.are_decodes, strict=True))
+    return [chunk for chunk, is_decode in chunks if is_decode], [chunk for chunk, is_decode in chunks if not is_decode]

@@ -13,7 +13,6 @@ As a program: its arguments are its parent's process id and the hardware threads
 """
 
 import contextlib
-import ctypes
 import logging
 import os
 import signal
@@ -26,6 +25,7 @@ from typing import NoReturn
 
 from splitserve.common.cores import current_cpu_quota
 from splitserve.common.errors import ConfigError
+from splitserve.common.parents import ask_for_death_signal
 from splitserve.engine.io.sleepy_cores import Cores, SleepyCores
 
 logger = logging.getLogger(__name__)
@@ -36,7 +36,6 @@ END_SECONDS = 3.0
 _STARTED = "awake"
 _TURNS = 1000
 """The turns between two yields: yielding all the time would delay the thread that is to have the core."""
-_PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 
 def check_cores_can_be_kept_awake() -> None:
@@ -124,7 +123,7 @@ def kept_awake(wanted: bool, cpus: Collection[int]) -> Iterator[Cores]:
 
 def _end_with(parent: int) -> None:
     """Have the kernel end this process with ``parent``. Raises OSError where it can't, or is late."""
-    if ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) or os.getppid() != parent:
+    if not ask_for_death_signal(signal.SIGKILL) or os.getppid() != parent:
         raise OSError("it doesn't end processes with their parent")
 
 

@@ -4,7 +4,6 @@ It runs the steps that it receives, in their order, and ends with its worker: in
 once when its life line ends. It ignores signals meant for the worker.
 """
 
-import ctypes
 import logging
 import os
 import queue
@@ -22,6 +21,7 @@ import torch
 
 from splitserve.common.errors import SplitserveError
 from splitserve.common.logs import set_up_logging
+from splitserve.common.parents import ask_for_death_signal
 from splitserve.kvconnector.cuda.memory import make_context_current
 from splitserve.kvconnector.layout.memory import KVMemory
 from splitserve.kvconnector.nixl.connector import NixlConnector
@@ -44,7 +44,6 @@ from splitserve.worker.start.served_model import device_of, load_served_model
 logger = logging.getLogger(__name__)
 
 _GONE_SECONDS = 0.3  # by then this process has ended with its worker, if that's why the others can't be reached
-_PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 
 class RankProcess:
@@ -162,18 +161,11 @@ def _end_with_worker(life_line: FileIO) -> None:
     os._exit(1)
 
 
-def _ask_kernel_for_death_signal() -> None:
-    """Have the kernel end this process with its parent, even if no thread of it runs again, as when a driver's call
-    hangs. Linux only."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-
-
 def run_rank(ends: RankEnds) -> NoReturn:
     """Be the rank of the order on the life line."""
     for signal_number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signal_number, signal.SIG_IGN)
-    _ask_kernel_for_death_signal()
+    ask_for_death_signal(signal.SIGKILL)  # works even if no thread runs again, as when a driver's call hangs
     life_line = FileIO(ends.life_line, closefd=False)
     clock = StartClock()
     with clock.phase("the worker's order"):
