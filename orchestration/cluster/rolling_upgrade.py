@@ -61,6 +61,10 @@ class RollingUpgrade:
         """Return whether a worker is the one that is being replaced."""
         return self.running is not None and name == self.running.old
 
+    def makes_room(self, name: str) -> bool:
+        """Return whether a worker has been asked to leave so that its successor can start under its name."""
+        return self.running is not None and name == self.running.old and not self.running.successor
+
     def begin(self, spec: ClusterSpec, now: float, *, allow_gap: bool) -> list[Action]:
         """Begin to replace all workers; see :meth:`.Supervisor.begin_upgrade`."""
         self.refuse_during_upgrade()
@@ -84,8 +88,9 @@ class RollingUpgrade:
         upgrade = self.running
         if upgrade is None:
             return []
-        if just_ended and just_ended == upgrade.successor and failed:
-            return self._fail(upgrade, just_ended, now)
+        is_gone = bool(upgrade.successor) and upgrade.successor not in self._roster.workers  # an operator drained it
+        if is_gone or (failed and just_ended == upgrade.successor):
+            return self._fail(upgrade, upgrade.successor, now)
         if upgrade.old and not upgrade.successor:  # it leaves to make room
             if just_ended == upgrade.old:
                 self._come_back_new(upgrade, now)
@@ -135,7 +140,7 @@ class RollingUpgrade:
         roster = self._roster
         worker = roster.workers.get(name)
         upgrade.state = UpgradeState.FAILED
-        upgrade.problem = f"{name}: {worker.last_words if worker else 'it ended'}"
+        upgrade.problem = f"{name}: {worker.last_words if worker else 'it left for good before its turn was over'}"
         roster.spec = upgrade.before
         # The spec is the one from before the upgrade, but its number must differ from that of the replaced workers.
         roster.revision += 1

@@ -167,6 +167,8 @@ class Supervisor:
         delay_seconds: float | None = None
         if worker.wanted and (self._restart or self._upgrades.is_turn_of(name)):
             delay_seconds = worker.policy.on_death(seconds_ready, self._chosen) if returncode else 0.0
+            if self._upgrades.makes_room(name):
+                delay_seconds = 0.0  # its successor starts in its place, however often it died
         if delay_seconds is None:
             del self.workers[name]
         else:

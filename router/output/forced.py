@@ -10,7 +10,9 @@ from enum import Enum, auto
 from typing import Any, Protocol
 
 from splitserve.common.errors import SplitserveError
+from splitserve.protocol.sampling_features import MAX_GRAMMAR_CHARS
 from splitserve.router.output.template import ForcedCall
+from splitserve.router.text.grammars import GrammarError
 
 
 class SchemaText(Protocol):
@@ -45,8 +47,8 @@ class ForcedCalls:
     def grammar(self, functions: Sequence[Mapping[str, Any]], reasoning: Reasoning, *, is_parallel: bool) -> str:
         """Return the grammar of one call of one of ``functions``, or several calls if ``is_parallel``.
 
-        A function has ``name`` and perhaps ``parameters``, a JSON schema. Its name begins the message of an error of
-        :class:`SchemaText`.
+        A function has ``name`` and perhaps ``parameters``, a JSON schema. Raises :class:`GrammarError` for a schema
+        that can't be enforced; the function's name begins its message.
         """
         form = self._form
         rules: list[str] = []
@@ -56,7 +58,13 @@ class ForcedCalls:
         parts = [self._reasoning(reasoning, rules), self._literal(form.begin), "call", several, self._literal(form.end)]
         calls = [self._named_call(index, function, rules) for index, function in enumerate(functions)]
         lines = [f"start: {_joined(parts)}", f"call: {' | '.join(calls)}", *rules]
-        return "\n".join([*lines, _TEXT] if any("TEXT" in line for line in lines) else lines) + "\n"
+        text = "\n".join([*lines, _TEXT] if any("TEXT" in line for line in lines) else lines) + "\n"
+        if len(text) > MAX_GRAMMAR_CHARS:
+            raise GrammarError(
+                f"the grammar of the calls of {len(functions)} functions has {len(text)} characters; at most "
+                f"{MAX_GRAMMAR_CHARS} are allowed: name one function in tool_choice, or give fewer or shorter schemas"
+            )
+        return text
 
     def after_reasoning(self, grammar: str, reasoning: Reasoning) -> str:
         """Return the grammar of an answer by ``grammar``, in Lark or in llguidance's JSON, after free reasoning."""
@@ -104,13 +112,15 @@ class ForcedCalls:
     def _tags(self, index: int, schema: Mapping[str, Any], rules: list[str], *, is_strict: bool) -> str:
         """Return a term for each property of the schema, in its order; those that aren't required may be left out."""
         terms = []
-        required = schema.get("required") or ()
-        properties = schema.get("properties") or {}
+        properties, required = _properties(schema)
         shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
         for number, (key, subschema) in enumerate(properties.items()):
             name = f"tag_{index}_{number}"
-            before, _, after = self._form.tag.replace("{key}", key).partition("{value}")
-            if _is_text(subschema):
+            before, _, after = (part.replace("{key}", key) for part in self._form.tag.partition("{value}"))
+            if (choices := _choices(subschema)) is not None:
+                value = f"( {' | '.join(self._literal(text) or json.dumps('') for text in choices)} )"
+                value = _joined([value, self._literal(after)])
+            elif isinstance(subschema, bool) or (_may_be_text(subschema) and "enum" not in subschema):
                 value = self._text_until(f"{name}_text", after, rules)
             else:
                 rules.append(f"{name}_json: %json {self._schema_text({**subschema, **shared}, is_strict=is_strict)}")
@@ -150,7 +160,39 @@ def _joined(parts: Sequence[str]) -> str:
     return " ".join(part for part in parts if part)
 
 
-def _is_text(schema: Any) -> bool:
+def _properties(schema: Mapping[str, Any]) -> tuple[Mapping[str, Any], Sequence[str]]:
+    """Return the properties of an object's schema, and the names of those that it requires. Raises
+    :class:`GrammarError`."""
+    properties, required = schema.get("properties"), schema.get("required")
+    if not isinstance(properties, Mapping | None):
+        raise GrammarError(f"properties must be an object of JSON schemas, got {_shown(properties)}")
+    for key, subschema in (properties or {}).items():
+        if not isinstance(subschema, Mapping | bool):
+            got = _shown(subschema)
+            raise GrammarError(f"the schema of property {_shown(key)} must be an object, true or false, got {got}")
+    if required is not None and not (isinstance(required, list) and all(isinstance(each, str) for each in required)):
+        raise GrammarError(f"required must be a list of names of properties, got {_shown(required)}")
+    return properties or {}, required or ()
+
+
+def _shown(value: Any) -> str:
+    try:
+        return json.dumps(value)[:80]
+    except RecursionError:
+        return "a deeply nested value"
+
+
+def _may_be_text(schema: Mapping[str, Any]) -> bool:
     """Return whether a property's value is written as it is, and not as JSON."""
-    kind = schema.get("type", "string") if isinstance(schema, Mapping) else "string"
-    return "string" in ([kind] if isinstance(kind, str) else kind) and "enum" not in schema
+    kind = schema.get("type", "string")
+    return "string" in (kind if isinstance(kind, list) else [kind])
+
+
+def _choices(schema: Any) -> list[str] | None:
+    """Return the texts of the only values that a property may have, if some are written as they are; else None."""
+    if not isinstance(schema, Mapping) or not _may_be_text(schema):
+        return None
+    values = schema.get("enum", [schema["const"]] if "const" in schema else None)
+    if not isinstance(values, list) or not values or any(isinstance(value, dict | list) for value in values):
+        return None
+    return [value if isinstance(value, str) else json.dumps(value) for value in values]

@@ -6,31 +6,34 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import regex
-
 from splitserve.router.output.calls import CallLog
 from splitserve.router.output.json_calls import JsonCalls
 from splitserve.router.output.parts import Part, PartKind
-from splitserve.router.output.segments import SEARCH_SECONDS, Segmentation
+from splitserve.router.output.search_budget import SearchBudget
+from splitserve.router.output.segments import Segmentation
+from splitserve.router.output.tags import TagReader
 
 
 @dataclass(frozen=True, slots=True)
 class CallSource:
-    """The field of a region with a call, the text that opened the region, and the tools that have the types."""
+    """The field of a region with a call, the text that opened the region, the tools that have the types, and the time
+    left to searches."""
 
     segmentation: Segmentation
     field: str
     opening: str
     tools: list[dict[str, Any]]
+    budget: SearchBudget
 
     @property
     def content_args(self) -> Mapping[str, Any]:
         arguments: Mapping[str, Any] = self.segmentation.fields[self.field].content_args
         return arguments
 
-    def value(self, text: str) -> Any:
-        """Return what transformers makes of the region's ``text``; None if it can't read it."""
-        return self.segmentation.value(self.opening + text, self.field, self.tools)
+    def value(self, text: str, *, typed: bool = True) -> Any:
+        """Return what transformers makes of the region's ``text``; None if it can't read it. If ``typed``, arguments
+        have the types that the tools give them."""
+        return self.segmentation.value(self.opening + text, self.field, self.tools if typed else [])
 
 
 class Region(ABC):
@@ -55,15 +58,17 @@ class TextRegion(Region):
         self._kind = kind
         self._strip = strip
         self._before = before
-        self._space = ""  # held until other text follows it
+        self._space: list[str] = []  # held until other text follows it
         self.has_text = False
 
     def push(self, text: str) -> list[Part]:
         if self._strip:
-            text = self._space + text
             shown = text.rstrip()
-            self._space = text[len(shown) :]
-            text = shown if self.has_text else shown.lstrip()
+            if not shown:
+                self._space.append(text)
+                return []
+            space, self._space = "".join(self._space), [text[len(shown) :]]
+            text = space + shown if self.has_text else shown.lstrip()
         if not text:
             return []
         if not self.has_text:
@@ -72,7 +77,7 @@ class TextRegion(Region):
         return [Part(self._kind, text)]
 
     def end(self, is_closed: bool) -> list[Part]:  # noqa: ARG002
-        self._space = ""
+        self._space = []
         return []
 
 
@@ -92,20 +97,20 @@ class JsonCallRegion(Region):
     def __init__(self, log: CallLog, opening: str) -> None:
         self._log = log
         self._reader = JsonCalls()
-        self._text = opening
+        self._texts = [opening]
 
     def push(self, text: str) -> list[Part]:
         if not self._reader.num_calls:
-            self._text += text
+            self._texts.append(text)
         parts: list[Part] = []
         for found in self._reader.push(text):
             parts += [self._log.begin(found.name)] if found.name else [self._log.arguments(found.arguments)]
         return parts
 
     def end(self, is_closed: bool) -> list[Part]:  # noqa: ARG002
-        if self._reader.num_calls or not self._text:
+        if self._reader.num_calls or not (text := "".join(self._texts)):
             return []
-        return [Part(PartKind.CONTENT, self._text)]
+        return [Part(PartKind.CONTENT, text)]
 
 
 class ArgumentsRegion(Region):
@@ -130,50 +135,50 @@ class TaggedArgumentsRegion(Region):
     """Arguments as tags, each with a key and a value, turned into an object of JSON one tag at a time.
 
     A value has the type that the tool's schema gives it, by transformers' parser. The first value of a key counts.
+    If searching for tags takes too long, the rest is passed on as the model wrote it.
     """
 
     def __init__(self, log: CallLog, name: str, call_id: str, source: CallSource) -> None:
         self._log = log
         self._begun = [log.begin(name, call_id)]
         self._source = source
-        self._pattern = regex.compile(source.content_args["tag_pattern"], regex.DOTALL)
         self._keys: set[str] = set()
-        self._rest = ""
+        self._tags = TagReader(source.content_args["tag_pattern"], source.budget)
 
     def push(self, text: str) -> list[Part]:
-        begun, self._begun = self._begun, []
-        self._rest += text
-        return begun + ([self._log.arguments(found)] if (found := self._new_arguments()) else [])
+        return self._parts(self._tags.push(text))
 
     def end(self, is_closed: bool) -> list[Part]:
-        parts = self.push("")
-        rest = self._rest.strip()
-        if is_closed and not rest:
+        parts = self._parts(self._tags.push("", is_last=True))
+        rest = self._tags.take_rest()
+        if is_closed and not rest.strip() and not self._tags.is_given_up:
             parts.append(self._log.arguments("}" if self._keys else "{}"))
-        elif rest:  # cut within a tag, or no tags at all: the model's text as it is
-            parts.append(self._log.arguments(self._rest))
+        elif rest.strip():  # cut within a tag, or no tags at all: the model's text as it is
+            parts.append(self._log.arguments(rest))
         return parts  # cut between two tags, the object stays open, as cut JSON does
 
-    def _new_arguments(self) -> str:
+    def _parts(self, tags: list[str]) -> list[Part]:
+        begun, self._begun = self._begun, []
+        text = "".join(map(self._new_arguments, tags))
+        if self._tags.is_given_up:
+            text += self._tags.take_rest()
+        return begun + ([self._log.arguments(text)] if text else [])
+
+    def _new_arguments(self, tag: str) -> str:
         pieces = []
-        while (match := self._search()) is not None:
-            self._rest = self._rest[match.end() :]
-            for key, value in self._arguments_of(match.group()).items():
-                if key not in self._keys:
-                    encoded = f"{json.dumps(key, ensure_ascii=False)}: {json.dumps(value, ensure_ascii=False)}"
-                    pieces.append((", " if self._keys else "{") + encoded)
-                    self._keys.add(key)
+        for key, value in self._arguments_of(tag).items():
+            if key not in self._keys:
+                encoded = f"{json.dumps(key, ensure_ascii=False)}: {json.dumps(value, ensure_ascii=False)}"
+                pieces.append((", " if self._keys else "{") + encoded)
+                self._keys.add(key)
         return "".join(pieces)
 
-    def _search(self) -> Any:
-        try:
-            return self._pattern.search(self._rest, timeout=SEARCH_SECONDS)
-        except TimeoutError:
-            return None
-
     def _arguments_of(self, tag: str) -> Mapping[str, Any]:
-        arguments = _arguments(self._source.value(tag))
-        return arguments if isinstance(arguments, dict) else {}
+        for typed in (True, False):  # a value that has no end of brackets can't be read as its type
+            arguments = _arguments(self._source.value(tag, typed=typed))
+            if isinstance(arguments, dict):
+                return arguments
+        return {}
 
 
 class WholeCallRegion(Region):
@@ -188,23 +193,23 @@ class WholeCallRegion(Region):
         self._call_id = call_id
         self._begun = [log.begin(name, call_id)] if name else []
         self._source = source
-        self._text = ""
+        self._texts: list[str] = []
 
     def push(self, text: str) -> list[Part]:
         begun, self._begun = self._begun, []
-        self._text += text
+        self._texts.append(text)
         return begun
 
     def end(self, is_closed: bool) -> list[Part]:
-        parts = self.push("")
-        value = self._source.value(self._text) if is_closed else None
+        parts, text = self.push(""), "".join(self._texts)
+        value = self._source.value(text) if is_closed else None
         calls = value if isinstance(value, list) else [value]
         if self._name:
             arguments = _arguments(calls[0]) if calls else None
-            return [*parts, self._log.arguments(self._text if arguments is None else _encoded(arguments))]
+            return [*parts, self._log.arguments(text if arguments is None else _encoded(arguments))]
         named = [(name, _arguments(call)) for call in calls if (name := _name(call)) is not None]
         if not named:
-            return [Part(PartKind.CONTENT, text)] if (text := self._source.opening + self._text) else []
+            return [Part(PartKind.CONTENT, text)] if (text := self._source.opening + text) else []
         for name, arguments in named:
             parts += [self._log.begin(name), self._log.arguments(_encoded({} if arguments is None else arguments))]
         return parts

@@ -19,7 +19,8 @@ from splitserve.router.output.regions import (
     WholeCallRegion,
     kinds_of_text,
 )
-from splitserve.router.output.segments import OUTSIDE, SEARCH_SECONDS, Event, Segmentation, SegmentationError
+from splitserve.router.output.search_budget import BoundedPattern, SearchBudget
+from splitserve.router.output.segments import OUTSIDE, Event, Segmentation
 
 TOOL_CALLS = "tool_calls"
 _OF_CALLS = (PartKind.CALL, PartKind.ARGUMENTS)
@@ -40,14 +41,15 @@ class Splitter:
     ) -> None:
         """``max_calls``: further calls are dropped."""
         self._segmentation = segmentation
-        self._parser = segmentation.parser(prompt)
+        self._budget = SearchBudget()
+        self._parser = segmentation.parser(prompt, self._budget)
         self._kinds = kinds_of_text(list(segmentation.fields))
         self._tools = tools
         self._max_calls = max_calls
         self._special_texts: set[str] = set()
         self._log = CallLog(id_style)
         self._begun: set[PartKind] = set()  # kinds that have text
-        self._outside = ""  # text outside all regions: the answer, if there is none within regions
+        self._outside: list[str] = []  # text outside all regions: the answer, if there is none within regions
         self._field = OUTSIDE
         self._region: Region = NoRegion()
         self._is_failed = False
@@ -74,30 +76,37 @@ class Splitter:
 
     def push(self, text: str) -> list[Part]:
         """Take in more text; return the parts that it makes certain."""
-        if self._is_failed or not text:
-            return self._text(PartKind.CONTENT, text)
-        try:
-            return self._follow(self._parser.feed(text))
-        except SegmentationError:
-            return self._fail()
+        if not text:
+            return []
+        if self._is_failed:
+            return self._region.push(self._shown(text))
+        return self._kept(self._follow(self._parser.feed(text)) + self._given_up())
 
     def finish(self) -> list[Part]:
         """Return the last parts, once the output has ended."""
         if self._is_failed:
             return []
         rest = self._parser.unread()
-        try:
-            parts = self._follow(self._parser.finish(), rest=rest)
-        except (SegmentationError, TimeoutError):
-            return self._fail()
-        if not (self._begun or self.num_calls or parts) and (text := self._shown(self._outside).strip()):
+        parts = self._kept(self._follow(self._parser.finish(), rest=rest) + self._given_up())
+        if not (self._begun or self.num_calls or parts) and (text := self._shown("".join(self._outside)).strip()):
             parts = [Part(PartKind.CONTENT, text)]
         return parts
 
-    def _fail(self) -> list[Part]:
-        """Pass the rest on as content: finding its regions takes too long."""
+    def _given_up(self) -> list[Part]:
+        """Pass the rest on as content if finding its regions takes too long."""
+        if not self._parser.is_given_up:
+            return []
         self._is_failed = True
-        return self._region.end(is_closed=False) + self._text(PartKind.CONTENT, self._parser.unread())
+        parts: list[Part] = []
+        if self._kinds.get(self._field) is not PartKind.CONTENT:
+            parts = self._region.end(is_closed=False)
+            self._region = TextRegion(PartKind.CONTENT, strip=False)
+        return parts + self._region.push(self._shown(self._parser.unread()))
+
+    def _kept(self, parts: list[Part]) -> list[Part]:
+        if self._max_calls is None:
+            return parts
+        return [part for part in parts if part.kind not in _OF_CALLS or part.index < self._max_calls]
 
     def _follow(self, events: list[Event], *, is_prompt: bool = False, rest: str | None = None) -> list[Part]:
         """Return the parts of ``events``. ``rest``: at the output's end, the text that wasn't in events before."""
@@ -109,7 +118,7 @@ class Splitter:
                 self._region = self._opened(event, is_prompt=is_prompt)
             elif event["type"] == "region_chunk":
                 if event["field"] == OUTSIDE and not is_prompt:
-                    self._outside += event["text"]
+                    self._outside.append(event["text"])
                 added = self._region.push(self._shown(event["text"]))
                 self._begun |= set() if is_prompt else {part.kind for part in added}
                 parts += added
@@ -117,18 +126,17 @@ class Splitter:
                 is_last = rest is not None and number == len(events)
                 parts += self._region.end(is_closed=not is_last or self._is_closed(event["field"], rest or ""))
                 self._field, self._region = OUTSIDE, NoRegion()
-        if is_prompt:
-            return []
-        if self._max_calls is None:
-            return parts
-        return [part for part in parts if part.kind not in _OF_CALLS or part.index < self._max_calls]
+        return [] if is_prompt else parts
 
     def _is_closed(self, name: str, rest: str) -> bool:
         """Return whether the output's last region has its end; a region without an end of its own always has."""
         field = self._segmentation.fields.get(name)
-        return (
-            field is None or field.close_re is None or field.close_re.search(rest, timeout=SEARCH_SECONDS) is not None
-        )
+        if field is None or field.close_re is None:
+            return True
+        try:
+            return BoundedPattern(field.close_re).search(rest) is not None
+        except TimeoutError:
+            return False
 
     def _opened(self, event: Event, *, is_prompt: bool) -> Region:
         name = event["field"]
@@ -144,7 +152,7 @@ class Splitter:
         field = self._segmentation.fields[TOOL_CALLS]
         opening, captures = event.get("opening", ""), event.get("captures", {})
         name, call_id = captures.get("name", "").strip(), captures.get("id", "")
-        source = CallSource(self._segmentation, TOOL_CALLS, opening, self._tools)
+        source = CallSource(self._segmentation, TOOL_CALLS, opening, self._tools, self._budget)
         if field.content == "xml-inline" and name:
             return TaggedArgumentsRegion(self._log, name, call_id, source)
         is_plain = field.content in ("json", "text") and not set(field.content_args) - {"allow_non_json", "strip"}
@@ -156,7 +164,3 @@ class Splitter:
         for special in self._special_texts:
             text = text.replace(special, "")
         return text
-
-    def _text(self, kind: PartKind, text: str) -> list[Part]:
-        shown = self._shown(text)
-        return [Part(kind, shown)] if shown else []

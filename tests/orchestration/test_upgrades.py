@@ -3,6 +3,7 @@
 import pytest
 
 from splitserve.common.errors import ConfigError
+from splitserve.orchestration.cluster.restarts import MAX_QUICK_DEATHS
 from splitserve.orchestration.cluster.rolling_upgrade import UpgradeState
 from splitserve.orchestration.cluster.roster import WorkerPhase
 from supervised_machine import Machine, changed, serving, spec_of
@@ -116,3 +117,50 @@ def test_an_old_worker_that_died_needs_no_goodbye() -> None:
         machine.leave()
     assert machine.supervisor.upgrade is not None and machine.supervisor.upgrade.state is UpgradeState.DONE
     assert len(machine.names) == 4
+
+
+@pytest.mark.parametrize("room", [None, 3])
+def test_a_successor_that_an_operator_drains_ends_the_upgrade(room: int | None) -> None:
+    machine = Machine(spec_of(2, 1), room=room)
+    machine.ready()
+    before = machine.supervisor.spec
+    machine.perform(machine.supervisor.begin_upgrade(changed(before), machine.now, allow_gap=True))
+    machine.go_on()
+    machine.leave()
+    (successor,) = machine.supervisor.names(WorkerPhase.STARTING)
+    machine.supervisor.on_dismissed(successor, machine.now)
+    machine.exit(successor, 0)
+    upgrade = machine.supervisor.upgrade
+    assert upgrade is not None and upgrade.state is UpgradeState.FAILED
+    assert upgrade.problem == f"{successor}: it left for good before its turn was over"
+    machine.wait(60)
+    machine.ready()
+    assert successor not in machine.names and all(spec == before for spec in machine.running.values())
+    machine.perform(machine.supervisor.scale("decode", 2, machine.now))  # no upgrade in the way
+
+
+def test_a_successor_that_was_drained_while_there_was_no_supervisor_ends_the_upgrade() -> None:
+    machine = serving()
+    machine.perform(machine.supervisor.begin_upgrade(changed(machine.supervisor.spec), machine.now))
+    machine.go_on()
+    (successor,) = machine.supervisor.names(WorkerPhase.STARTING)
+    machine.supervisor.on_dismissed(successor, machine.now)
+    machine.running.pop(successor)
+    machine.lose_supervisor()
+    assert machine.supervisor.upgrade is not None and machine.supervisor.upgrade.state is UpgradeState.FAILED
+    assert len(machine.names) == 4
+
+
+def test_a_worker_that_crashes_for_the_last_time_in_its_turn_is_replaced() -> None:
+    machine = Machine(spec_of(1, 1), room=2)
+    for _ in range(MAX_QUICK_DEATHS):
+        machine.exit("prefill-0", 1)
+        machine.wait(60)
+    target = changed(machine.supervisor.spec)
+    machine.perform(machine.supervisor.begin_upgrade(target, machine.now, allow_gap=True))
+    machine.exit("prefill-0", 1)
+    assert machine.running["prefill-0"] == target
+    for _ in range(10):
+        machine.ready()
+        machine.leave()
+    assert machine.supervisor.upgrade is not None and machine.supervisor.upgrade.state is UpgradeState.DONE

@@ -11,7 +11,7 @@ from splitserve.router.output.catalog import NAMES, bundled, choose_format
 from splitserve.router.output.forced import ForcedCalls, Reasoning
 from splitserve.router.output.parts import assembled
 from splitserve.router.output.splitter import Splitter
-from splitserve.router.text.grammars import json_schema_grammar, regex_grammar, schema_text
+from splitserve.router.text.grammars import GrammarError, json_schema_grammar, regex_grammar, schema_text
 
 FORCED = [name for name in NAMES if bundled(name).forced_call is not None]
 PROMPTS = {output.template: output.prompt for output in OUTPUTS if output.calls}
@@ -63,7 +63,8 @@ def written(name, *calls):
         inside = json.dumps(arguments)
         if form.tag:
             values = {key: value if isinstance(value, str) else json.dumps(value) for key, value in arguments.items()}
-            inside = "".join(form.tag.replace("{key}", key).replace("{value}", values[key]) for key in values)
+            before, _, after = form.tag.partition("{value}")
+            inside = "".join(before.replace("{key}", key) + value + after for key, value in values.items())
         text = form.call.replace("{name}", function).replace("{number}", str(number))
         texts.append(text.replace("{arguments}", inside))
     return form.begin + (form.separator or "").join(texts) + form.end
@@ -120,3 +121,70 @@ def test_a_grammar_of_the_answer_leaves_the_reasoning_free(name, grammar, vocabu
         texts = {Reasoning.NONE: "", Reasoning.OPEN: thought, Reasoning.OPTIONAL: form.reasoning_open + thought}
         assert passes(matcher.deep_copy(), vocabulary, texts[reasoning] + form.answer_begin + "12")
         assert not passes(matcher.deep_copy(), vocabulary, texts[reasoning] + form.answer_begin + "x")
+
+
+# ---- properties of all kinds, as tags ----
+
+TAGGED = [name for name in FORCED if bundled(name).forced_call.tag]
+
+
+def tool_of(parameters):
+    return {"type": "function", "function": {"name": "f", "parameters": parameters}}
+
+
+@pytest.mark.parametrize("name", TAGGED)
+@pytest.mark.parametrize(
+    ("schema", "values", "others"),
+    [
+        (True, ["some <b>text"], []),
+        ({"enum": ["celsius", "", "x\ny"]}, ["celsius", "", "x\ny"], ["kelvin", '"celsius"']),
+        ({"type": ["string", "null", "integer"], "enum": ["one", 2, None]}, ["one", 2, None], ["two", 3]),
+        ({"type": "string", "const": "one"}, ["one"], ["two"]),
+        ({"type": "integer", "enum": [1, 2]}, [1, 2], [3, "one"]),
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, ["some text", None], []),
+    ],
+)
+def test_values_of_properties_are_written_as_the_template_reads_them(name, schema, values, others, vocabulary):
+    tool = tool_of({"properties": {"a": schema, "{value}": {"type": "string"}}, "required": ["a"]})
+    for value in values:
+        arguments = {"a": value, "{value}": "x"}
+        text = written(name, ("f", arguments))
+        assert passes(forced(name, vocabulary, tools=[tool]), vocabulary, text), text
+        splitter = Splitter(choose_format(name, "t", None, "m").with_tools, PROMPTS[name], [tool])
+        (call,) = assembled(splitter.push(text) + splitter.finish()).calls
+        assert json.loads(call.arguments) == arguments
+    for value in others:
+        assert not passes(forced(name, vocabulary, tools=[tool]), vocabulary, written(name, ("f", {"a": value})))
+
+
+NESTED: list = []
+for _ in range(5000):
+    NESTED = [NESTED]
+
+
+@pytest.mark.parametrize(
+    ("parameters", "message"),
+    [
+        ({"properties": ["a"]}, r'properties must be an object of JSON schemas, got \["a"\]'),
+        ({"properties": {"a": 5}}, 'the schema of property "a" must be an object, true or false, got 5'),
+        ({"properties": {"a": {}}, "required": True}, "required must be a list of names of properties, got true"),
+        ({"properties": {"a": {}}, "required": [1]}, r"required must be a list of names of properties, got \[1\]"),
+        ({"properties": {}, "required": NESTED}, "got a deeply nested value"),
+        ({"properties": {"a": {"enum": [NESTED]}}}, "the JSON schema isn't JSON"),
+        ({"properties": {"a": {"enum": ["x" * 200_000]}}}, "1 functions has 200[0-9]{3} characters; at most 131072"),
+    ],
+)
+@pytest.mark.parametrize("name", TAGGED)
+def test_a_schema_that_no_tags_can_follow_is_refused(name, parameters, message):
+    calls = ForcedCalls(bundled(name).forced_call, {}, schema_text)
+    with pytest.raises(GrammarError, match=message):
+        calls.grammar([tool_of(parameters)["function"]], Reasoning.NONE, is_parallel=True)
+
+
+@pytest.mark.parametrize("kind", [None, 5, {}, [["string"]]])
+@pytest.mark.parametrize("name", FORCED)
+def test_an_unknown_type_is_left_to_the_compiler_of_grammars(name, kind):
+    calls = ForcedCalls(bundled(name).forced_call, {}, schema_text)
+    function = tool_of({"properties": {"a": {"type": kind}}})["function"]
+    grammar = calls.grammar([function], Reasoning.NONE, is_parallel=True)
+    assert "type must be a string" in str(LLMatcher.validate_grammar(grammar))

@@ -138,8 +138,33 @@ def test_the_forms_of_a_call_in_json():
             assert calls == (expected,), text
 
 
+@pytest.mark.parametrize(
+    ("template", "text", "expected"),
+    [
+        (
+            "hermes",
+            r'{"name": "f\ud83d\ude00\ud83d", "arguments": "{\"a\": \"\ude00\"}"}',
+            ("f\U0001f600\ufffd", '{"a": "\ufffd"}'),
+        ),
+        ("hermes", r'{"name": "f", "arguments": {"a": "\ud83d"}}', ("f", r'{"a": "\ud83d"}')),
+        (
+            "qwen3.5",
+            '<function=get_weather>\n<parameter=where>\n["\\ud83d", "\\ud83d\\ude00"]\n</parameter>\n</function>',
+            ("get_weather", '{"where": ["\ufffd", "\U0001f600"]}'),
+        ),
+        ("gemma4", 'call:f{a:"\\ud83d"}', ("f", '{"a": "\ufffd"}')),
+    ],
+)
+def test_half_a_character_is_replaced(template, text, expected):
+    begin, end = ("<|tool_call>", "<tool_call|>") if template == "gemma4" else ("<tool_call>\n", "\n</tool_call>")
+    for pieces in ([text], list(text)):
+        calls = summary(split(opened(template, QWEN), [begin, *pieces, end]))[2]
+        assert calls == (expected,)
+        assert "".join(calls[0]).encode() and json.loads(calls[0][1])
+
+
 def test_a_pattern_that_takes_for_ever_is_given_up(monkeypatch):
-    monkeypatch.setattr("splitserve.router.output.segments.SEARCH_SECONDS", 0.01)
+    monkeypatch.setattr("splitserve.router.output.search_budget.SEARCH_SECONDS", 0.01)
     evil = {
         "start_anchor": "A",
         "fields": {"content": {}, "reasoning_content": {"open_pattern": "(x+x+)+y", "close": "z"}},

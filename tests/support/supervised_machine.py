@@ -44,7 +44,8 @@ class Machine:
         self.supervisor = Supervisor(before.spec, has_room=self.has_room, chosen=random.Random(1))
         self.supervisor.restore(msgspec.json.decode(data, type=Snapshot), self.running, self.now)
         self.perform(self.supervisor.poll(self.now))
-        for name in sorted(before.names(WorkerPhase.READY) | before.names(WorkerPhase.LEAVING)):
+        known = before.names(WorkerPhase.READY) | before.names(WorkerPhase.LEAVING)
+        for name in sorted(known.intersection(self.running)):
             self.perform(self.supervisor.on_ready(name, self.now))
         self.supervisor.check_invariants()
 
