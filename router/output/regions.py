@@ -107,10 +107,12 @@ class JsonCallRegion(Region):
             parts += [self._log.begin(found.name)] if found.name else [self._log.arguments(found.arguments)]
         return parts
 
-    def end(self, is_closed: bool) -> list[Part]:  # noqa: ARG002
-        if self._reader.num_calls or not (text := "".join(self._texts)):
+    def end(self, is_closed: bool) -> list[Part]:
+        if self._reader.num_calls:
             return []
-        return [Part(PartKind.CONTENT, text)]
+        text = "".join(self._texts)
+        text = text if is_closed else text.rstrip()  # nothing follows it
+        return [Part(PartKind.CONTENT, text)] if text else []
 
 
 class ArgumentsRegion(Region):

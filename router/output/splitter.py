@@ -158,7 +158,10 @@ class Splitter:
         is_plain = field.content in ("json", "text") and not set(field.content_args) - {"allow_non_json", "strip"}
         if not is_plain:
             return WholeCallRegion(self._log, name, call_id, source)
-        return ArgumentsRegion(self._log, name, call_id) if name else JsonCallRegion(self._log, self._shown(opening))
+        if name:
+            return ArgumentsRegion(self._log, name, call_id)
+        shown = self._shown(opening)
+        return JsonCallRegion(self._log, shown if PartKind.CONTENT in self._begun else shown.lstrip())
 
     def _shown(self, text: str) -> str:
         for special in self._special_texts:

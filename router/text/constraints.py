@@ -8,7 +8,7 @@ from splitserve.router.http.api_error import ApiError
 from splitserve.router.http.schema import ChatCompletionRequest, GenerationRequest
 from splitserve.router.output.forced import rule_function_index
 from splitserve.router.text.chat import ChatForm, forced_functions
-from splitserve.router.text.grammars import GrammarError, schema_text
+from splitserve.router.text.grammars import GrammarError, bounded, schema_text
 from splitserve.router.text.processes.grammar_checker import CheckerBusyError, GrammarChecker
 from splitserve.router.text.structured_output import refused, requested_grammar
 
@@ -58,7 +58,7 @@ class Constraints:
             message = f"{field} can't be used: this model has no end-of-sequence token, so that no grammar could end"
             raise ApiError(400, message, param=field, code="unsupported_grammar")
         try:
-            await self._checker.check(grammar)
+            await self._checker.check(bounded(grammar))  # reasoning before the answer has made it longer
         except GrammarError as error:
             raise _refused_call(error, grammar, functions) if functions else refused(field, error) from None
         except CheckerBusyError as error:

@@ -36,7 +36,7 @@ def json_schema_grammar(schema: JsonSchema, *, is_strict: bool = True) -> str:
     Without ``is_strict`` keywords that llguidance doesn't implement are left out of account; with it the grammar
     isn't compiled.
     """
-    return _bounded('{"grammars":[{"json_schema":' + schema_text(schema, is_strict=is_strict) + "}]}")
+    return bounded('{"grammars":[{"json_schema":' + schema_text(schema, is_strict=is_strict) + "}]}")
 
 
 def json_object_grammar() -> str:
@@ -46,12 +46,12 @@ def json_object_grammar() -> str:
 
 def regex_grammar(pattern: str) -> str:
     """Return the grammar of texts that ``pattern`` (Rust's syntax, no look-around) matches as a whole."""
-    return _bounded(LLMatcher.grammar_from_regex(pattern))
+    return bounded(LLMatcher.grammar_from_regex(pattern))
 
 
 def choice_grammar(choices: Sequence[str]) -> str:
     """Return the grammar of exactly these texts."""
-    return _bounded("start: " + " | ".join(json.dumps(choice) for choice in choices))
+    return bounded("start: " + " | ".join(json.dumps(choice) for choice in choices))
 
 
 def lark_grammar(text: str) -> str:
@@ -60,10 +60,10 @@ def lark_grammar(text: str) -> str:
     if text.lstrip().startswith("{"):  # llguidance's own JSON, whose options could switch our bounds off
         raise GrammarError("the grammar begins with {; give it in Lark's syntax (start: ...) or GBNF (root ::= ...)")
     if "::=" not in text:
-        return _bounded(text)
-    _bounded(text)
+        return bounded(text)
+    bounded(text)
     try:
-        return _bounded(str(any_to_lark(text)))
+        return bounded(str(any_to_lark(text)))
     except GrammarError:
         raise
     except Exception as error:
@@ -83,7 +83,7 @@ def schema_text(schema: JsonSchema, *, is_strict: bool = True) -> str:
         raise GrammarError(f"the JSON schema has the keyword {_OPTIONS}, which is reserved")
     options = _STRICT_OPTIONS if is_strict else _LENIENT_OPTIONS
     try:
-        _bounded(_dumped(schema))  # before more is done with it
+        bounded(_dumped(schema))  # before more is done with it
         return _dumped({**rewritten(dict(schema), GrammarError if is_strict else None), _OPTIONS: options})
     except (ValueError, RecursionError) as error:
         raise GrammarError(f"the JSON schema isn't JSON: {error}") from error
@@ -93,7 +93,8 @@ def _dumped(schema: JsonSchema) -> str:
     return json.dumps(schema, separators=(",", ":"), allow_nan=False)
 
 
-def _bounded(grammar: str) -> str:
+def bounded(grammar: str) -> str:
+    """Return the grammar, or a part of one. Raises :class:`GrammarError` if it is longer than a worker takes."""
     if len(grammar) > MAX_GRAMMAR_CHARS:
         raise GrammarError(f"the grammar has {len(grammar)} characters; at most {MAX_GRAMMAR_CHARS} are allowed")
     return grammar

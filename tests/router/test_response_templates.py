@@ -93,7 +93,8 @@ def test_arguments_that_are_no_json_come_out_as_they_are():
 def test_a_call_that_is_none_comes_out_as_content():
     text = "See:\n<tool_call>\nnothing of that kind\n</tool_call>"
     content, _, calls = summary(split(opened("hermes", QWEN), list(text)))
-    assert not calls and content.startswith("See:") and "nothing of that kind" in content
+    assert not calls and content.startswith("See:\n<tool_call>") and "nothing of that kind" in content
+    assert summary(split(opened("hermes", QWEN), list('\n\n<tool_call>\n{"nam\n')))[0] == '<tool_call>\n{"nam'
     text = "<tool_call>\nno tags here\n</tool_call> Bye"
     content, _, calls = summary(split(opened("qwen3.5", QWEN), list(text)))
     assert not calls and "no tags here" in content and content.endswith("Bye")

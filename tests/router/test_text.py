@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from router_harness import EOS, write_model_dir
 from splitserve.common.errors import CheckpointError
 from splitserve.protocol.request import FinishReason
+from splitserve.router.http.api_error import ApiError
 from splitserve.router.http.formats import ChatFormat
 from splitserve.router.http.schema import CompletionRequest
 from splitserve.router.placement.placer import Limits
@@ -269,6 +270,13 @@ def test_long_texts_of_few_tokens_are_not_refused(tmp_path):
     prompts = asyncio.run(preparation.completion(request, Limits(1024, 1024, 1000)))
     preparation.close()
     assert list(prompts[0].token_ids) == [tokenizer.token_to_id(word)] * 500
+
+
+def test_a_grammar_that_is_too_long_after_reasoning_is_refused(tmp_path):
+    constraints = Constraints(GrammarChecker(tmp_path, [1]), [1])
+    with pytest.raises(ApiError, match="131073 characters; at most 131072") as refused:
+        asyncio.run(constraints.checked("x" * 131_073, "structured_outputs"))
+    assert (refused.value.status, refused.value.param) == (400, "structured_outputs")
 
 
 def test_events_of_texts_are_those_of_their_pieces_whatever_is_in_them():
