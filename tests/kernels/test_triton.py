@@ -239,6 +239,14 @@ def test_attention_to_a_window_with_a_soft_cap(window: int | None, soft_cap: flo
     assert_close(backend.run(query, layer, backend.plan(batch)), oracle.run(query, layer, oracle.plan(batch)))
 
 
+@pytest.mark.parametrize("lengths", [(16, 1200), (40, 1500), (130, 1300)])
+def test_parts_of_a_long_context_before_all_windows_weigh_nothing(lengths: tuple[int, int]) -> None:
+    shape = AttentionShape(2, 1, 16, 32, 2, torch.float32, DEVICE, window=64)
+    oracle, backend = ReferencePagedAttention(shape), TritonPagedAttention(shape)
+    query, layer, batch = paged_case(shape, [lengths])
+    assert_close(backend.run(query, layer, backend.plan(batch)), oracle.run(query, layer, oracle.plan(batch)))
+
+
 def test_a_decode_plan_is_filled_again_and_keeps_its_tensors() -> None:
     shape = AttentionShape(4, 2, 16, 16, 2, torch.float32, DEVICE)
     oracle, backend = ReferencePagedAttention(shape), TritonPagedAttention(shape)

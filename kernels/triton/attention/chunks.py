@@ -156,6 +156,7 @@ def _chunk_kernel(
     )  # fmt: skip
     if WINDOW:  # a row of another part's tokens alone: a weight of about 0 when the parts are joined
         total = tl.where(total == 0.0, 1e-30, total)
+        top = tl.maximum(top, -1e30)  # nor any difference of infinities, where all the part is before the window
     result = mixed / total[:, None]
     if SPLITS:
         if slot >= 0:
