@@ -3,17 +3,54 @@
 import argparse
 import time
 from http import HTTPStatus
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import msgspec
 
 from splitserve.common.errors import ConfigError
 from splitserve.orchestration.cli.option_types import whole_number
 from splitserve.orchestration.cli.options import HelpFormatter
+
+if TYPE_CHECKING:
+    from splitserve.orchestration.doctor.http import Answer
+
+T = TypeVar("T")
 
 MODES = ("abort", "wait", "keep")
 POLL_SECONDS = 0.25
 ANSWER_SECONDS = 30.0
 MAX_STEPS = 100_000
 PROFILE_SECONDS = 60
+
+
+class _Pause(msgspec.Struct):
+    """Answer to a pause, a resume, and a look at either."""
+
+    paused: bool
+    mode: str | None  # of the pause, if there is one
+    settled: bool
+    requests_running: int
+    requests_waiting: int
+
+
+class _Reset(msgspec.Struct):
+    """Answer to a reset: names of workers that have confirmed it, and of the others."""
+
+    reset: list[str]
+    pending: list[str]
+
+
+class _WorkerProfile(msgspec.Struct):
+    """Report of one worker: either is empty."""
+
+    trace: str = ""  # the file
+    error: str = ""
+
+
+class _Profiles(msgspec.Struct):
+    """Answer to a profile, by worker."""
+
+    workers: dict[str, _WorkerProfile]
 
 
 def add_operation_commands(commands: Any) -> None:
@@ -68,64 +105,65 @@ class _Operator:
 
         self._endpoint = Endpoint(options.against, read_operators_key(options.api_key_file))
 
-    def post(self, path: str, body: dict[str, Any], seconds: float = ANSWER_SECONDS) -> Any:
-        return self._checked(self._endpoint.post(path, body, seconds))
+    def post(self, path: str, kind: type[T], body: dict[str, Any], seconds: float = ANSWER_SECONDS) -> T:
+        return self._checked(self._endpoint.post(path, body, seconds), kind)
 
-    def get(self, path: str) -> Any:
-        return self._checked(self._endpoint.get(path))
+    def get(self, path: str, kind: type[T]) -> T:
+        return self._checked(self._endpoint.get(path), kind)
 
-    def _checked(self, answer: Any) -> Any:
+    def _checked(self, answer: "Answer", kind: type[T]) -> T:
         if answer.status != HTTPStatus.OK:
             raise ConfigError(f"{self._endpoint.url} answers {answer.status}: {answer.words()}")
-        return answer.json()
+        return self._endpoint.decoded(answer, kind)
 
 
 def _pause(options: argparse.Namespace) -> int:
     state = _settled("/admin/pause", {"mode": options.mode}, options)
-    if not state["paused"]:
+    if not state.paused:
         raise ConfigError("the pause has been ended by another operator, or the router was started again")
-    print(f"paused ({state['mode']}): {_running_words(state)}, {state['requests_waiting']} wait")
+    print(f"paused ({state.mode}): {_running_words(state)}, {state.requests_waiting} wait")
     return 0
 
 
-def _running_words(state: Any) -> str:
+def _running_words(state: _Pause) -> str:
     """Return the number of running requests of a pause, and whether it freezes them."""
-    running = f"{state['requests_running']} requests"
-    if state["mode"] != "keep":
+    running = f"{state.requests_running} requests"
+    if state.mode != "keep":
         return f"{running} run"
-    return f"{running} are frozen" if state["settled"] else f"{running} are being frozen"
+    return f"{running} are frozen" if state.settled else f"{running} are being frozen"
 
 
 def _resume(options: argparse.Namespace) -> int:
     state = _settled("/admin/resume", {}, options)
-    if state["paused"]:
+    if state.paused:
         raise ConfigError("the cluster has been paused again by another operator, or a router has not followed")
-    print(f"not paused: {state['requests_running']} requests run, {state['requests_waiting']} wait")
+    print(f"not paused: {state.requests_running} requests run, {state.requests_waiting} wait")
     return 0
 
 
-def _settled(path: str, body: dict[str, Any], options: argparse.Namespace) -> Any:
+def _settled(path: str, body: dict[str, Any], options: argparse.Namespace) -> _Pause:
     """Pause or resume, and return the state once it has settled, or another operator has changed it; with ``--no-wait``
     at once."""
     operator = _Operator(options)
-    first = state = operator.post(path, body)
-    while not (state["settled"] or options.no_wait) and state["paused"] == first["paused"]:
+    first = state = operator.post(path, _Pause, body)
+    while not (state.settled or options.no_wait) and state.paused == first.paused:
         time.sleep(POLL_SECONDS)
-        state = operator.get("/admin/pause")
+        state = operator.get("/admin/pause", _Pause)
     return state
 
 
 def _reset(options: argparse.Namespace) -> int:
-    found = _Operator(options).post("/admin/reset-prefix-cache", {})
-    print(f"reset: {', '.join(found['reset']) or 'no worker'}")
-    if found["pending"]:
-        print(f"not confirmed yet: {', '.join(found['pending'])}; they reset before their next request")
+    found = _Operator(options).post("/admin/reset-prefix-cache", _Reset, {})
+    print(f"reset: {', '.join(found.reset) or 'no worker'}")
+    if found.pending:
+        print(f"not confirmed yet: {', '.join(found.pending)}; they reset before their next request")
     return 0
 
 
 def _profile(options: argparse.Namespace) -> int:
     body = {"num_steps": options.steps, "timeout_seconds": options.seconds, "worker": options.worker}
-    found = _Operator(options).post("/admin/profile", body, options.seconds + 2 * ANSWER_SECONDS + POLL_SECONDS)
-    for name, report in found["workers"].items():
-        print(f"{name}: {report.get('error') or report['trace']}")
-    return 0 if any("trace" in report for report in found["workers"].values()) else 1
+    seconds = options.seconds + 2 * ANSWER_SECONDS + POLL_SECONDS
+    workers = _Operator(options).post("/admin/profile", _Profiles, body, seconds).workers
+    for name, report in workers.items():
+        print(f"{name}: {report.error or report.trace}")
+    return 0 if any(report.trace for report in workers.values()) else 1

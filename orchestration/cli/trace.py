@@ -50,7 +50,7 @@ def run_trace(options: argparse.Namespace) -> int:
         raise ConfigError(
             f"{options.against} answered {answer.status} to GET /admin/requests: is it a Splitserve router?"
         )
-    traces = msgspec.json.decode(answer.body, type=RequestTraces).traces
+    traces = endpoint.decoded(answer, RequestTraces).traces
     if options.perfetto:
         try:
             Path(options.perfetto).write_bytes(msgspec.json.encode(chrome_trace(traces)))

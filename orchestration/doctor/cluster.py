@@ -29,12 +29,7 @@ def read_report(endpoint: Endpoint) -> ClusterReport:
                 f"{endpoint.url} is of version {said['version']}, which this version ({__version__}) can't read"
             )
         raise ConfigError(f"{endpoint.url} is no endpoint of Splitserve: GET /admin/workers gave {answer.status}")
-    try:
-        return msgspec.json.decode(answer.body, type=ClusterReport)
-    except msgspec.DecodeError as error:
-        raise ConfigError(
-            f"{endpoint.url} answers in a form that this version ({__version__}) doesn't know: {error}"
-        ) from error
+    return endpoint.decoded(answer, ClusterReport)
 
 
 def settled_report(endpoint: Endpoint) -> ClusterReport:

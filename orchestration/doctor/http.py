@@ -8,13 +8,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
+import msgspec
+
+from splitserve import __version__
 from splitserve.common.errors import ConfigError, SplitserveError
 from splitserve.orchestration.spec.cluster_spec import ADMIN_KEY_VARIABLE, API_KEY_VARIABLE
 
 _KEYS = f"set {ADMIN_KEY_VARIABLE}, or {API_KEY_VARIABLE} where there is no admin key, or give --api-key-file PATH"
+
+T = TypeVar("T")
 
 
 class UnreachableError(SplitserveError):
@@ -30,7 +35,7 @@ class Answer:
         """Decode the body; None if it isn't JSON."""
         try:
             return json.loads(self.body)
-        except ValueError:
+        except (ValueError, RecursionError):
             return None
 
     def words(self) -> str:
@@ -49,7 +54,10 @@ class Endpoint:
     the endpoint doesn't answer, and :class:`ConfigError` if the key is wrong or missing."""
 
     def __init__(self, url: str, api_key: str = "", timeout_seconds: float = 10.0) -> None:
-        parts = urlsplit(url if "//" in url else f"http://{url}")
+        try:
+            parts = urlsplit(url if "//" in url else f"http://{url}")
+        except ValueError:  # of brackets, and of characters that aren't a host's
+            parts = urlsplit("")
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ConfigError(f"{url!r} is no URL of an endpoint; write it like http://127.0.0.1:8000")
         self.url = f"{parts.scheme}://{parts.netloc}"
@@ -68,6 +76,15 @@ class Endpoint:
         data = json.dumps(body).encode()
         request = urllib.request.Request(self.url + path, data, headers, method="POST")  # noqa: S310
         return self._ask(request, timeout_seconds)
+
+    def decoded(self, answer: Answer, kind: type[T]) -> T:
+        """Decode an answer's body. Raises :class:`ConfigError` if it is nothing of this ``kind``."""
+        try:
+            return msgspec.json.decode(answer.body, type=kind)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise ConfigError(
+                f"{self.url} answers in a form that this version ({__version__}) doesn't know: {error}"
+            ) from error
 
     def _ask(self, request: urllib.request.Request, timeout_seconds: float) -> Answer:
         try:

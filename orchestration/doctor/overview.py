@@ -2,8 +2,6 @@
 
 from http import HTTPStatus
 
-import msgspec
-
 from splitserve.common.errors import ConfigError
 from splitserve.orchestration.doctor.http import Endpoint
 from splitserve.orchestration.doctor.report import Check, Problem, check
@@ -17,10 +15,7 @@ def read_overview(endpoint: Endpoint) -> Overview:
         raise ConfigError(
             f"{endpoint.url} answered {answer.status} to GET /admin/overview: is it a router of this version?"
         )
-    try:
-        return msgspec.json.decode(answer.body, type=Overview)
-    except msgspec.DecodeError as error:
-        raise ConfigError(f"{endpoint.url} gives its overview in a form of another version: {error}") from error
+    return endpoint.decoded(answer, Overview)
 
 
 def check_bottleneck(view: Overview) -> Check:

@@ -37,10 +37,19 @@ class Shape:
     num_tokens: int
     block_size: int
     vocab_size: int
+    windows: tuple[int, ...] = ()  # of the cache's window groups
 
     @property
     def num_full_blocks(self) -> int:
         return self.num_tokens // self.block_size
+
+    @property
+    def num_blocks(self) -> int:
+        """KV blocks of the prompt in all groups of the cache; of a window group, those that the next token attends to
+        (the engine's ``TableRule``)."""
+        num_blocks = self.num_full_blocks + 1
+        firsts = [max(0, self.num_tokens - window + 1) // self.block_size for window in self.windows]
+        return num_blocks + sum(num_blocks - first for first in firsts)
 
 
 @dataclass
@@ -68,7 +77,8 @@ def probe_shape(report: ClusterReport) -> Shape | None:
     num_blocks = min(NUM_BLOCKS, min(room, MAX_PROMPT_TOKENS) // block_size - 1)
     if num_blocks < 1:
         return None
-    return Shape(num_blocks * block_size + block_size // 2, block_size, infos[0].vocab_size)
+    windows = tuple(group.window for group in infos[0].layout.cache.groups if group.window)
+    return Shape(num_blocks * block_size + block_size // 2, block_size, infos[0].vocab_size, windows)
 
 
 def send_probe(endpoint: Endpoint, model: str, shape: Shape, num_decode: int) -> Probe:
@@ -178,7 +188,7 @@ def _describe_handover(probe: Probe, copy: TorchFacts | None) -> str:
 def _handover_problems(probe: Probe, copy: TorchFacts | None) -> Iterator[Problem]:
     handover = probe.handover
     assert handover is not None
-    expected = probe.shape.num_full_blocks + 1
+    expected = probe.shape.num_blocks
     if handover["blocks"] != expected:
         yield Problem(
             "blocks",

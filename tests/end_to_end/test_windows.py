@@ -13,6 +13,9 @@ from mxfp4_checkpoints import pack_experts
 from serving import Reference, complete_all, transformers_greedy, wait_until_quiet, worker_metrics
 from small_clusters import BLOCK_SIZE, MAX_TOKENS, body, cluster
 from splitserve.orchestration.cluster.launcher import LocalCluster
+from splitserve.orchestration.doctor.cluster import read_report
+from splitserve.orchestration.doctor.http import Endpoint
+from splitserve.orchestration.doctor.probe import look_by_probe
 from splitserve.orchestration.spec.shorthand import simple_spec
 from splitserve.protocol.config import EngineConfig, ProtocolConfig
 from waiting import wait_until
@@ -72,6 +75,9 @@ def test_greedy_tokens_are_those_of_transformers(
 ) -> None:
     with cluster(window_model, shape, verify_kv=True) as running:
         check_twice(running, window_model, references, mode)
+        endpoint = Endpoint(running.url)
+        checks, _ = look_by_probe(endpoint, read_report(endpoint), "")
+    assert not [problem for check in checks for problem in check.problems], "the doctor counts both groups' blocks"
 
 
 @pytest.mark.slow

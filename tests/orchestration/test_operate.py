@@ -19,7 +19,7 @@ class Endpoint:
     """Endpoint with one answer to everything. It records the keys of the requests."""
 
     def __init__(self) -> None:
-        self.answer: dict[str, Any] = {}
+        self.answer: Any = {}
         self.keys: list[str] = []
         owner = self
 
@@ -82,6 +82,46 @@ def test_the_load_is_read_with_the_key_of_a_file(
     load_of(endpoint.url)
     load_of(endpoint.url, str(key))
     assert endpoint.keys == ["Bearer of-the-environment-0123456789", "Bearer of-the-file-0123456789"]
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["trace", "id"],
+        ["pause"],
+        ["resume"],
+        ["reset-prefix-cache"],
+        ["profile"],
+        ["doctor", "--no-probe"],
+    ],
+    ids=lambda command: command[0],
+)
+@pytest.mark.parametrize("answer", [{"hello": 1}, [], {"paused": 1, "workers": [2], "reset": "x", "traces": {}}])
+def test_an_answer_that_is_not_splitserves_is_named(
+    endpoint: Endpoint, command: list[str], answer: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    endpoint.answer = answer
+    assert main([*command, "--against", endpoint.url]) == 2
+    assert f"{endpoint.url} answers in a form that this version" in capsys.readouterr().err
+
+
+def test_what_was_reset_and_recorded_is_printed(endpoint: Endpoint, capsys: pytest.CaptureFixture[str]) -> None:
+    endpoint.answer = {"reset": ["prefill-0"], "pending": ["decode-0"]}
+    assert main(["reset-prefix-cache", "--against", endpoint.url]) == 0
+    words = "reset: prefill-0\nnot confirmed yet: decode-0; they reset before their next request\n"
+    assert capsys.readouterr().out == words
+    endpoint.answer = {"workers": {"a": {"trace": "/t.json", "steps": 3}, "b": {"error": "no report came"}}}
+    assert main(["profile", "--against", endpoint.url]) == 0
+    assert capsys.readouterr().out == "a: /t.json\nb: no report came\n"
+    endpoint.answer = STILL | {"paused": False, "mode": None}
+    assert main(["resume", "--against", endpoint.url]) == 0
+    assert capsys.readouterr().out == "not paused: 6 requests run, 2 wait\n"
+
+
+@pytest.mark.parametrize("url", ["http://[::1", "http://\u2100.com", "ftp://host", "http://"])
+def test_an_address_that_is_none_is_named(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["pause", "--against", url]) == 2
+    assert f"{url!r} is no URL of an endpoint; write it like http://127.0.0.1:8000" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["status", "top", "trace", "pause", "resume", "simulate", "calibrate"])
