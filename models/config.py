@@ -17,11 +17,15 @@ from typing import Any
 from splitserve.common.errors import CheckpointError
 from splitserve.common.model_files import MAX_CONFIG_BYTES, check_token_id, end_token_ids, few, read_json_object, shown
 from splitserve.models.experts import ExpertsSpec
-from splitserve.models.families.registry import FAMILIES, TEXT_BY_TYPE, TEXT_OF, WITH_TEXT
-from splitserve.models.fields import RECURRENT_KINDS, ConfigFields
+from splitserve.models.families.defaults import with_class_defaults
+from splitserve.models.families.registry import WITH_TEXT
+from splitserve.models.fields import MAX_POSITIONS, RECURRENT_KINDS, ConfigFields
 from splitserve.models.latent import LatentSizes
-from splitserve.models.rope import LongScaling, Rope, RopeScaling, read_rope
+from splitserve.models.rope import LongScaling, Rope, RopeScaling, YarnScaling, read_rope
+from splitserve.models.text_model import has_family, named_architecture, text_config
 from splitserve.models.weights.checkpoint import weights_version
+from splitserve.models.weights.stored_dtype import stored_dtype
+from splitserve.models.weights.tied_head import has_own_head
 from splitserve.protocol.engine_config import ModelBackend
 
 __all__ = ["ConfigFields", "ModelConfig", "RopeScaling", "load_model_config", "weights_version"]
@@ -155,23 +159,28 @@ def load_model_config(path: str | Path, backend: str = "auto") -> ModelConfig:
     whole = _read_json(directory / "config.json")
     if backend == "transformers" or (backend == "auto" and not has_family(whole)):
         return _through_transformers(directory, whole)
-    architecture, name = _architecture(whole)
-    raw = _text_config(whole) if name in WITH_TEXT else whole
+    architecture, name = named_architecture(whole)
+    is_text_of_whole = name in WITH_TEXT
+    raw = with_class_defaults(architecture, text_config(whole) if is_text_of_whole else whole)
     given = ConfigFields(raw)
-    config = _common(architecture, given, _fp8(raw))
+    config = _common(architecture, given, _fp8(raw), _dtype(raw, directory))
     family = importlib.import_module(f"splitserve.models.families.{architecture}")
     if hasattr(family, "features"):
         config = _with_features(config, architecture, family.features(given))
     given.refuse_unread()
+    config = replace(config, max_position_embeddings=_num_positions(config))
     _check(config)
     if is_mxfp4(given) and not (config.experts and config.experts.is_mxfp4):
         raise CheckpointError(
             "config.json: quantization_config ('mxfp4') isn't supported in this architecture; use unquantised or FP8 "
             "weights (fp8)"
         )
-    if name in WITH_TEXT:
+    if is_text_of_whole:
         logger.info("%s: its text model is served, without the other parts", name)
         config = replace(config, text_of=name)
+    if config.tie_word_embeddings and has_own_head(directory, is_text_of_whole=is_text_of_whole):
+        logger.info("lm_head.weight is stored and isn't the embedding: it is used, in spite of tie_word_embeddings")
+        config = replace(config, tie_word_embeddings=False)
     return _with_tokens(config, raw, directory)
 
 
@@ -185,14 +194,9 @@ def _with_features(config: ModelConfig, architecture: str, features: Mapping[str
     return replace(config, **features)
 
 
-def has_family(raw: Mapping[str, Any]) -> bool:
-    """Return whether there is a family for what a config.json describes."""
-    return any(isinstance(name, str) and (name in FAMILIES or name in WITH_TEXT) for name in _architectures(raw))
-
-
 def _through_transformers(directory: Path, raw: Mapping[str, Any]) -> ModelConfig:
     admission = importlib.import_module("splitserve.models.transformers_backend.admission")
-    config: ModelConfig = admission.admitted_config(directory, _dtype(raw))
+    config: ModelConfig = admission.admitted_config(directory, _dtype(raw, directory))
     return _with_tokens(config, raw, directory)
 
 
@@ -207,7 +211,7 @@ def _with_tokens(config: ModelConfig, raw: Mapping[str, Any], directory: Path) -
     return replace(config, eos_token_ids=ends, bos_token_id=bos_token_id)
 
 
-def _common(architecture: str, given: ConfigFields, fp8: Fp8Format | None) -> ModelConfig:
+def _common(architecture: str, given: ConfigFields, fp8: Fp8Format | None, dtype: str) -> ModelConfig:
     """Return what all families read alike; the family's features come on top."""
     heads = given.positive("num_attention_heads")
     hidden_size = given.positive("hidden_size")
@@ -230,7 +234,7 @@ def _common(architecture: str, given: ConfigFields, fp8: Fp8Format | None) -> Mo
         tie_word_embeddings=given.flag("tie_word_embeddings"),
         eos_token_ids=(),
         bos_token_id=None,
-        dtype=_dtype(given.raw),
+        dtype=dtype,
         fp8=fp8,
     )
 
@@ -243,6 +247,15 @@ def _rope(given: ConfigFields) -> Rope:
     if isinstance(by_kind := parameters.get("full_attention"), dict):
         parameters = by_kind
     return read_rope(parameters, given, theta)
+
+
+def _num_positions(config: ModelConfig) -> int:
+    """Return the longest context. YaRN is often added to a config.json whose max_position_embeddings stays as it was:
+    then the context is the original one, stretched by the factor."""
+    positions, scaling = config.max_position_embeddings, config.rope_scaling
+    if not isinstance(scaling, YarnScaling):
+        return positions
+    return max(positions, min(int(scaling.factor * scaling.original_max_position_embeddings), MAX_POSITIONS))
 
 
 def _check(config: ModelConfig) -> None:
@@ -326,46 +339,6 @@ def _read_optional(path: Path) -> dict[str, Any]:
         return {}
 
 
-def _architectures(raw: Mapping[str, Any]) -> list[Any]:
-    return ConfigFields(raw).items("architectures")
-
-
-def _architecture(raw: Mapping[str, Any]) -> tuple[str, str]:
-    """Return the family and the name that config.json has for it."""
-    names = _architectures(raw)
-    for name in names:
-        if isinstance(name, str) and name in TEXT_BY_TYPE:
-            return FAMILIES[_text_architecture(name, raw)], name
-        if isinstance(name, str) and (name in FAMILIES or name in TEXT_OF):
-            return FAMILIES[TEXT_OF.get(name, name)], name
-    supported = ", ".join((*sorted(FAMILIES), *sorted(WITH_TEXT)))
-    raise CheckpointError(
-        f"config.json: architectures is {shown(names)}; supported are {supported}; others may run through transformers "
-        "(--model-backend auto)"
-    )
-
-
-def _text_architecture(name: str, whole: Mapping[str, Any]) -> str:
-    """Return the architecture of the text model of ``name``, an architecture with other parts."""
-    kind, by_type = _text_config(whole).get("model_type"), TEXT_BY_TYPE[name]
-    if not isinstance(kind, str) or kind not in by_type:
-        raise CheckpointError(
-            f"config.json: {name}: text_config.model_type is {shown(kind)}; supported are {', '.join(by_type)}"
-        )
-    return by_type[kind]
-
-
-def _text_config(whole: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the fields of the text model of a checkpoint with other parts; what it lacks, the whole has."""
-    text = ConfigFields(whole).mapping("text_config")
-    if not text:
-        raise CheckpointError("config.json: text_config is missing; it describes the text model")
-    shared = ("dtype", "torch_dtype", "quantization_config", "eos_token_id", "bos_token_id")
-    # The head is the whole's, so the whole says whether it is the embedding.
-    tied = {"tie_word_embeddings": whole["tie_word_embeddings"]} if "tie_word_embeddings" in whole else {}
-    return {**{name: whole[name] for name in shared if name in whole}, **text, **tied}
-
-
 def _fp8(config: Mapping[str, Any]) -> Fp8Format | None:
     """Activations are quantised as they come, so a checkpoint's own scales for them aren't needed."""
     raw = ConfigFields(config).mapping("quantization_config")
@@ -391,8 +364,8 @@ def _fp8(config: Mapping[str, Any]) -> Fp8Format | None:
     return Fp8Format(None if block is None else (128, 128))
 
 
-def _dtype(raw: Mapping[str, Any]) -> str:
-    dtype = raw.get("dtype") or raw.get("torch_dtype") or "float32"
+def _dtype(raw: Mapping[str, Any], directory: Path) -> str:
+    dtype = raw.get("dtype") or raw.get("torch_dtype") or stored_dtype(directory)
     if dtype not in _DTYPES:
         raise CheckpointError(f"config.json: dtype is {shown(dtype)}; supported are {', '.join(_DTYPES)}")
     return str(dtype)

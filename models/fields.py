@@ -9,6 +9,8 @@ from splitserve.common.model_files import few, shown
 RECURRENT_KINDS = ("linear_attention", "conv", "hybrid", "hybrid_sliding", "mamba", "mamba2", "recurrent")
 """Kinds of layers, as ``layer_types`` names them, whose state isn't keys and values of tokens."""
 
+MAX_POSITIONS = 1 << 27
+
 # Several times what the largest models have: more is an error of the file, and would be built for hours.
 _HIGHEST = {
     "num_hidden_layers": 1024,
@@ -18,8 +20,8 @@ _HIGHEST = {
     "hidden_size": 1 << 17,
     "intermediate_size": 1 << 20,
     "vocab_size": 1 << 22,
-    "max_position_embeddings": 1 << 27,
-    "original_max_position_embeddings": 1 << 27,
+    "max_position_embeddings": MAX_POSITIONS,
+    "original_max_position_embeddings": MAX_POSITIONS,
     "sliding_window": 1 << 27,
     "rms_norm_eps": 1.0,
     "rope_theta": 1e15,
@@ -97,6 +99,14 @@ class ConfigFields:
         if self.flag(name, default) is not allowed:
             given, supported = ("false", "true") if allowed else ("true", "false")
             raise CheckpointError(f"config.json: {name} is {given}; only {supported} is supported in this architecture")
+
+    def without_effect(self, name: str, value: Any) -> None:
+        """Pass over a field that nothing computes with; refuse it unless it is missing or has the one ``value`` that
+        fits what is computed anyway."""
+        if (found := self.get(name)) is not None and found != value:
+            raise CheckpointError(
+                f"config.json: {name} is {shown(found)}; only {shown(value)} is supported in this architecture"
+            )
 
     def choice(self, name: str, allowed: tuple[str, ...], default: str) -> str:
         """Return one of ``allowed``."""

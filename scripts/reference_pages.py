@@ -326,6 +326,10 @@ def models_page() -> str:
         "## Native families",
         "Fields of config.json that are unknown for the architecture, and tensors that are missing, surplus or "
         "misshapen, are refused by name. [Add a model family](../guides/add-a-model-family.md) shows how to add one.",
+        "The context length is `max_position_embeddings`, or with YaRN `factor` times "
+        "`original_max_position_embeddings` where that is longer. An LM head that is stored is used, even if "
+        "`tie_word_embeddings` is true. Fields that are missing have the defaults of transformers' config classes, or "
+        "are refused.",
         table(("architecture", "family"), rows),
         "Sliding layers keep keys and values of their window only, in blocks of their own; KV tiers are off then.",
         "## Through transformers",

@@ -1,5 +1,6 @@
 """Command R7B and Command A (Cohere 2, arXiv:2504.00698): attention and MLP side by side behind one layer norm."""
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -10,6 +11,13 @@ from splitserve.models.layers.mlp import GatedMlp
 from splitserve.models.layers.norm import WideNorm
 from splitserve.models.layers.residual import Residual
 from splitserve.models.layers.step import Step
+
+# Fields of the published files that transformers' code has no use for
+_WITHOUT_EFFECT: Mapping[str, Any] = {
+    "order_of_interleaved_layers": "local_attn_first", "position_embedding_type": "rope_gptj", "rotary_pct": 1.0,
+    "use_embedding_sharing": True, "use_gated_activation": True, "use_parallel_block": True,
+    "use_parallel_embedding": True,
+}  # fmt: skip
 
 LayerNorm = partial(WideNorm, centred=True)
 
@@ -34,6 +42,8 @@ def features(given: ConfigFields) -> dict[str, Any]:
     check_rotated_whole(given)
     given.choice("hidden_act", ("silu",), "silu")
     num_layers, period = given.positive("num_hidden_layers"), given.positive("sliding_window_pattern", 4)
+    for name, value in {"layer_switch": period, **_WITHOUT_EFFECT}.items():
+        given.without_effect(name, value)
     windows = window_features(given, [index for index in range(num_layers) if (index + 1) % period])
     has_biases = given.flag("attention_bias")
     return {

@@ -13,6 +13,8 @@ from splitserve.models.layers.mlp import GatedMlp
 def features(given: ConfigFields) -> dict[str, Any]:
     """Read what its config.json has beside the sizes."""
     given.choice("hidden_act", ("silu",), "silu")
+    for name in ("full_attn_mod", "interpolate_factor"):
+        given.without_effect(name, 1)  # Phi-4-mini's
     head_dim = given.positive("hidden_size") // given.positive("num_attention_heads")
     rotary_dim = int(given.positive("head_dim", head_dim) * partial_rotary_factor(given))
     return {"rotary_dim": rotary_dim, "rms_norm_eps": given.number("rms_norm_eps", 1e-5), **window_of_all_layers(given)}

@@ -4,6 +4,7 @@ All else that is known about a checkpoint's tensors follows from it: what a chec
 scales of FP8 weights, the numbers of dummy and demo weights, memory sizes.
 """
 
+from collections.abc import Container
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import TypeAlias
@@ -84,9 +85,11 @@ class OfExpert:
         return self.index in self.experts.part(self.experts.count, shard)
 
 
-def fp8_scale_name(name: str, *, in_blocks: bool) -> str:
-    """Return the name of the scales of the FP8 matrix ``name``: one per block, or one for all of it."""
-    return f"{name}_scale_inv" if in_blocks else f"{name}_scale"
+def fp8_scale_name(name: str, stored: Container[str], *, in_blocks: bool) -> str:
+    """Return the name of the scales of the FP8 matrix ``name``: one per block, or one for all of it, which transformers
+    names like those of blocks. Weights are multiplied by any of them. ``stored``: the checkpoint's names."""
+    plain, inverse = f"{name}_scale", f"{name}_scale_inv"
+    return inverse if in_blocks or (plain not in stored and inverse in stored) else plain
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,9 +146,10 @@ class Weight:
         """Return whether the weight may be stored in FP8: true for the matrices of layers."""
         return self.role in (Role.PROJECTION, Role.EXPERT)
 
-    def scale_shapes(self, fp8: Fp8Format) -> dict[str, tuple[int, ...]]:
-        """Return the scales that a checkpoint must have if it has this matrix in FP8, by name."""
-        name = fp8_scale_name(self.name, in_blocks=fp8.block is not None)
+    def scale_shapes(self, fp8: Fp8Format, stored: Container[str]) -> dict[str, tuple[int, ...]]:
+        """Return the scales that a checkpoint with the names ``stored`` must have if it has this matrix in FP8, by
+        name."""
+        name = fp8_scale_name(self.name, stored, in_blocks=fp8.block is not None)
         sizes = () if fp8.block is None else zip(self.shape, fp8.block, strict=True)
         return {name: tuple(-(-size // block) for size, block in sizes)}
 

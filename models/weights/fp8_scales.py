@@ -46,7 +46,8 @@ class ScaleReader:
         """float32 [rows of the part, groups of columns that it has a share in]."""
         num_rows, num_columns = self._records[part.name].shape
         rows, columns = part.rows or range(num_rows), part.columns or range(num_columns)
-        scales = self._tensors.view(fp8_scale_name(part.name, in_blocks=self._block is not None)).float()
+        name = fp8_scale_name(part.name, self._records, in_blocks=self._block is not None)
+        scales = self._tensors.view(name).float()
         if self._block is None:
             return scales.reshape(1, 1).expand(len(rows), 1)
         block_rows, block_columns = self._block

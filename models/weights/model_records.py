@@ -14,7 +14,7 @@ from splitserve.models.weights.reading import STORED_DTYPES
 from splitserve.models.weights.shard import Kept
 
 # Buffers that are computed today, scales of activations and of KV
-_IGNORED_ENDINGS = (".rotary_emb.inv_freq", ".input_scale", ".k_scale", ".v_scale")
+_IGNORED_ENDINGS = (".rotary_emb.inv_freq", ".input_scale", ".activation_scale", ".k_scale", ".v_scale")
 
 
 def model_records(directory: Path, config: ModelConfig, decoder: Decoder) -> dict[str, TensorRecord]:
@@ -39,7 +39,7 @@ def _check(records: Mapping[str, TensorRecord], weights: Mapping[str, Weight], c
     if config.fp8 is not None:
         for name, weight in weights.items():
             if weight.may_be_fp8 and name in records and records[name].dtype == FP8:
-                expected |= weight.scale_shapes(config.fp8)
+                expected |= weight.scale_shapes(config.fp8, records)
     missing = [name for name in expected if name not in records]
     if missing:
         raise CheckpointError(f"the checkpoint lacks {_few(missing)}; is config.json of another model?")

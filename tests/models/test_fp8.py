@@ -41,7 +41,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 CPU = torch.device("cpu")
 FP8 = torch.float8_e4m3fn
 LARGEST = 448.0
-FORMATS = {"block": [128, 128], "tensor": None}
+FORMATS = {"block": [128, 128], "tensor": None, "transformers": None}
 
 
 def quantised(weight: Tensor, block: list[int] | None) -> tuple[Tensor, Tensor]:
@@ -83,8 +83,9 @@ def checkpoints(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
         if name.endswith("_proj.weight"):
             stored[name], scales = quantised(tensor, block)
             rounded[name] = dequantised(stored[name], scales, block)
-            stored[f"{name}_scale" if block is None else f"{name}_scale_inv"] = scales
-            stored[f"{name.removesuffix('.weight')}.input_scale"] = torch.tensor(0.5)
+            stored[f"{name}_scale" if request.param == "tensor" else f"{name}_scale_inv"] = scales
+            of_activations = "activation_scale" if request.param == "transformers" else "input_scale"
+            stored[f"{name.removesuffix('.weight')}.{of_activations}"] = torch.tensor(0.5)
     save_file(stored, fp8 / "model.safetensors")
     save_file(rounded, plain / "model.safetensors")
     settings = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": block}
@@ -155,7 +156,7 @@ GATE = "model.layers.1.mlp.gate_proj.weight"
 def test_what_is_wrong_with_scales_is_named(checkpoints: tuple[Path, Path], tmp_path: Path) -> None:
     fp8, plain = checkpoints
     (scale,) = (name for name in load_file(fp8 / "model.safetensors") if name.startswith(f"{GATE}_scale"))
-    with pytest.raises(CheckpointError, match=f"lacks {scale}"):
+    with pytest.raises(CheckpointError, match=f"lacks {GATE}_scale"):
         load(broken(fp8, tmp_path / "lost", lambda tensors: tensors.pop(scale)))
     with pytest.raises(CheckpointError, match=rf"{scale}.* has shape \[7, 5\]"):
         load(broken(fp8, tmp_path / "shape", lambda tensors: tensors.update({scale: torch.ones(7, 5)})))

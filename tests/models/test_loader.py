@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from family_runs import tokens_of_two_ranks
 from splitserve.common.errors import CheckpointError
 from splitserve.kernels.registry import select_kernels
 from splitserve.models.config import load_model_config, weights_version
@@ -130,16 +131,41 @@ def test_a_plain_backend_gives_the_same_tokens(tiny_qwen3: Path) -> None:
     assert first_tokens(load(tiny_qwen3, kernels=plain)) == first_tokens(load(tiny_qwen3))
 
 
-def test_an_untied_head_is_used(tiny_llama: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("says_tied", [False, True])
+def test_an_untied_head_is_used(says_tied: bool, tiny_llama: Path, tmp_path: Path) -> None:
     flipped = edited(
         tiny_llama,
         tmp_path / "m",
         lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"].flip(0).clone()}),
     )
     config = json.loads((flipped / "config.json").read_text())
-    (flipped / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))
+    (flipped / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": says_tied}))
     tied, untied = first_tokens(load(tiny_llama), 1), first_tokens(load(flipped), 1)
     assert untied == [config["vocab_size"] - 1 - tied[0]]
+    on_ranks = tokens_of_two_ranks(flipped, [[3, 1, 4]], 1)
+    assert on_ranks == {rank: [untied] for rank in range(2)}
+
+
+def test_a_head_that_differs_from_the_embedding_in_one_row_or_in_its_type_is_its_own(
+    tiny_llama: Path, tmp_path: Path
+) -> None:
+    def change_last_row(tensors: dict[str, Tensor]) -> None:
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+        tensors["lm_head.weight"][-1, -1] += 1
+
+    def copy(tensors: dict[str, Tensor]) -> None:
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+
+    def copy_wide(tensors: dict[str, Tensor]) -> None:
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].double()
+
+    edits = {"row": change_last_row, "copy": copy, "wide": copy_wide}
+    configs = {name: load_model_config(edited(tiny_llama, tmp_path / name, edit)) for name, edit in edits.items()}
+    assert {name: config.tie_word_embeddings for name, config in configs.items()} == {
+        "row": False,
+        "copy": True,
+        "wide": False,
+    }
 
 
 def test_dummy_weights_need_no_files_and_are_the_same_each_time(tiny_qwen3: Path, tmp_path: Path) -> None:

@@ -1,11 +1,15 @@
 """Estimates of step times against figures worked out by hand."""
 
+import msgspec
 import pytest
 import torch
 
 from splitserve.models.demo.checkpoint import shape_config
+from splitserve.models.demo.published import named_config
 from splitserve.models.roofline import ATTAINED, DEVICE_RATES, DeviceRates, device_rates, estimate_steps
+from splitserve.models.step_costs import decode_bytes
 from splitserve.protocol.placement.step_model import StepWork
+from splitserve.router.placement.step_models import Known, trusted_model
 
 RATES = DeviceRates(flops_per_second=1e14, bytes_per_second=1e12, overhead_seconds=1e-3)
 
@@ -20,6 +24,31 @@ def test_the_estimate_of_a_known_shape() -> None:
     assert model.per_pair == pytest.approx(4 * 32 * 32 * 128 / (ATTAINED * 1e14))
     assert model.num_steps == 0
     assert 0.8 * model.per_token < model.per_token_beside < model.per_token
+
+
+@pytest.mark.parametrize("name", ["qwen3-30b-a3b", "gpt-oss-20b", "deepseek-v2-lite"])
+def test_the_router_can_follow_fits_of_few_experts_and_of_all(name: str) -> None:
+    """It holds the fit of a worker that is alone in its role within a factor of the estimate."""
+    config = named_config(name)
+    estimate = estimate_steps(config, DEVICE_RATES["H200"], itemsize=2)
+    assert config.experts is not None
+    router = config.experts.router
+    for hit in (router.top_k, router.num_experts):  # of one sequence, of a prompt
+        base = 5e-4 + decode_bytes(config, 0, 0, 2, hit) / (ATTAINED * 4.8e12)
+        fit = msgspec.structs.replace(estimate, base=base, num_steps=5000)
+        assert trusted_model(Known(fit, estimate), []).base == base
+    reads = estimate_steps(config, DeviceRates(1e30, 1e12, 0.0), itemsize=2)
+    for batch in (8, 128):
+        hit = router.num_experts * (1 - (1 - router.top_k / router.num_experts) ** batch)
+        expected = decode_bytes(config, batch, 4096, 2, hit) / (ATTAINED * 1e12)
+        assert reads.decode_seconds(batch, batch * 4096) == pytest.approx(expected)
+
+
+def test_windows_bound_the_kv_that_a_step_reads() -> None:
+    config = named_config("gemma-3-27b")
+    model = estimate_steps(config, RATES, itemsize=2)
+    read = decode_bytes(config, 1, 4096, 2) - decode_bytes(config, 0, 0, 2)
+    assert model.per_context * 4096 == pytest.approx(read / (ATTAINED * 1e12))
 
 
 def test_ranks_share_the_work() -> None:

@@ -81,6 +81,29 @@ def test_tokens_are_those_of_transformers(name: str, kind: str, tmp_path: Path) 
     assert greedy(make_runner(tmp_path), PROMPT, 32, NUM_NEW_TOKENS) == output[0, len(PROMPT) :].tolist()
 
 
+def test_a_head_that_the_whole_wrongly_calls_tied_is_used(tmp_path: Path) -> None:
+    model = make_model("Mistral3", "mistral")
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.flip(0).clone())
+    model.save_pretrained(tmp_path)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    assert raw["tie_word_embeddings"] and not raw["text_config"]["tie_word_embeddings"]
+    with torch.no_grad():
+        logits = type(model).from_pretrained(tmp_path)(torch.tensor([PROMPT])).logits
+    assert not load_model_config(tmp_path).tie_word_embeddings
+    assert greedy(make_runner(tmp_path), PROMPT, 32, 1) == [int(logits[0, -1].argmax())]
+
+
+def test_the_wholes_end_tokens_come_before_the_texts(tmp_path: Path) -> None:
+    text = {"model_type": "mistral", **TEXT, "bos_token_id": 1, "eos_token_id": 2}
+    whole = {"architectures": ["Mistral3ForConditionalGeneration"], "eos_token_id": [2, 106], "text_config": text}
+    (tmp_path / "config.json").write_text(json.dumps(whole))
+    config = load_model_config(tmp_path)
+    assert (config.eos_token_ids, config.bos_token_id) == ((2, 106), 1)
+    (tmp_path / "config.json").write_text(json.dumps({**whole, "eos_token_id": None, "bos_token_id": 3}))
+    config = load_model_config(tmp_path)
+    assert (config.eos_token_ids, config.bos_token_id) == ((2,), 3)
+
+
 def test_a_text_model_of_another_type_is_refused(tmp_path: Path) -> None:
     text = {"model_type": "llama", **TEXT}
     config = {"architectures": ["Mistral3ForConditionalGeneration"], "text_config": text}

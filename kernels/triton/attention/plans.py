@@ -251,8 +251,8 @@ def chunk_arrays(
 
     A tile of queries is one item, or is split into items by parts of its context, so that the ``P = num_programs``
     items of a step share the work evenly; where P / 2 tiles keep the device busy, only tiles of more than twice an even
-    share are split. Without a window every row attends to the first token of every part of its tile; with one, a part may
-    lie before all that some rows, or all, attend to.
+    share are split. Without a window every row attends to the first token of every part of its tile; with one, a part
+    may lie before all that some rows, or all, attend to.
 
     ``items`` [7, N], longest first: first query row, its position, rows, sequence, first token, end of the tokens, slot
     for the result (-1: the only part). ``joins`` [1 + 4 * J]: their number, and for each split tile: first query row,
