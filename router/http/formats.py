@@ -209,7 +209,7 @@ class CompletionFormat(ChoicesFormat):
 
 
 class CutCalls:
-    """Whether a stop string or a stop token of the request ended an output within a tool call.
+    """Finder of outputs that a stop string or a stop token of the request ended within a tool call.
 
     A call is whole if its arguments are an object: a stop at the text that closes the call leaves it whole.
     """
