@@ -7,8 +7,8 @@ The messages (:mod:`.child`) are msgpack: a :class:`Setup`, then grammars as str
 
 import os
 import signal
+import socket
 import threading
-from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -63,8 +63,15 @@ def main() -> None:
     connection.sendall(_sent(Verdict()))
     threading.stack_size(STACK_BYTES)
     threading.excepthook = _end
+    # One thread for all grammars: another could not begin once there is no memory left, and would be waited for.
+    thread = threading.Thread(target=_serve, args=(connection, vocabulary, setup.cpu_seconds))
+    thread.start()
+    thread.join()
+
+
+def _serve(connection: socket.socket, vocabulary: GrammarTokenizer, cpu_seconds: float) -> None:
     while message := receive(connection):
-        _run_on_small_stack(lambda: connection.sendall(_answer(message, vocabulary, setup.cpu_seconds)))
+        connection.sendall(_answer(message, vocabulary, cpu_seconds))
 
 
 def _answer(message: bytes, vocabulary: GrammarTokenizer, cpu_seconds: float) -> bytes:
@@ -78,16 +85,12 @@ def _answer(message: bytes, vocabulary: GrammarTokenizer, cpu_seconds: float) ->
     return _sent(verdict)
 
 
-def _run_on_small_stack(function: Callable[[], None]) -> None:
-    thread = threading.Thread(target=function)
-    thread.start()
-    thread.join()
-
-
 def _end(error: threading.ExceptHookArgs) -> None:
     """End the process after an error in place of a verdict, as llguidance does when it gets no memory."""
-    threading.__excepthook__(error)
-    os.abort()
+    try:
+        threading.__excepthook__(error)
+    finally:
+        os.abort()
 
 
 def _sent(verdict: Verdict) -> bytes:

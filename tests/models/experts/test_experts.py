@@ -36,6 +36,7 @@ SIZES = {
 }
 QWEN = {**SIZES, "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 4, "norm_topk_prob": True}
 GLM = {**SIZES, "architectures": ["Glm4MoeForCausalLM"], "n_routed_experts": 8, "n_group": 4, "topk_group": 2}
+GLM |= {"first_k_dense_replace": 0, "num_nextn_predict_layers": 0}
 MINIMAX = {**SIZES, "architectures": ["MiniMaxM2ForCausalLM"], "num_local_experts": 4}
 
 
