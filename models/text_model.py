@@ -8,7 +8,7 @@ from splitserve.common.model_files import shown
 from splitserve.models.families.registry import FAMILIES, TEXT_BY_TYPE, TEXT_OF, WITH_TEXT
 from splitserve.models.fields import ConfigFields
 
-_SHARED = ("dtype", "torch_dtype", "quantization_config", "eos_token_id", "bos_token_id")
+_SHARED = ("dtype", "torch_dtype", "quantization_config")
 # The head is the whole's, so the whole says whether it is the embedding; and generation follows the whole's tokens.
 _OF_WHOLE = ("tie_word_embeddings", "eos_token_id", "bos_token_id")
 
