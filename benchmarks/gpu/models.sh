@@ -25,7 +25,7 @@ build() {
   mkdir -p "$OUT/build"
   small llama-3.1-8b --batch 1 8 24 64 256 --prefill 512 1024 8192 --sampling top-p logprobs penalties json > "$OUT/build/llama.log" 2>&1 & pids+=($!)
   small qwen3-30b-a3b --batch 1 8 64 256 --prefill 1024 8192 > "$OUT/build/qwen3moe.log" 2>&1 & pids+=($!)
-  small gpt-oss-20b --batch 1 8 64 256 --prefill 1024 8192 --attention-backend triton > "$OUT/build/gptoss.log" 2>&1 & pids+=($!)
+  small gpt-oss-20b --batch 1 8 64 256 --prefill 1024 8192 > "$OUT/build/gptoss.log" 2>&1 & pids+=($!)
   if experts_tests > "$OUT/build/tests.log" 2>&1; then touch "$OUT/done-experts-tests"; else failed=1; fi
   for pid in "${pids[@]}"; do wait "$pid" || failed=1; done
   tail -n 12 "$OUT"/build/*.log | cut -c1-300
@@ -39,9 +39,9 @@ qwen3moe() { moe qwen3-30b-a3b; }
 tune_experts() { C tune --operation experts --output "$OUT/tuned" "$@"; }
 tune() { tune_experts --shape qwen3-30b-a3b --rows 1 8 64 256 8192; }
 tuned() { SPLITSERVE_TUNED_DIR=$OUT/tuned moe qwen3-30b-a3b; }
-gptoss() { moe gpt-oss-20b --attention-backend triton; }
-deepseek() { moe deepseek-v2-lite --attention-backend triton; }
-gemma() { moe gemma-3-27b --attention-backend triton; }
+gptoss() { moe gpt-oss-20b; }
+deepseek() { moe deepseek-v2-lite; }
+gemma() { moe gemma-3-27b; }
 fp8() { moe qwen3-30b-a3b-fp8; }
 tunemore() { tune_experts --shape qwen3-30b-a3b-fp8 gpt-oss-20b deepseek-v2-lite --rows 1 8 64 256; }
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from splitserve.benchmarks.common.report import RESULTS_DIRECTORY
-from splitserve.benchmarks.tables import goodputs, kernels, placement, simulations, twins
+from splitserve.benchmarks.tables import goodputs, kernels, models, placement, simulations, twins
 from splitserve.benchmarks.tables import more_sections as results_more
 from splitserve.benchmarks.tables import readme as results_readme
 from splitserve.benchmarks.tables import sections as results_sections
@@ -150,6 +150,10 @@ def users_block(runs: Sequence[Run]) -> str:
 def developers_block(runs: Sequence[Run]) -> str:
     rows = markdown(results_readme.HEADERS, results_readme.developer_rows(runs))
     parts = [f"{results_readme.conditions(runs)} {results_readme.RUN_NAMES}", rows]
+    if steps := models.step_rows(runs):
+        parts += ["### Steps by model", models.CONDITIONS, markdown(models.HEADERS, steps)]
+    if ways := models.way_rows(runs):
+        parts += ["### Steps by way to draw", models.WAYS_CONDITIONS, markdown(models.WAYS_HEADERS, ways)]
     if turns := results_more.later_turns_rows(runs):
         table = markdown([*results_more.TURNS_HEADERS, "run"], turns)
         parts += ["### Later turns of conversations", results_more.TURNS_CONDITIONS, table]

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.result_files import result_run
 
 from splitserve.benchmarks.kv.handover_ranks import STAGES
 from splitserve.benchmarks.tables import kernels as results_kernels
@@ -20,16 +21,6 @@ ROOT = Path(__file__).parents[2]
 SPEED = re.compile(r"\d ?(ms|us|µs|GB/s|TB/s|TFLOP/s|tokens/s)\b|\d%|\btimes (as fast|faster)\b")
 
 pytestmark = pytest.mark.skipif(not results_table.README.is_file(), reason="not a checkout")
-
-
-def run(bench: str = "isolation", label: str = "1123T000000", *command: str, **content: Any) -> Run:
-    base = {
-        "command": ["splitserve", "bench", bench, *command],
-        "time": "2026-11-23T00:00:00+00:00",
-        "versions": {"commit": "abc1234", "torch": "2.11.0"},
-        "machine": {"gpus": ["NVIDIA H200, 580.1", "NVIDIA H200, 580.1"]},
-    }
-    return Run(Path(f"{bench}-2026{label}-1.json"), bench, label, {**base, **content})
 
 
 def test_all_pages_are_what_the_files_say() -> None:
@@ -67,9 +58,9 @@ def test_best_beside_worst() -> None:
 
 
 def test_runs_are_cited_by_commit_and_marked_without() -> None:
-    old = run("isolation", "1122T000000", versions={"commit": "", "torch": "2.11.0"})
-    unknown = run("isolation", "1122T000001", versions={"commit": "unknown", "torch": "2.11.0"})
-    first, second = run(label="1123T000001"), run(label="1123T000002")
+    old = result_run("isolation", "1122T000000", versions={"commit": "", "torch": "2.11.0"})
+    unknown = result_run("isolation", "1122T000001", versions={"commit": "unknown", "torch": "2.11.0"})
+    first, second = result_run(label="1123T000001"), result_run(label="1123T000002")
     assert cited([second, old, first, first, unknown]) == (
         "`abc1234`: 1123T000001, 1123T000002; commit not recorded: 1122T000000, 1122T000001"
     )
@@ -78,12 +69,12 @@ def test_runs_are_cited_by_commit_and_marked_without() -> None:
 
 
 def test_conditions_come_from_command_and_time() -> None:
-    awake = run("latency", "1123T000000", "--keep-cores-awake", "--tail-chunk-tokens", "2048")
+    awake = result_run("latency", "1123T000000", "--keep-cores-awake", "--tail-chunk-tokens", "2048")
     assert awake.keeps_cores_awake and awake.last_chunk == 2048
     assert awake.unusual == "cores kept awake, last chunk 2048"
-    assert run(time="2026-11-23T05:26:05+00:00").last_chunk == 512
-    assert run(time="2026-11-23T05:26:07+00:00").last_chunk == 1024
-    assert run().unusual == "none" and not run().keeps_cores_awake
+    assert result_run(time="2026-11-23T05:26:05+00:00").last_chunk == 512
+    assert result_run(time="2026-11-23T05:26:07+00:00").last_chunk == 1024
+    assert result_run().unusual == "none" and not result_run().keeps_cores_awake
 
 
 def loaded(arrangement: str, gap: float) -> dict[str, Any]:
@@ -98,8 +89,8 @@ def loaded(arrangement: str, gap: float) -> dict[str, Any]:
 def test_the_worst_of_all_runs_is_in_the_tables_and_two_mixed_workers_beside() -> None:
     load = ("--prompt-rate", "3", "--prompt-input-len", "8192", "--prompt-output-len", "64")
     runs = [
-        run("isolation", "1123T000001", *load, results=[loaded("1P1D", 12.0), loaded("mixed", 20.0)]),
-        run("isolation", "1123T000002", *load, results=[loaded("1P1D", 57.5), loaded("2 mixed", 16.0)]),
+        result_run("isolation", "1123T000001", *load, results=[loaded("1P1D", 12.0), loaded("mixed", 20.0)]),
+        result_run("isolation", "1123T000002", *load, results=[loaded("1P1D", 57.5), loaded("2 mixed", 16.0)]),
     ]
     rows = {row[1]: row[2:] for row in results_readme.loaded_rows(runs)}
     assert rows["longest gap"] == ["12.0 to 57.5", "20.0", "**16.0**"]
@@ -112,10 +103,10 @@ def test_documentation_shows_one_kind_of_gpu_and_the_results_page_names_each() -
     results = [loaded("1P1D", 12.0) | {"kept_up": True}]
     other = {"machine": {"gpus": ["NVIDIA H100 80GB HBM3, 580.1"] * 2}}
     runs = [
-        run("isolation", "1123T000001", *load, results=results),
-        run("isolation", "1123T000002", *load, results=results, **other),
-        run("goodput", "1123T000003", **other),
-        run("placement", "1123T000004", **other),
+        result_run("isolation", "1123T000001", *load, results=results),
+        result_run("isolation", "1123T000002", *load, results=results, **other),
+        result_run("goodput", "1123T000003", **other),
+        result_run("placement", "1123T000004", **other),
     ]
     assert [each.label[-1] for each in results_readme.shown(runs)] == ["1", "3", "4"]
     assert {row[2] for row in results_sections.isolation(runs).rows} == {"2 x H200", "2 x H100 80GB HBM3"}
@@ -124,7 +115,7 @@ def test_documentation_shows_one_kind_of_gpu_and_the_results_page_names_each() -
 def test_the_readme_has_each_loads_newest_commit_with_split_beside_mixed() -> None:
     results = [loaded(name, 12.0) | {"kept_up": True} for name in ("1P1D", "2 mixed", "conditional")]
     runs = [
-        run(
+        result_run(
             "isolation", f"1123T00000{number}", "--prompt-rate", rate, "--prompt-input-len", "8", "--prompt-output-len",
             "4", "--temperature", "0.8", results=results[first:], versions={"commit": commit},
         )
@@ -150,7 +141,7 @@ def test_stages_of_hand_overs_have_a_table_where_runs_have_them() -> None:
     old |= {"handover_ms": 1.1, "handover_p99_ms": 1.3, "share_of_copy": 0.7, "bytes_per_rank": 10**8}
     new = {**old, "one_rank": False, "ranks_per_device": 2, "copy_streams": 1}
     new["stages_us"] = {name: 100.0 + index for index, name in enumerate(STAGES)}
-    runs = [run("handover", "1127T000001", results=[old, new])]
+    runs = [result_run("handover", "1127T000001", results=[old, new])]
     section = results_sections.stages(runs)
     [row] = section.rows
     assert len(row) == len(section.headers)
@@ -166,8 +157,8 @@ def test_steps_beside_prompts_of_several_runs_share_a_row() -> None:
         {"batch": 16, "context": 2304, "prompt_tokens": size, "step_ms": ms} for size, ms in ((320, 13.0), (80, 8.8))
     ]
     models = {"m": {"mixed": found}}
-    first = run("engine", "1128T000001", models=models)
-    second = run("engine", "1128T000002", models={"m": {"mixed": [{**found[0], "step_ms": 12.5}]}, "older": {}})
+    first = result_run("engine", "1128T000001", models=models)
+    second = result_run("engine", "1128T000002", models={"m": {"mixed": [{**found[0], "step_ms": 12.5}]}, "older": {}})
     section = results_sections.mixed_steps([first, second])
     assert section.headers[-2:] == ["80", "320"]
     [row] = section.rows
@@ -178,7 +169,7 @@ def test_the_newest_commits_figures_stand_beside_those_of_all_runs() -> None:
     found = []
     for second, (commit, ms) in enumerate((("old1", 2.0), ("new2", 1.5), ("new2", 1.6))):
         versions = {"versions": {"commit": commit, "torch": "2.11.0"}}
-        found.append((run("handover", f"1127T00000{second}", **versions), {"ms": ms}))
+        found.append((result_run("handover", f"1127T00000{second}", **versions), {"ms": ms}))
     row = results_readme.figure("a read", "idle", found, lambda some: [f"{results_readme.values(some, 'ms')} ms"])
     assert row[:4] == ["a read", "1.50 to 1.60 ms", "1.50 to 2.00 ms", "idle"]
     assert row[4] == "`old1`: 1127T000000; `new2`: 1127T000001, 1127T000002"
@@ -194,11 +185,11 @@ def started(ready: float, weights: float, place: str = "local") -> dict[str, Any
 def test_a_mixed_worker_s_start_on_a_gpu_has_a_row_of_starts_with_kernels_built() -> None:
     options = {"prefill": 0, "decode": 0, "mixed": 1, "shape": "llama-3.1-8b", "model": ""}
     runs = [
-        run("up", "1127T000001", "--device", "cuda", options=options, results=[started(11.0, 3.5)]),
-        run("up", "1127T000002", options=options, results=[started(12.5, 4.0), started(20.0, 9.0, "Ray")]),
-        run("up", "1127T000003", "--device", "cpu", options=options, results=[started(31.0, 9.0)]),
-        run("up", "1127T000004", options=options | {"decode": 1}, results=[started(32.0, 9.0)]),
-        run("up", "1127T000005", options=options | {"shape": "tiny"}, results=[started(33.0, 9.0)]),
+        result_run("up", "1127T000001", "--device", "cuda", options=options, results=[started(11.0, 3.5)]),
+        result_run("up", "1127T000002", options=options, results=[started(12.5, 4.0), started(20.0, 9.0, "Ray")]),
+        result_run("up", "1127T000003", "--device", "cpu", options=options, results=[started(31.0, 9.0)]),
+        result_run("up", "1127T000004", options=options | {"decode": 1}, results=[started(32.0, 9.0)]),
+        result_run("up", "1127T000005", options=options | {"shape": "tiny"}, results=[started(33.0, 9.0)]),
     ]
     [row] = results_readme.start_rows(runs)
     shown = (
@@ -227,7 +218,7 @@ def test_attention_of_decodes_stands_beside_the_other_backends() -> None:
         ("make_attention", "prompt, context 1024", 1024, "flashinfer", 1.0, 0.1),
         ("rms_norm", "4096", 8, "triton", 2.0, 0.1),
     ]
-    kept = run("kernels", figures={"llama-3.1-8b": [dict(zip(names, each, strict=True)) for each in figures]})
+    kept = result_run("kernels", figures={"llama-3.1-8b": [dict(zip(names, each, strict=True)) for each in figures]})
     (row,) = results_kernels.decode_attentions([kept]).rows
     assert row[1:] == ["llama-3.1-8b", "8", "1024", "10.0", "20.0", "2.00", "50.0%", "abc1234"]
 
