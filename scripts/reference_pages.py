@@ -273,8 +273,9 @@ def _operation_row(path: str, method: str, operation: Schema, without_key: Schem
 
 def _request_sections(schemas: dict[str, Schema]) -> Iterator[str]:
     neutral: dict[str, Schema] = {}
+    shown = _parts_of_requests(schemas)
     for name, schema in schemas.items():
-        if not name.endswith("Request") and not _is_part_of_request(name, schemas):
+        if name not in shown:
             continue
         rows = []
         for field, value in schema["properties"].items():
@@ -293,10 +294,16 @@ def _accepted(values: Sequence[Any]) -> str:
     return ", ".join(f"`{json.dumps(each)}`" for each in values if each is not None) or "null only"
 
 
-def _is_part_of_request(name: str, schemas: dict[str, Schema]) -> bool:
-    """Return whether a request's schema refers to ``name``, directly or through a message."""
-    requests = [schema for other, schema in schemas.items() if other.endswith(("Request", "Message", "Format"))]
-    return any(re.search(rf'/{name}"', json.dumps(schema)) for schema in requests)
+def _parts_of_requests(schemas: dict[str, Schema]) -> set[str]:
+    """The names of requests' schemas, and of all that they refer to."""
+    found: set[str] = set()
+    left = [name for name in schemas if name.endswith("Request")]
+    while left:
+        name = left.pop()
+        if name not in found:
+            found.add(name)
+            left += re.findall(r'"#/components/schemas/(\w+)"', json.dumps(schemas[name]))
+    return found
 
 
 def _without_null(value: Schema) -> Schema:

@@ -296,8 +296,9 @@ def readme_loaded_conditions(runs: Sequence[Run]) -> str:
     """Return the conditions of the runs under load that the README shows."""
     return (
         "Under load, in milliseconds: requests arrive at random for 12 s, prefix caching is off, top-p 0.95; "
-        f"{_rounds(runs)} by turns, the other arrangements idle on the same GPUs. 1P1D hands every request over, 1P1D "
-        "conditional those for which that is predicted to pay. The lowest worst figure of a row is bold."
+        f"{_rounds(runs)} by turns, the other arrangements idle on the same GPUs. 1P1D hands over every request; 1P1D "
+        "conditional is the default policy, `cost`, and hands over those for which that is predicted to pay. The "
+        "lowest worst figure of a row is bold."
     )
 
 

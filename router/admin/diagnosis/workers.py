@@ -31,7 +31,7 @@ def paused(evidence: Evidence) -> Iterator[Finding]:
 
 
 def no_worker(evidence: Evidence) -> Iterator[Finding]:
-    """No worker can take a request."""
+    """The router is not ready, as where a role has no worker."""
     router = evidence.view.router
     if router.is_ready:
         return
@@ -39,7 +39,7 @@ def no_worker(evidence: Evidence) -> Iterator[Finding]:
     yield finding(
         "no_worker",
         1.0,
-        f"No request can be served: {router.not_ready_reason}.",
+        f"The router is not ready: {router.not_ready_reason}.",
         [*states[:5], f"{router.num_waiting} requests wait for a worker" if router.num_waiting else ""],
         "See `splitserve status` and `splitserve logs`.",
     )
