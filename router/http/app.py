@@ -32,7 +32,6 @@ from splitserve.router.http.openapi import openapi_document
 from splitserve.router.http.schema import ChatCompletionRequest, CompletionRequest, GenerationRequest
 from splitserve.router.http.serving import Serving
 from splitserve.router.peers.sums import joined_metrics
-from splitserve.router.placement.policies import Disaggregated, NoWorker, RequestShape
 from splitserve.router.requests.operations.pause import PAUSED
 from splitserve.router.requests.operations.refusal import OperationRefusedError
 from splitserve.router.requests.queue.tenants import Tenants
@@ -107,13 +106,11 @@ class Api:
     async def ready(self, _request: Request) -> Response:
         if self._dispatcher.core.pause.is_on:
             return JSONResponse({"status": "not ready", "reason": PAUSED}, 503)
-        placement = self._dispatcher.place(RequestShape(num_prompt_tokens=1, max_tokens=1))
-        if isinstance(placement, NoWorker):
-            return JSONResponse({"status": "not ready", "reason": placement.reason}, 503)
-        if isinstance(placement, Disaggregated) and not self._dispatcher.fleet.membership.is_connected():
-            reason = "decode workers are connecting to prefill workers"
-            return JSONResponse({"status": "not ready", "reason": reason}, 503)
-        return JSONResponse({"status": "ready"})
+        readiness = self._dispatcher.readiness()
+        reason = {"reason": readiness.reason} if readiness.reason else {}
+        if readiness.is_ready:
+            return JSONResponse({"status": "ready", **reason})
+        return JSONResponse({"status": "not ready", **reason}, 503)
 
     async def version(self, _request: Request) -> Response:
         return JSONResponse({"version": __version__})

@@ -122,8 +122,9 @@ def _with_anthropics_errors(operation: Json) -> Json:
 
 
 def _ready() -> Json:
-    operation = _operation("Whether a request could be served now", _json(_status("ready")))
+    ready = _object({"status": {"const": "ready"}}, reason=_STRING)
     not_ready = _object({"status": {"const": "not ready"}, "reason": _STRING})
+    operation = _operation("Whether a request could be served now", _json(ready))
     operation["responses"]["503"] = {"description": "No request could be served now", "content": _json(not_ready)}
     return operation
 

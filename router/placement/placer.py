@@ -13,6 +13,7 @@ from splitserve.router.placement.cost import cost
 from splitserve.router.placement.modes.recent_sizes import RecentSizes
 from splitserve.router.placement.modes.serving_mode import Held, ServingMode
 from splitserve.router.placement.policies import (
+    Disaggregated,
     NoWorker,
     Placed,
     Placement,
@@ -31,6 +32,7 @@ from splitserve.router.requests.ladder import local_placement
 from splitserve.router.requests.objectives import NO_OBJECTIVES, Objectives
 
 SHUTTING_DOWN = "the router is shutting down"
+CONNECTING = "decode workers are connecting to prefill workers"
 _LIMITS_SECONDS = 0.1
 
 
@@ -40,6 +42,17 @@ class Limits(msgspec.Struct, frozen=True, gc=False):
     max_model_len: int  # of a sequence on the largest workers
     common_model_len: int  # of a sequence on every one of them
     vocab_size: int
+
+
+class Readiness(msgspec.Struct, frozen=True, gc=False):
+    """Whether requests can be served now.
+
+    A router becomes ready when the policy finds its workers, and they are connected. Then it stays ready while a worker
+    that decodes can serve alone: what the policy lacks is in ``reason`` nevertheless.
+    """
+
+    is_ready: bool
+    reason: str = ""
 
 
 class _KnownLimits(msgspec.Struct, frozen=True, gc=False):
@@ -62,6 +75,7 @@ class Placer:
         self._objectives = objectives
         self._known_limits: _KnownLimits | None = None
         self.is_closing = False  # no request is placed any more
+        self._was_ready = False
         self.cache_epoch = 0  # number of resets of the prefix caches
         self.unreset: dict[Party, None] = {}  # workers that may still have content from before the last one
         self._membership = membership
@@ -96,6 +110,21 @@ class Placer:
         fallback = local_placement(self.snapshot(request.hashes, now).workers, shape)
         request.is_fallback = fallback is not None
         return placement if fallback is None else fallback
+
+    def readiness(self, now: float) -> Readiness:
+        """Return whether a request could be served now."""
+        shape = RequestShape(num_prompt_tokens=1, max_tokens=1)
+        placement = self.place(shape, now)
+        if isinstance(placement, NoWorker):
+            reason = placement.reason
+        elif isinstance(placement, Disaggregated) and not self._membership.is_connected():
+            reason = CONNECTING
+        else:
+            self._was_ready = True
+            return Readiness(is_ready=True)
+        may_degrade = self._was_ready and not self.is_closing
+        alone = local_placement(self.snapshot(PromptHashes(()), now).workers, shape) if may_degrade else None
+        return Readiness(alone is not None, reason)
 
     def snapshot(self, prompt: PromptHashes, now: float) -> Snapshot:
         """Return the workers that take requests, with what each holds of the prompt."""

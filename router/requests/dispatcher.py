@@ -37,8 +37,7 @@ from splitserve.router.links.arrivals import joined
 from splitserve.router.links.fleet import Fleet
 from splitserve.router.peers.exchange import Exchange
 from splitserve.router.peers.sums import joined_traces, summed_rates
-from splitserve.router.placement.placer import Limits
-from splitserve.router.placement.policies import Placement, RequestShape
+from splitserve.router.placement.placer import Limits, Readiness
 from splitserve.router.requests.active_request import NO_CONTEXT, ActiveRequest, RequestContext
 from splitserve.router.requests.core import RouterCore
 from splitserve.router.requests.effects import (
@@ -175,9 +174,9 @@ class Dispatcher:
             self.tenants = read_tenants(Path(self.config.tenants_file), own_keys)
             self._handle(TenantsChanged(self.tenants))
 
-    def place(self, shape: RequestShape) -> Placement:
-        """Return the placement that a request of this shape would get now."""
-        return self.core.placer.place(shape, time.monotonic())
+    def readiness(self) -> Readiness:
+        """Return whether a request could be served now."""
+        return self.core.placer.readiness(time.monotonic())
 
     async def rates(self) -> RequestRates:
         """Return the rates of all routers on the port."""

@@ -51,3 +51,24 @@ def test_workers_with_different_contexts_serve_together(model_dir):
     finally:
         workers.close()
         router.stop()
+
+
+def test_a_router_stays_ready_without_prefill_workers_but_does_not_begin_so(model_dir):
+    router = RouterProcess(model_dir)
+    workers = Workers(router.membership)
+    reason = "no prefill worker is ready"
+    try:
+        decode = workers.start("d0", Role.DECODE)
+        wait_until(lambda: router.metric('splitserve_worker_ready{role="decode",worker="d0"}') == 1)
+        assert router.request("GET", "/ready")[::2] == (503, {"status": "not ready", "reason": reason})
+        prefill = workers.start("p0", Role.PREFILL)
+        wait_until(lambda: router.request("GET", "/ready")[::2] == (200, {"status": "ready"}))
+        prefill.stop()
+        wait_until(lambda: router.request("GET", "/ready")[::2] == (200, {"status": "ready", "reason": reason}))
+        status, _, answer = router.post("/v1/completions", prompt=[5, 6], max_tokens=3, return_route=True)
+        assert status == 200 and answer["splitserve"]["mode"] == "local"
+        decode.stop()
+        wait_until(lambda: router.request("GET", "/ready")[0] == 503)
+    finally:
+        workers.close()
+        router.stop()

@@ -4,6 +4,7 @@ Each scenario is a coroutine on a router of its own; the words of its checks say
 """
 
 import asyncio
+import time
 from collections.abc import Sequence
 
 from live_router import LiveRouter, WorkerByHand, aborted, until
@@ -170,7 +171,7 @@ async def a_lost_worker_is_ready_with_its_link_and_not_before(router: LiveRouter
         await until(lambda: record.num_heartbeats > num_before, "a heartbeat")
         for _ in range(20):
             assert record.state is not WorkerState.READY, f"{worker.party} is ready without its link"
-            assert isinstance(router.dispatcher.place(SHAPE), NoWorker)
+            assert isinstance(router.dispatcher.core.placer.place(SHAPE, time.monotonic()), NoWorker)
             await asyncio.sleep(0.005)
     await until(lambda: record.state is WorkerState.LOST, "the broken link")
     worker.listen()
@@ -195,7 +196,7 @@ async def a_draining_worker_gets_no_requests(router: LiveRouter) -> None:
     leaving.tell(Draining())
     await until(lambda: router.state(leaving.party) is WorkerState.DRAINING, "the drain")
     for _ in range(3):
-        placement = router.dispatcher.place(SHAPE)
+        placement = router.dispatcher.core.placer.place(SHAPE, time.monotonic())
         assert placement == Local(staying.party), f"a request would go to {placement}, but {leaving.party} drains"
         await router.finish(await router.submit())
 

@@ -31,15 +31,15 @@ def paused(evidence: Evidence) -> Iterator[Finding]:
 
 
 def no_worker(evidence: Evidence) -> Iterator[Finding]:
-    """The router is not ready, as where a role has no worker."""
+    """A role has no worker: nothing is served, or decode workers compute prompts themselves."""
     router = evidence.view.router
-    if router.is_ready:
+    if not router.not_ready_reason:
         return
     states = [f"{worker.engine_id} is {worker.state}" for worker in evidence.view.workers if worker.state != "ready"]
     yield finding(
         "no_worker",
         1.0,
-        f"The router is not ready: {router.not_ready_reason}.",
+        f"{'Placement is restricted' if router.is_ready else 'No request can be served'}: {router.not_ready_reason}.",
         [*states[:5], f"{router.num_waiting} requests wait for a worker" if router.num_waiting else ""],
         "See `splitserve status` and `splitserve logs`.",
     )

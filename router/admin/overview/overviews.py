@@ -36,7 +36,6 @@ from splitserve.router.admin.overview.samples import (
 from splitserve.router.admin.overview.worker_figures import link_problems, link_speeds, tier_hits, worker_figures
 from splitserve.router.admin.request_reports import RequestReports
 from splitserve.router.links.membership import Membership
-from splitserve.router.placement.policies import NoWorker, RequestShape
 from splitserve.router.requests.active_request import ActiveRequest
 from splitserve.router.requests.core import RouterCore
 from splitserve.router.requests.objectives import Objectives
@@ -143,8 +142,7 @@ class Overviews:
         )
 
     def _router(self, now: float) -> RouterFigures:
-        placement = self._core.placer.place(RequestShape(num_prompt_tokens=1, max_tokens=1), now)
-        reason = placement.reason if isinstance(placement, NoWorker) else ""
+        readiness = self._core.placer.readiness(now)
         num_unread, unread_seconds = self.clients.unread(now)
         queued = self._core.gate.queue.requests()
         busy_share, starved_share = self._samples.shares()
@@ -161,8 +159,8 @@ class Overviews:
             queued_tokens=sum(len(request.token_ids) for request in queued),
             num_unread=num_unread,
             unread_seconds=unread_seconds,
-            is_ready=not reason,
-            not_ready_reason=reason,
+            is_ready=readiness.is_ready,
+            not_ready_reason=readiness.reason,
             pause_mode=str(pause.mode or ""),
             paused_seconds=now - pause.since if pause.is_on else 0.0,
         )

@@ -40,6 +40,12 @@ def test_a_cluster_without_workers_names_that() -> None:
     assert diagnosis.findings[0].name == "no_worker" and "no decode worker is ready" in diagnosis.sentence
 
 
+def test_a_ready_cluster_without_prefill_workers_names_that_too() -> None:
+    router = RouterFigures(is_ready=True, not_ready_reason="no prefill worker is ready")
+    first = diagnose(replace(healthy(), router=router)).findings[0]
+    assert first.name == "no_worker" and first.sentence == "Placement is restricted: no prefill worker is ready."
+
+
 def test_a_pause_comes_before_what_it_brings_about() -> None:
     view = with_stages(with_workers(healthy(), "prefill", busy_share=0.99), prefill_queue=3.0)
     router = RouterFigures(pause_mode="keep", paused_seconds=12.0, num_waiting=2, num_queued=5)

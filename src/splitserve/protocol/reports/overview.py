@@ -109,8 +109,8 @@ class RouterFigures(msgspec.Struct, frozen=True, kw_only=True):
     queued_tokens: Annotated[int, _text("Prompt tokens of these.")] = 0
     num_unread: Annotated[int, _text("Connections whose client does not read its answer, now.")] = 0
     unread_seconds: Annotated[float, _text("The longest such time, now.")] = 0.0
-    is_ready: Annotated[bool, _text("Whether a request could be placed now.")] = True
-    not_ready_reason: Annotated[str, _text("Reason if not.")] = ""
+    is_ready: Annotated[bool, _text("Whether a request could be served now.")] = True
+    not_ready_reason: Annotated[str, _text("What is lacking, also if workers that decode serve alone.")] = ""
     pause_mode: Annotated[str, _text("Mode of the operators' pause; empty: there is none.")] = ""
     paused_seconds: Annotated[float, _text("Time since that pause began.")] = 0.0
 
