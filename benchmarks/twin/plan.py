@@ -1,7 +1,7 @@
 """``splitserve plan``: which arrangement of N devices serves a workload best, by the twin.
 
-Mixed workers with several chunk budgets, every split into prefill and decode workers, and tensor-parallel sizes are
-ranked by goodput: the highest rate at which the objectives hold. The best one's cluster spec can be written to a file.
+Mixed workers with several chunk budgets, and every split into prefill and decode workers, are ranked by goodput: the
+highest rate at which the objectives hold. The best one's cluster spec can be written to a file.
 """
 
 import argparse
@@ -46,6 +46,8 @@ def main(argv: Sequence[str]) -> int:
     options = parser().parse_args(list(argv))
     if not (options.ttft_ms and options.itl_ms):
         raise ConfigError("a plan needs both objectives: --ttft-ms and --itl-ms")
+    if options.output and not Path(options.output).resolve().parent.is_dir():
+        raise ConfigError(f"--output {options.output}: there is no such folder; make it before the search")
     arms = {arm.name: arm for arm in arms_of(options)}
     objectives = Objectives(options.ttft_ms, options.itl_ms, options.percentile)
     source = parse_workload(f"trace:{options.trace}" if options.trace else options.workload, options.max_tokens)

@@ -9,6 +9,7 @@ from splitserve.benchmarks.goodput.arms import Arm
 from splitserve.benchmarks.twin.calibration import CPU, is_measured
 from splitserve.common.errors import ConfigError
 from splitserve.models.config import ModelConfig
+from splitserve.models.declared import check_tensor_parallel_size
 from splitserve.models.kv_plan import MemoryPlan, plan_kv_memory
 from splitserve.models.step_costs import decode_bytes
 from splitserve.protocol.cache_layout import CacheLayout
@@ -33,6 +34,7 @@ def setups_of_arm(
     """
     engine = arm.engine(engine).on(CPU if gpu == CPU else "cuda")
     dtype = "float32" if gpu == CPU else "bfloat16"
+    check_tensor_parallel_size(config, engine.tensor_parallel_size, engine.expert_parallel)
     layout = layout_of(engine, config, dtype, engine.tensor_parallel_size)
     plan = _memory(engine, config, layout.cache, gpu)
     host_bytes = engine.host_kv_memory_bytes or calibration.host_kv_bytes

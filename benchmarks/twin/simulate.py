@@ -300,8 +300,10 @@ def engine_of(options: argparse.Namespace, model: str) -> EngineConfig:
 def served_engine(options: argparse.Namespace, engine: EngineConfig) -> EngineConfig:
     """Return the settings for workers that serve: nothing was loaded here, they load the checkpoint. Of a published
     shape there is none: it stands in the place of a path."""
+    engine = msgspec.structs.replace(engine, device=CPU if options.gpu == CPU else engine.device)
     if options.model:
-        return msgspec.structs.replace(engine, model=options.model, load_format=EngineConfig(model="").load_format)
+        model = str(Path(options.model).resolve()) if Path(options.model).is_dir() else options.model
+        return msgspec.structs.replace(engine, model=model, load_format=EngineConfig(model="").load_format)
     return msgspec.structs.replace(engine, model=options.shape)
 
 

@@ -1,7 +1,9 @@
 """Load of a running cluster, from its router's report, as text for ``splitserve status``."""
 
 from splitserve.common.errors import SplitserveError
+from splitserve.orchestration.spec.sizes import format_bytes
 from splitserve.protocol.cluster_report import ClusterReport, RequestRates, WorkerReport
+from splitserve.protocol.counters import TierLoad
 
 
 def load_of(url: str, api_key_file: str = "") -> str:
@@ -34,13 +36,19 @@ def _rates_text(rates: RequestRates) -> str:
     return text
 
 
+def _tier(tier: TierLoad) -> str:
+    """Return a tier's state, and what was found there; of a shared one, without slots, hits are not known."""
+    found = f"{tier.hits} hits" if tier.slots else f"{format_bytes(tier.loaded_bytes)} loaded"
+    return f"{tier.name} {'up' if tier.available else 'down'}, {found}"
+
+
 def _row(worker: WorkerReport) -> tuple[str, ...]:
     """Return a worker's cells. Hits: the share of prompt tokens that its prefix cache had."""
     info, load = worker.info, worker.load
     used = (load.blocks_referenced + load.blocks_quarantined) / info.num_blocks
     known = load.prefix_hit_tokens + load.prompt_tokens
     hits = f"{100 * load.prefix_hit_tokens / known:.0f}%" if known else "-"
-    tiers = ", ".join(f"{tier.name} {'up' if tier.available else 'down'}, {tier.hits} hits" for tier in load.tiers)
+    tiers = ", ".join(_tier(tier) for tier in load.tiers)
     return (
         info.party.engine_id,
         str(info.role),

@@ -24,6 +24,7 @@ from splitserve.orchestration.spec.cluster_spec import (
     set_fields,
 )
 from splitserve.protocol.config import LMCacheConfig, protocol_problems
+from splitserve.protocol.engine_config import DEVICE_DEFAULTS
 from splitserve.protocol.placement.policies import PLACEMENT_POLICIES
 from splitserve.protocol.request import Role
 from splitserve.protocol.settings import SettingsError, problem_of, problems_of
@@ -81,8 +82,6 @@ def _lmcache_problems(spec: ClusterSpec) -> Iterator[tuple[str, str]]:
         return
     if lmcache.endpoint and lmcache != LMCacheSpec(endpoint=lmcache.endpoint):
         yield "", "endpoint is that of a server that runs already: leave the other settings to it"
-    if lmcache.endpoint and "://" not in lmcache.endpoint:
-        yield ".endpoint", f"{lmcache.endpoint!r} is no address; write it like tcp://127.0.0.1:5555"
     try:
         if problem := problem_of(LMCacheConfig, "memory_bytes", num_bytes_of(lmcache.memory)):
             yield ".memory", problem
@@ -92,9 +91,16 @@ def _lmcache_problems(spec: ClusterSpec) -> Iterator[tuple[str, str]]:
         if not isinstance(backend.get("type"), str):
             yield f".backends[{number}]", "has no type; LMCache knows fs (files), resp (Redis) and others"
     for pool in spec.pools:
-        block_size = set_fields(pool.engine).get("block_size") or set_fields(spec.engine).get("block_size") or 0
-        if block_size and not lmcache.endpoint and lmcache.chunk_tokens % block_size:
+        block_size = _block_size(spec, pool)
+        if not lmcache.endpoint and lmcache.chunk_tokens % block_size:
             yield ".chunk_tokens", f"{lmcache.chunk_tokens} isn't a multiple of the block size {block_size}"
+
+
+def _block_size(spec: ClusterSpec, pool: PoolSpec) -> int:
+    """Return the size of a pool's KV blocks; the least that is possible where neither it nor the device is set."""
+    if size := {**set_fields(spec.engine), **set_fields(pool.engine)}.get("block_size"):
+        return int(size)
+    return min(each.block_size for name, each in DEVICE_DEFAULTS.items() if pool.device in ("auto", name))
 
 
 def _missing_roles(spec: ClusterSpec) -> Iterator[tuple[str, str]]:
@@ -107,13 +113,13 @@ def _missing_roles(spec: ClusterSpec) -> Iterator[tuple[str, str]]:
         yield (
             "pools",
             f"{numbers[Role.PREFILL]} prefill and no decode worker: no worker would generate tokens; add a decode pool "
-            "(--decode N), or use mixed workers, which do both (--mixed N)",
+            "(--decode N), or use mixed workers alone, which do both (--mixed N)",
         )
     elif numbers[Role.DECODE] and not numbers[Role.PREFILL]:
         yield (
             "pools",
             f"{numbers[Role.DECODE]} decode and no prefill worker: no worker would compute prompts; add a prefill pool "
-            "(--prefill N), or use mixed workers, which do both (--mixed N)",
+            "(--prefill N), or use mixed workers alone, which do both (--mixed N)",
         )
 
 
@@ -138,6 +144,9 @@ def _pool_problems(spec: ClusterSpec, pool: PoolSpec, location: str) -> Iterator
     except SettingsError as error:
         yield from ((location_of(spec, pool, location, field), text) for field, text in error.problems)
         return
+    if engine.keep_cores_awake and engine.device == "cpu":
+        where = location_of(spec, pool, location, "keep_cores_awake")
+        yield where, "is for workers on GPUs: on a CPU the model needs the cores"
     if engine.keep_cores_awake and not pool.affinity.pin:
         yield (
             f"{location}.affinity.pin",

@@ -46,17 +46,27 @@ def read_secret(path: str, variable: str) -> str:
     """Return the content of the file at ``path``, else of the environment's ``variable``, stripped; "" if neither is
     set.
 
-    Secrets aren't taken from the command line, which every user of the machine can see. Raises :class:`ConfigError`.
+    Secrets aren't taken from the command line, which every user of the machine can see. A secret has one line of
+    printable ASCII, as HTTP headers have; raises :class:`ConfigError` for others, which it doesn't show.
     """
     if not path:
-        return os.environ.get(variable, "").strip()
+        text = os.environ.get(variable, "").strip()
+        _check_secret(text, f"the variable {variable}")
+        return text
     try:
         text = read_small_file(path, MAX_SECRET_BYTES).decode().strip()
     except UnicodeDecodeError as error:
         raise ConfigError(f"can't read {path}: {error}") from error
     if not text:
         raise ConfigError(f"{path} is empty; write the secret into it, or leave the option away")
+    _check_secret(text, path)
     return text
+
+
+def _check_secret(text: str, source: str) -> None:
+    if not (text.isascii() and text.isprintable()):
+        kind = "more than one line, or control characters" if text.isascii() else "characters beyond ASCII"
+        raise ConfigError(f"{source} has {kind}; a secret is one line of printable ASCII characters")
 
 
 def read_operators_key(path: str) -> str:
@@ -66,12 +76,19 @@ def read_operators_key(path: str) -> str:
 
 
 def resolve_secrets(spec: ClusterSpec) -> Secrets:
-    """Read the spec's secrets on this machine. Raises :class:`ConfigError` for a reference to nothing."""
-    return Secrets(
+    """Read the spec's secrets on this machine. Raises :class:`ConfigError` for a reference to nothing, and for one key
+    in the place of two."""
+    secrets = Secrets(
         secret=resolve_shared_secret(spec),
         api_key=_resolve("secrets.api_key", spec.secrets.api_key, API_KEY_VARIABLE),
         admin_key=_resolve("secrets.admin_key", spec.secrets.admin_key, ADMIN_KEY_VARIABLE),
     )
+    if secrets.admin_key and secrets.admin_key == secrets.api_key:
+        raise ConfigError(
+            "secrets.admin_key and secrets.api_key are the same: whoever may ask the model could also pause the "
+            "server; give another admin key, or none: the API key then opens /admin"
+        )
+    return secrets
 
 
 def resolve_shared_secret(spec: ClusterSpec) -> str:

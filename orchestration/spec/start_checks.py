@@ -15,7 +15,7 @@ import psutil
 from splitserve.common.cores import usable_cpus
 from splitserve.common.errors import CheckpointError, ConfigError
 from splitserve.common.model_files import GENERATION_CONFIG
-from splitserve.common.security import check_exposure
+from splitserve.common.security import check_exposure, check_length
 from splitserve.models.config import ModelConfig, load_model_config
 from splitserve.models.declared import check_tensor_parallel_size
 from splitserve.models.weights.checkpoint import weight_files
@@ -135,8 +135,16 @@ def _secret_problems(spec: ClusterSpec) -> Iterator[Problem]:
         part = "file" if reference.file else "env"
         if reference.env and not os.environ.get(reference.env, "").strip():
             yield f"secrets.{name}.env", f"the variable {reference.env} isn't set here; set it, or refer to a file"
-        elif problem := _refusal(lambda given=reference: read_secret(given.file, given.env)):  # type: ignore[misc]
+        elif problem := _refusal(lambda given=name: _check_secret(spec, given)):  # type: ignore[misc]
             yield f"secrets.{name}.{part}", problem
+
+
+def _check_secret(spec: ClusterSpec, name: str) -> None:
+    """Read a secret. Raises :class:`ConfigError`, also for a shared one that is too short."""
+    reference = getattr(spec.secrets, name)
+    secret = read_secret(reference.file, reference.env)
+    if name == "shared":
+        check_length(secret)
 
 
 def _is_pipe(reference: SecretRef | None) -> bool:

@@ -207,6 +207,10 @@ def test_options_that_apply_to_nobody_are_refused(
             "pools[0].affinity.pin: is off, but keep_cores_awake keeps workers on some cores",
         ),
         (
+            BASE.replace("2}", "2, device: cpu}") + "engine: {keep_cores_awake: true}\n",
+            "engine.keep_cores_awake: is for workers on GPUs",
+        ),
+        (
             BASE.replace("2}", "2, affinity: {cores: [x]}}"),
             "pools[0].affinity.cores[0]: is 'x'; write hardware threads like 0-7,16",
         ),

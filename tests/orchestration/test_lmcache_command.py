@@ -72,7 +72,10 @@ def test_none() -> None:
     ("lmcache", "words"),
     [
         ("{endpoint: 'tcp://127.0.0.1:7', memory: 2GiB}", "lmcache: endpoint is that of a server that runs already"),
-        ("{endpoint: '127.0.0.1:7'}", "lmcache.endpoint: '127.0.0.1:7' is no address"),
+        *(
+            (f"{{endpoint: '{endpoint}'}}", rf"lmcache.endpoint: .*address of this machine.* got '{endpoint}'")
+            for endpoint in ("127.0.0.1:7", "http://127.0.0.1:7", "tcp://10.9.9.9:7")
+        ),
         ("{memory: 7}", "lmcache.memory: must be between 1048576 and 1152921504606846976, got 7"),
         ("{memory: much}", "lmcache.memory"),
         ("{backends: [{base_path: /x}]}", r"lmcache.backends\[0\]: has no type"),
@@ -88,6 +91,8 @@ def test_what_a_spec_cannot_say(lmcache: str, words: str) -> None:
 def test_chunks_that_do_not_fit() -> None:
     with pytest.raises(ConfigError, match="48 isn't a multiple of the block size 32"):
         parse_spec(POOLS + "engine: {block_size: 32}\nlmcache: {chunk_tokens: 48}\n")
+    with pytest.raises(ConfigError, match="100 isn't a multiple of the block size 16"):
+        parse_spec(POOLS + "lmcache: {chunk_tokens: 100}\n")
     parse_spec(POOLS.replace("count: 2", "tensor_parallel_size: 2") + "lmcache: {}\n")
 
 

@@ -47,13 +47,18 @@ def check_exposure(host: str, secret: str) -> None:
     """
     if host in ("", "*") or _is_unspecified(host):
         raise ConfigError(f"side channels can't use {host!r}: give the address at which others reach this machine")
-    if secret and len(secret) < MIN_SECRET_CHARACTERS:
-        raise ConfigError(f"the shared secret has {len(secret)} characters; use at least {MIN_SECRET_CHARACTERS}")
+    check_length(secret)
     if not secret and not is_loopback(host):
         raise ConfigError(
             f"side channels on {host} could be reached by others; give all processes the same shared secret "
             "(SPLITSERVE_SECRET or --secret-file), or bind to 127.0.0.1"
         )
+
+
+def check_length(secret: str) -> None:
+    """Raise :class:`ConfigError` for a shared secret that could be guessed; "" is none."""
+    if secret and len(secret) < MIN_SECRET_CHARACTERS:
+        raise ConfigError(f"the shared secret has {len(secret)} characters; use at least {MIN_SECRET_CHARACTERS}")
 
 
 class SocketSecurity:

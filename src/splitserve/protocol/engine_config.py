@@ -52,6 +52,8 @@ class DeviceDefaults(msgspec.Struct, frozen=True, kw_only=True):
     tail_chunk_tokens: int
 
 
+LMCACHE_ADDRESSES = ("tcp://127.", "tcp://localhost:", "tcp://[::1]:", "ipc://")
+"""Beginnings of addresses of LMCache servers."""
 DEVICE_DEFAULTS = {
     "cpu": DeviceDefaults(max_num_seqs=64, max_num_batched_tokens=512, block_size=16, tail_chunk_tokens=64),
     # Beside up to 64 sequences that decode, 320 prompt tokens fill three tiles of 128 rows of a GEMM; with objectives:
@@ -372,6 +374,12 @@ def _engine_problems(engine: EngineConfig) -> Iterator[tuple[str, str]]:
     yield from problems_of(engine)
     if 0 < engine.max_model_len < MIN_MODEL_LEN:
         yield "max_model_len", f"must be at least {MIN_MODEL_LEN} (a token in, a token out), got {engine.max_model_len}"
+    if engine.lmcache_endpoint and not engine.lmcache_endpoint.startswith(LMCACHE_ADDRESSES):
+        yield (
+            "lmcache_endpoint",
+            "an LMCache server shares memory with its workers: give an address of this machine, like "
+            f"tcp://127.0.0.1:5555, got {engine.lmcache_endpoint!r}; servers of several machines share a back end",
+        )
     if engine.verify_kv and engine.tensor_parallel_size > 1:
         yield (
             "verify_kv",

@@ -210,6 +210,8 @@ def _until_fitted(url: str, saved: Path) -> None:
         (simulate.main, ["--against", "http://127.0.0.1:9"], "127.0.0.1:9"),
         (plan.main, ["--gpus", "2"], "needs both objectives"),
         (plan.main, [*UNEVEN, "--ttft-ms", "9", "--itl-ms", "9"], "isn't a multiple"),
+        (plan.main, ["--gpus", "2", "--ttft-ms", "9", "--itl-ms", "9", "--output", "/no/x.yaml"], "no such folder"),
+        (simulate.main, ["--shape", "llama-3.1-8b", "--tensor-parallel-size", "3"], "3 tensor-parallel ranks; 1, 2"),
     ],
 )
 def test_bad_options_are_refused_in_words(command, arguments: list[str], words: str) -> None:
