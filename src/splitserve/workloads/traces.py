@@ -40,7 +40,11 @@ class TraceLine(msgspec.Struct, frozen=True, omit_defaults=True):
         whole = [Piece(f"block {each}", HASHED_TOKENS) for each in self.hash_ids]
         last = self.input_length - HASHED_TOKENS * (len(whole) - 1)
         if not 0 < last <= HASHED_TOKENS:
-            raise ValueError(f"{len(whole)} hash_ids don't fit input_length {self.input_length}")
+            wanted = -(-self.input_length // HASHED_TOKENS)
+            raise ValueError(
+                f"{len(whole)} hash_ids don't fit input_length {self.input_length}: each stands for "
+                f"{HASHED_TOKENS} tokens, the last one for the rest, so it has {wanted}"
+            )
         return (*whole[:-1], Piece(whole[-1].name, last))
 
 
@@ -70,7 +74,7 @@ def at_rate(workload: Workload, rate: float, num_requests: int, max_tokens: int 
     """
     fitting = [c for c in workload.conversations if not max_tokens or _num_tokens(c) <= max_tokens]
     if not fitting:
-        raise ConfigError(f"no conversation of {workload.name} fits {max_tokens} tokens: allow more of them")
+        raise ConfigError(f"no conversation of {workload.name} fits {max_tokens} tokens: raise --max-tokens")
     chosen: list[Conversation] = []
     found = 0
     for conversation in _repeated(fitting):
