@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from splitserve.common.errors import ConfigError
+from splitserve.common.lmcache import endpoint_problem
 from splitserve.kvconnector.layout.memory import KVMemory
 from splitserve.kvconnector.lmcache.chunk import Bytes, ChunkFormat
 from splitserve.kvconnector.lmcache.connection import LMCacheError, LMCacheLostError
@@ -47,7 +48,8 @@ class LMCacheStore:
 
     def open(self, tell: Callable[[TierState], None]) -> None:
         def on_epoch(epoch: Epoch | None) -> None:
-            tell(TierState(LMCACHE, epoch is not None, 0 if epoch is None else epoch.chunk_tokens))
+            chunk_tokens = 0 if epoch is None else epoch.chunk_tokens
+            tell(TierState(LMCACHE, epoch is not None, chunk_tokens, self._link.num_clears))
 
         self._link.open(on_epoch)
 
@@ -189,11 +191,8 @@ def lmcache_tier(
     memory: KVMemory, endpoint: str, prefetch_seconds: float, rank: int = 0
 ) -> tuple[SharedTier, LMCacheStore, str]:
     """Return the tier, the store that performs its copies, and its description. Raises :class:`ConfigError`."""
-    if not endpoint.startswith(("tcp://127.", "tcp://localhost:", "tcp://[::1]:", "ipc://")):
-        raise ConfigError(
-            f"lmcache_endpoint is {endpoint}: an LMCache server shares memory with its workers, so it must be on "
-            "this machine, like tcp://127.0.0.1:5555; servers of several machines share a back end"
-        )
+    if problem := endpoint_problem(endpoint):
+        raise ConfigError(f"lmcache_endpoint: {problem}")
     most = max(1, MAX_COPY_BYTES // memory.block_bytes)
     tier = SharedTier(LMCACHE, memory.layout.block_size, most)
     return tier, LMCacheStore(memory, endpoint, prefetch_seconds, rank), f"at {endpoint}, shared"

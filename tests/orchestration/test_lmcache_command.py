@@ -73,7 +73,7 @@ def test_none() -> None:
     [
         ("{endpoint: 'tcp://127.0.0.1:7', memory: 2GiB}", "lmcache: endpoint is that of a server that runs already"),
         *(
-            (f"{{endpoint: '{endpoint}'}}", rf"lmcache.endpoint: .*address of this machine.* got '{endpoint}'")
+            (f"{{endpoint: '{endpoint}'}}", rf"lmcache.endpoint: .*must be on this machine.* got '{endpoint}'")
             for endpoint in ("127.0.0.1:7", "http://127.0.0.1:7", "tcp://10.9.9.9:7")
         ),
         ("{memory: 7}", "lmcache.memory: must be between 1048576 and 1152921504606846976, got 7"),

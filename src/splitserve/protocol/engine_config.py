@@ -7,6 +7,7 @@ from typing import Annotated, Literal, TypeAlias, get_args
 import msgspec
 from msgspec import Meta
 
+from splitserve.common.lmcache import endpoint_problem
 from splitserve.protocol.settings import Setting, SettingsError, problems_of
 
 Dtype: TypeAlias = Literal["auto", "float32", "bfloat16", "float16"]
@@ -52,8 +53,6 @@ class DeviceDefaults(msgspec.Struct, frozen=True, kw_only=True):
     tail_chunk_tokens: int
 
 
-LMCACHE_ADDRESSES = ("tcp://127.", "tcp://localhost:", "tcp://[::1]:", "ipc://")
-"""Beginnings of addresses of LMCache servers."""
 DEVICE_DEFAULTS = {
     "cpu": DeviceDefaults(max_num_seqs=64, max_num_batched_tokens=512, block_size=16, tail_chunk_tokens=64),
     # Beside up to 64 sequences that decode, 320 prompt tokens fill three tiles of 128 rows of a GEMM; with objectives:
@@ -374,12 +373,8 @@ def _engine_problems(engine: EngineConfig) -> Iterator[tuple[str, str]]:
     yield from problems_of(engine)
     if 0 < engine.max_model_len < MIN_MODEL_LEN:
         yield "max_model_len", f"must be at least {MIN_MODEL_LEN} (a token in, a token out), got {engine.max_model_len}"
-    if engine.lmcache_endpoint and not engine.lmcache_endpoint.startswith(LMCACHE_ADDRESSES):
-        yield (
-            "lmcache_endpoint",
-            "an LMCache server shares memory with its workers: give an address of this machine, like "
-            f"tcp://127.0.0.1:5555, got {engine.lmcache_endpoint!r}; servers of several machines share a back end",
-        )
+    if engine.lmcache_endpoint and (problem := endpoint_problem(engine.lmcache_endpoint)):
+        yield "lmcache_endpoint", problem
     if engine.verify_kv and engine.tensor_parallel_size > 1:
         yield (
             "verify_kv",
@@ -399,8 +394,5 @@ def machine_problems(engine: EngineConfig, num_cpus: int) -> Iterator[tuple[str,
     most = MAX_THREADS_PER_CPU * num_cpus
     for field in ("threads", "read_threads"):
         if getattr(engine, field) > most:
-            yield (
-                field,
-                f"must be between 0 and {most} on this machine ({num_cpus} hardware threads), got "
-                f"{getattr(engine, field)}; 0 lets it decide",
-            )
+            words = f"must be between 0 and {most} on this machine ({num_cpus} hardware threads)"
+            yield field, f"{words}, got {getattr(engine, field)}; 0 lets it decide"
