@@ -33,6 +33,7 @@ from splitserve.protocol.messages.requests import (
     HandoverReport,
     Introduce,
     LocalRequest,
+    PeerGone,
     PeerRef,
     TokenDelta,
 )
@@ -48,7 +49,7 @@ class SinkPart(Part):
         self._requests = requests
         self._state = requests.state
         self._scheduler = requests.scheduler
-        self.peers = PeerTable(self._state, connector)
+        self.peers = PeerTable(self._state, connector, lambda: self.sink.peers_in_use)
         self._parked_asks: ExpiringMap[RequestKey, Party] = ExpiringMap(
             max_size=self._state.protocol.max_parked, ttl_seconds=self._state.protocol.lease_seconds
         )
@@ -61,6 +62,7 @@ class SinkPart(Part):
             DecodeRequest: self.on_decode_request,
             LocalRequest: self.on_local_request,
             Introduce: self.on_introduce,
+            PeerGone: self.on_peer_gone,
             PeerWelcome: self.peers.on_welcome,
             PeerRefused: self.peers.on_refused,
             GrantRequest: self.on_grant_request,
@@ -115,6 +117,11 @@ class SinkPart(Part):
         """Connect to a peer before the first request that needs it."""
         del sender
         self.peers.introduce(introduce.peer, now)
+
+    def on_peer_gone(self, gone: PeerGone, sender: Party, now: float) -> None:
+        """Drop the connection to a peer, once no request here reads from it."""
+        del sender, now
+        self.peers.on_gone(gone.peer)
 
     def on_connector_event(self, event: ReadResult | PeerConnected, now: float) -> None:
         if isinstance(event, PeerConnected):
@@ -232,6 +239,7 @@ class SinkPart(Part):
 
     def poll(self, now: float) -> None:
         self.sink.poll(now)
+        self.peers.drop_gone()
         self._parked_asks.expire(now)
 
     def admit(self, now: float) -> None:

@@ -1,9 +1,11 @@
 """The workers that a worker pulls KV from: greeting, matching layouts, connecting. No I/O."""
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+from splitserve.common.bounded import ExpiringMap
 from splitserve.engine.effects import Connect, Dial, Disconnect, HangUp
 from splitserve.engine.state import EngineState
 from splitserve.kvconnector.transfer.connector import Link, PeerConnected
@@ -36,12 +38,20 @@ class Peer:
 
 
 class PeerTable:
-    """Peers by party, so that a new incarnation is a new peer. The old one of the same engine is forgotten."""
+    """Peers by party, so that a new incarnation is a new peer. The old one of the same engine is forgotten.
 
-    def __init__(self, state: EngineState, connector: str) -> None:
+    ``in_use`` returns the peers that a request reads from, or is to read from.
+    """
+
+    def __init__(self, state: EngineState, connector: str, in_use: Callable[[], Container[Party]]) -> None:
         self._state = state
         self._connector = connector
-        self._peers: dict[Party, Peer] = {}
+        self._in_use = in_use
+        self._peers: dict[Party, Peer] = {}  # the one that was named least recently first
+        self._gone: dict[Party, None] = {}  # peers that are forgotten once they aren't in use
+        self._successors: ExpiringMap[Party, Party] = ExpiringMap(  # of incarnations that were replaced
+            max_size=state.protocol.max_peers, ttl_seconds=state.protocol.tombstone_seconds
+        )
         self._awaited: dict[Party, Peer] = {}  # those whose welcome is out, and some of which have come since
 
     @property
@@ -70,6 +80,7 @@ class PeerTable:
         peer = self._peers.get(party)
         if peer is not None:
             peer.prefix_blocks += num_blocks
+            self._note_use(party)
 
     def get(self, party: Party) -> Peer | None:
         return self._peers.get(party)
@@ -83,13 +94,21 @@ class PeerTable:
     def introduce(self, ref: PeerRef, now: float) -> None:
         """Record the peer; greet it if it is new, or if it failed before.
 
-        If there is no room left, the peer stays unknown, and hand-overs from it fail.
+        If there is no room left, or if a newer incarnation is known, the peer stays unknown, and hand-overs from it
+        fail.
         """
+        self._gone.pop(ref.party, None)
         known = self._peers.get(ref.party)
         if known is not None and known.state is not PeerState.FAILED:
+            self._note_use(ref.party)
             return
-        for party in [p for p in self._peers if p.engine_id == ref.party.engine_id]:
+        incarnations = [party for party in self._peers if party.engine_id == ref.party.engine_id]
+        if known is None and incarnations and self._successors.get(ref.party, now) is not None:
+            return  # a router that doesn't know of the restart yet has named the old one
+        for party in incarnations:
             self.forget(party)
+            if party != ref.party:
+                self._successors.put(party, ref.party, now)
         if not self._has_room():
             return
         give_up_at = now + self._state.protocol.dead_after_seconds
@@ -144,10 +163,25 @@ class PeerTable:
             peer.state, peer.failure = PeerState.FAILED, reason
 
     def forget(self, party: Party) -> None:
-        self.fail(party, "replaced by a new incarnation")
+        self.fail(party, "forgotten")
         del self._peers[party]
         self._awaited.pop(party, None)
+        self._gone.pop(party, None)
         self._state.outbox.put(HangUp(party))
+
+    def on_gone(self, party: Party) -> None:
+        """Take note that a router has lost a peer. The router may be wrong, so requests that read from it go on, and a
+        new introduction revokes this."""
+        if party in self._peers:
+            self._gone[party] = None
+
+    def drop_gone(self) -> None:
+        """Forget the peers that are gone, except for those in use."""
+        if self._gone:
+            in_use = self._in_use()
+            for party in [party for party in self._gone if party not in in_use]:
+                self.forget(party)
+                self._state.has_news = True
 
     def poll(self, now: float) -> None:
         """Greet again where no answer came, for a while."""
@@ -175,12 +209,20 @@ class PeerTable:
         names = [party.engine_id for party in self._peers]
         assert len(set(names)) == len(names), "two incarnations of one engine are peers"
         assert len(names) <= self._state.protocol.max_peers, f"{len(names)} peers are known, more than allowed"
+        assert self._gone.keys() <= self._peers.keys(), "peers are to be dropped that aren't known"
+
+    def _note_use(self, party: Party) -> None:
+        self._peers[party] = self._peers.pop(party)
 
     def _has_room(self) -> bool:
-        """Return whether one more peer can be kept, if need be in place of the one that failed first."""
+        """Return whether one more peer can be kept, if need be in place of one that failed, or else of one that is
+        ready and not in use: of these the least recently named one."""
         if len(self._peers) >= self._state.protocol.max_peers:
+            in_use = self._in_use()
             failed = (party for party, peer in self._peers.items() if peer.state is PeerState.FAILED)
-            if (oldest := next(failed, None)) is not None:
+            ready = (party for party, peer in self._peers.items() if peer.state is PeerState.READY)
+            idle = (party for party in ready if party not in in_use)
+            if (oldest := next(itertools.chain(failed, idle), None)) is not None:
                 self.forget(oldest)
         return len(self._peers) < self._state.protocol.max_peers
 

@@ -11,7 +11,7 @@ from splitserve.engine.sequence import Sequence
 from splitserve.engine.stage import Stage
 from splitserve.engine.state import EngineState
 from splitserve.protocol.handover.reads import ReadResult
-from splitserve.protocol.handover.sink import Pull, PullSpan, SinkHandover, SinkState
+from splitserve.protocol.handover.sink import Pull, PullSpan, SinkHandover, SinkState, SinkStatistics
 from splitserve.protocol.messages.handover import MAX_HASHES, GrantDelayed, Offer, Release, Withdrawn
 from splitserve.protocol.messages.marks import MarkKind
 from splitserve.protocol.messages.requests import HandoverReport, PeerRef
@@ -176,6 +176,11 @@ class SinkSide:
         return len(self.reads)
 
     @property
+    def peers_in_use(self) -> set[Party]:
+        """Return the peers that a request here reads from, or is to read from."""
+        return {incoming.peer for incoming in self._incoming.values()}
+
+    @property
     def num_granted(self) -> int:
         return len(self._incoming) - len(self._waiting) - self._num_unasked
 
@@ -226,8 +231,7 @@ class SinkSide:
         if incoming.is_prefix:
             hashes = self._state.blocks.missing_hashes(sequence)[:MAX_HASHES]
             if not hashes:
-                del self._incoming[sequence.key]
-                self._on_prefix(sequence, now)
+                self._end_without_read(incoming, now)
                 return
             local_blocks = local_blocks[: len(hashes)]
             num_tokens = (first_block + len(hashes)) * block_size
@@ -290,9 +294,25 @@ class SinkSide:
             self._state.counters.handover_failures += 1
             self._on_failed(sequence, "the blocks changed before they were read, and are offered nowhere else", now)
         else:
-            sequence.token_ids.pop()
-            self._state.counters.other_copies += 1
-            self._report(incoming, handover, incoming.first_token, now)
+            self._go_on_from_copies(incoming, incoming.first_token, handover.statistics, handover.first_block, now)
+
+    def _end_without_read(self, incoming: Incoming, now: float) -> None:
+        """End a read of a prefix before it begins: no full block is missing here."""
+        sequence = incoming.sequence
+        del self._incoming[sequence.key]
+        if incoming.first_token is None:
+            self._on_prefix(sequence, now)
+        else:
+            first_block = sequence.num_computed // self._state.blocks.block_size
+            self._go_on_from_copies(incoming, incoming.first_token, SinkStatistics(complete_at=now), first_block, now)
+
+    def _go_on_from_copies(
+        self, incoming: Incoming, first_token: Draw, statistics: SinkStatistics, first_block: int, now: float
+    ) -> None:
+        """Complete a hand-over whose full blocks are all here, though the peer's device had lost blocks of it."""
+        incoming.sequence.token_ids.pop()
+        self._state.counters.other_copies += 1
+        self._report(incoming, first_token, statistics, first_block, now)
 
     def _ask_for_other_copies(self, incoming: Incoming, first_token: Draw) -> None:
         """The peer's device has lost the blocks: maybe its host tier has them. What is verified is found again here."""
@@ -317,17 +337,18 @@ class SinkSide:
         if incoming.is_prefix:
             self._complete_prefix(incoming, handover, now)
         else:
-            self._report(incoming, handover, handover.first_draw, now)
+            self._report(incoming, handover.first_draw, handover.statistics, handover.first_block, now)
 
-    def _report(self, incoming: Incoming, handover: SinkHandover, first_token: Draw, now: float) -> None:
-        """Report a hand-over whose KV has all arrived."""
-        statistics = handover.statistics
+    def _report(
+        self, incoming: Incoming, first_token: Draw, statistics: SinkStatistics, first_block: int, now: float
+    ) -> None:
+        """Report a hand-over whose KV has all arrived; the blocks before ``first_block`` were here already."""
         report = HandoverReport(
             prefill=incoming.peer.engine_id,
             transport=self._peers.transport(incoming.peer),
             blocks=statistics.num_blocks,
             bytes=statistics.num_bytes * self._state.layout.tensor_parallel_size,
-            cached_tokens=handover.first_block * self._state.blocks.block_size,
+            cached_tokens=first_block * self._state.blocks.block_size,
             reads=statistics.num_reads,
             read_seconds=statistics.read_seconds,
         )

@@ -96,11 +96,13 @@ class FirstDigests:
         self._known: dict[_Location, tuple[int, bytes]] = {}  # a generation and the digest of that content
         self._asked: dict[_Location, int] = {}  # the generation that was requested last
         self._questions: queue.SimpleQueue[tuple[_Location, int]] = queue.SimpleQueue()
+        self._answers: queue.SimpleQueue[tuple[_Location, int, bytes]] = queue.SimpleQueue()
         for index in range(DIGEST_THREADS):
             threading.Thread(target=self._answer, name=f"digest-{index}", daemon=True).start()
 
     def __call__(self, block_ids: Sequence[int], group: int = 0) -> list[bytes]:
         """Return the known digests and request the missing ones. Called by the engine loop's thread only."""
+        self._take_answers()
         leading: list[bytes] = []
         all_known = True
         for block_id in block_ids:
@@ -117,6 +119,14 @@ class FirstDigests:
                 self._questions.put((location, generation))
         return leading
 
+    def _take_answers(self) -> None:
+        """Keep the digests that have arrived. Threads may overtake each other, so the digest of an older content may
+        come after a newer one's."""
+        while not self._answers.empty():
+            location, generation, digest = self._answers.get()
+            if self._asked[location] == generation:
+                self._known[location] = generation, digest
+
     def _answer(self) -> None:
         while True:
             location, generation = self._questions.get()
@@ -126,8 +136,5 @@ class FirstDigests:
             except Exception:
                 logger.exception("cannot compute the digest of block %d; it will never be offered", block_id)
                 continue
-            self._known[location] = (
-                generation,
-                digest,
-            )  # the content may be gone by now; then no call asks for this generation
+            self._answers.put((location, generation, digest))
             self._wake()

@@ -4,6 +4,7 @@ ZMQ would reconnect by itself, to a server that no longer knows this worker. Her
 next call reports it at once.
 """
 
+import contextlib
 import math
 import time
 from typing import Any
@@ -27,20 +28,28 @@ class LMCacheLostError(LMCacheError):
 
 class Connection:
     """Connection to the server at ``endpoint``, in ZMQ's notation. Not thread-safe. Close it, or use it in a ``with``
-    statement."""
+    statement. Raises :class:`LMCacheLostError` if no socket can be opened, as when the process has no descriptors
+    left."""
 
     def __init__(self, endpoint: str, context: "zmq.Context[zmq.Socket[bytes]]") -> None:
-        self._socket = context.socket(zmq.DEALER)
-        self._socket.linger = 0
-        self._socket.setsockopt(zmq.RECONNECT_IVL, -1)
-        self._monitor = self._socket.get_monitor_socket(_LOST)
+        with contextlib.ExitStack() as opened:
+            try:
+                self._socket = context.socket(zmq.DEALER)
+                opened.callback(self._socket.close, 0)
+                self._socket.linger = 0
+                self._socket.setsockopt(zmq.RECONNECT_IVL, -1)
+                self._monitor = self._socket.get_monitor_socket(_LOST)
+                opened.callback(self._monitor.close, 0)
+                self._socket.connect(endpoint)
+            except zmq.ZMQError as error:
+                raise LMCacheLostError(f"cannot open a connection: {error}") from error
+            opened.pop_all()
         self._number = 0
         self._is_lost = False
         self._was_answered = False
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self._monitor, zmq.POLLIN)
-        self._socket.connect(endpoint)
 
     def __enter__(self) -> "Connection":
         return self

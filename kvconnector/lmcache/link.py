@@ -142,6 +142,11 @@ class LMCacheLink:
                 self._epoch, self._reason = None, "its memory is to be cleared"
         self._wake.set()
 
+    @property
+    def num_clears(self) -> int:
+        """Number of orders to clear that were carried out. Changed by the thread that calls ``tell``."""
+        return self._clears_done
+
     def close(self, timeout_seconds: float = REQUEST_SECONDS) -> None:
         self._is_closing = True
         self._wake.set()
@@ -152,7 +157,7 @@ class LMCacheLink:
         self.context.term()
 
     def _run(self, tell: Callable[[Epoch | None], None]) -> None:
-        waits, is_told, was_ever = _Waits(), False, False
+        waits, told, was_ever = _Waits(), "", False  # the reason that was told last, of those since it worked
         while not self._is_closing:
             started = None
             try:
@@ -161,14 +166,16 @@ class LMCacheLink:
                     self._settle(connection)
                     self._clear(connection)
                     logger.info("LMCache at %s %s", self.endpoint, "is back" if was_ever else _describe(epoch))
-                    started, was_ever, is_told = time.monotonic(), True, False
+                    started, was_ever, told = time.monotonic(), True, ""
                     tell(epoch)
                     self._greet(connection, epoch)
             except (LMCacheError, OSError) as error:
-                if not (is_told or self._is_closing):
-                    logger.warning("LMCache at %s can't be used: %s; continuing without it", self.endpoint, error)
+                reason = str(error) or type(error).__name__
+                if not (told or self._is_closing):
                     tell(None)
-                is_told = True
+                if reason != told and not self._is_closing:
+                    logger.warning("LMCache at %s can't be used: %s; continuing without it", self.endpoint, reason)
+                told = reason
             if not self._is_closing:
                 self._wake.wait(waits.next(None if started is None else time.monotonic() - started))
                 self._wake.clear()

@@ -14,7 +14,7 @@ import torch
 from splitserve.kvconnector.mapped.reads import MappedReader
 from splitserve.kvconnector.nixl.gather import GatherReader, TicketWait
 from splitserve.kvconnector.nixl.peer_access import PeerAccess
-from splitserve.kvconnector.nixl.ucx_log import UCX_LOG, UNKNOWN, read_transport
+from splitserve.kvconnector.nixl.ucx_log import UCX_LOG, UNKNOWN
 from splitserve.kvconnector.transfer.connector import Link
 from splitserve.kvconnector.transfer.device_copies import Done, Pending
 from splitserve.kvconnector.transfer.errors import TransferError
@@ -210,7 +210,7 @@ class LinkProbe:
         return seconds
 
     def _describe(self, kind: MemoryKind, cost: ReadCost) -> Link:
-        transport = read_transport(UCX_LOG.text(), self._access.agent.name, of_gpu=kind is MemoryKind.VRAM)
+        transport = UCX_LOG.transport(self._access.agent.name, of_gpu=kind is MemoryKind.VRAM)
         access, speed, least = self._access, cost.bytes_per_second, self._settings.min_bytes_per_second
         uses_ipc = True if access.is_mapped or "cuda_ipc" in transport else None if transport == UNKNOWN else False
         why = link_problem(speed < least, uses_ipc, is_near=access.is_on_this_machine)

@@ -4,9 +4,9 @@ copy is complete when it is complete on all ranks. A block that is missing on on
 from collections.abc import Sequence
 
 from splitserve.kvconnector.ranks.transfers import RankedConnector
-from splitserve.kvconnector.tiers.commands import AnyCommand, AnyResult, ClearCommand, CopyNearsEnd, CopyResult
+from splitserve.kvconnector.tiers.commands import AnyCommand, AnyResult, CopyCommand, CopyNearsEnd, CopyResult
 from splitserve.kvconnector.tiers.copies import LocalTierCopier
-from splitserve.kvconnector.tiers.shared import TierState
+from splitserve.kvconnector.tiers.shared import ChainCopy, TierState
 
 
 class CopyJoin:
@@ -24,7 +24,8 @@ class CopyJoin:
             return None
         error = next((each.error for each in self._results if each.error is not None), None)
         seconds = max(each.seconds for each in self._results)
-        return CopyResult(result.copy_id, min(each.num_good for each in self._results), error, seconds)
+        was_dropped = any(each.was_dropped for each in self._results)
+        return CopyResult(result.copy_id, min(each.num_good for each in self._results), error, seconds, was_dropped)
 
 
 class StateJoin:
@@ -53,7 +54,7 @@ class RankedTierCopier:
         self._state = StateJoin(self._num_ranks)
 
     def start(self, command: AnyCommand) -> None:
-        if not isinstance(command, ClearCommand):
+        if isinstance(command, CopyCommand | ChainCopy):
             self._joins[command.copy_id] = CopyJoin(self._num_ranks)
         self._connector.copy(command)
         self._local.start(command)

@@ -20,9 +20,11 @@ from typing import TypeAlias
 import msgspec
 
 from splitserve.common.errors import SplitserveError
+from splitserve.kvconnector.ranks.event_sender import EventSender
 from splitserve.kvconnector.tiers.commands import (
     AnyCommand,
     AnyResult,
+    CancelCommand,
     ClearCommand,
     CopyCommand,
     CopyNearsEnd,
@@ -284,6 +286,7 @@ class RankTransfers:
         found: Mapping[str, Sequence[tuple[bytes, int]]] = MappingProxyType({}),
     ) -> None:
         self._channel = channel
+        self._sender = EventSender(channel)
         self._sending = threading.Lock()
         self._has_ended = False
         self._attempts: dict[Party, int] = {}  # the latest one to connect to each peer
@@ -309,6 +312,7 @@ class RankTransfers:
         finally:
             self._copies.close(CLOSE_SECONDS)
             self._connector.close()
+            self._sender.close(CLOSE_SECONDS)
             self._channel.close()
 
     def _carry_out(self, command: RankCommand) -> None:
@@ -325,7 +329,7 @@ class RankTransfers:
                 self._connector.read(read, awaited=awaited)
             case RankLeave():
                 self._connector.leave()
-            case CopyCommand() | ChainCopy() | ClearCommand():
+            case CopyCommand() | ChainCopy() | CancelCommand() | ClearCommand():
                 self._copies.start(command)
             case RankServe(readers):
                 self._connector.serve(readers)
@@ -352,4 +356,4 @@ class RankTransfers:
             self._put(event)
 
     def _put(self, event: RankEvent) -> None:
-        self._channel.send_bytes(_encoder.encode(event))
+        self._sender.send(_encoder.encode(event))

@@ -27,6 +27,13 @@ class ClearCommand(msgspec.Struct, frozen=True, tag=True):
     tier: str
 
 
+class CancelCommand(msgspec.Struct, frozen=True, tag=True):
+    """Order to drop an abandoned load unless it has begun. It ends in one :class:`CopyResult` either way."""
+
+    copy_id: int
+    tier: str
+
+
 class CopyResult(msgspec.Struct, frozen=True, tag=True):
     """End of a copy: nothing touches its blocks or slots any more."""
 
@@ -34,6 +41,7 @@ class CopyResult(msgspec.Struct, frozen=True, tag=True):
     num_good: int  # leading blocks that are correct
     error: str | None = None  # the problem of the block after them
     seconds: float = 0.0  # duration
+    was_dropped: bool = False  # cancelled before it began: it shows nothing about the content
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +53,7 @@ class CopyNearsEnd:
 
 
 Copy: TypeAlias = CopyCommand | ChainCopy
-AnyCommand: TypeAlias = Copy | ClearCommand
+AnyCommand: TypeAlias = Copy | CancelCommand | ClearCommand
 AnyResult: TypeAlias = CopyResult | CopyNearsEnd | TierState
 
 
@@ -64,6 +72,10 @@ class CopiesInFlight:
         self.commands.append(copy)
         return copy.copy_id
 
+    def cancel(self, copy: Copy) -> None:
+        """Drop a copy unless it has begun; it stays in flight until its result."""
+        self.commands.append(CancelCommand(copy.copy_id, copy.tier))
+
     def take_commands(self) -> list[AnyCommand]:
         """Return the commands since the last call, oldest first."""
         commands, self.commands = self.commands, []
@@ -73,9 +85,9 @@ class CopiesInFlight:
         """Remove a copy that has ended, and return it."""
         return self._copies.pop(copy_id)
 
-    def blocks_of(self, copy_id: int) -> Sequence[int]:
-        """Return the blocks of the device that a copy touches."""
-        return self._copies[copy_id].block_ids
+    def get(self, copy_id: int) -> Copy:
+        """Return a copy that is in flight."""
+        return self._copies[copy_id]
 
     @property
     def loads(self) -> list[Copy]:

@@ -15,6 +15,7 @@ from typing import Any, Protocol, TypeAlias, runtime_checkable
 from splitserve.kvconnector.tiers.commands import (
     AnyCommand,
     AnyResult,
+    CancelCommand,
     ClearCommand,
     CopyCommand,
     CopyNearsEnd,
@@ -23,6 +24,7 @@ from splitserve.kvconnector.tiers.commands import (
 from splitserve.kvconnector.tiers.shared import ChainCopy, TierState
 
 logger = logging.getLogger(__name__)
+QUIET_SECONDS = 10.0
 
 
 class PartialCopyError(Exception):
@@ -91,7 +93,8 @@ class TierCopier(Protocol):
     """Executor of copies, as the engine loop needs it."""
 
     def start(self, command: AnyCommand) -> None:
-        """Start executing a command. A copy ends in one :class:`CopyResult`, unless :meth:`close` comes first."""
+        """Start executing a command. A copy ends in one :class:`CopyResult`, unless :meth:`close` comes first; one
+        that is cancelled before it has begun ends at once, also behind a copy that hangs."""
 
     def results(self) -> Sequence[AnyResult]:
         """Return the results since the last call."""
@@ -125,6 +128,9 @@ class LocalTierCopier:
 
     def start(self, command: AnyCommand) -> None:
         """See :class:`TierCopier`."""
+        if isinstance(command, CancelCommand):
+            self._workers[command.tier, True].cancel(command.copy_id)
+            return
         is_load = not isinstance(command, ClearCommand) and command.is_load
         self._workers[command.tier, is_load].put(command)
 
@@ -154,7 +160,8 @@ def _copy_all(
 
 
 class _CopyThread:
-    """Copies of one tier in one direction, in order. Logs the first of consecutive failures, and their end."""
+    """Copies of one tier in one direction, in order. Logs the first of several failures, and their end: a success after
+    :data:`QUIET_SECONDS` without one. A full disk has room for some blocks and not for the next."""
 
     def __init__(
         self,
@@ -170,14 +177,48 @@ class _CopyThread:
         self._copy = self._copy_of(store)
         self._results = results
         self._wake = wake
-        self._commands: queue.SimpleQueue[AnyCommand | None] = queue.SimpleQueue()
+        self._commands: queue.SimpleQueue[CopyCommand | ChainCopy | ClearCommand | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._waiting: set[int] = set()  # copies that have not begun and were not cancelled
+        self._running: int | None = None  # the copy that has begun
+        self._is_late = False  # it was cancelled
         self._is_stopping = False
-        self._is_failing = False
+        self._failed_at: float | None = None  # the last time; None: never, or it works again
         self._thread = threading.Thread(target=self._run, name=self._what.replace(" ", "-"), daemon=True)
         self._thread.start()
 
-    def put(self, command: AnyCommand) -> None:
+    def put(self, command: CopyCommand | ChainCopy | ClearCommand) -> None:
+        if not isinstance(command, ClearCommand):
+            with self._lock:
+                self._waiting.add(command.copy_id)
         self._commands.put(command)
+
+    def cancel(self, copy_id: int) -> None:
+        """End a copy that has not begun. One that runs can't be ended; one that has ended is none of ours."""
+        with self._lock:
+            was_waiting, is_running = copy_id in self._waiting, copy_id == self._running
+            self._waiting.discard(copy_id)
+            self._is_late |= is_running
+        if was_waiting:
+            self._tell(CopyResult(copy_id, 0, was_dropped=True))
+        elif is_running:
+            logger.warning("%s take too long: the tier is not looked up until the abandoned one has ended", self._what)
+
+    def _begin(self, copy_id: int) -> bool:
+        """Begin a copy. Return False if it was cancelled before."""
+        with self._lock:
+            if copy_id not in self._waiting:
+                return False
+            self._waiting.remove(copy_id)
+            self._running = copy_id
+            return True
+
+    def _end(self, result: CopyResult) -> None:
+        with self._lock:
+            was_late, self._is_late, self._running = self._is_late, False, None
+        if was_late:
+            logger.info("%s begin again: the abandoned one has ended, after %.1f s", self._what, result.seconds)
+        self._tell(result)
 
     def stop(self) -> None:
         self._is_stopping = True
@@ -191,8 +232,8 @@ class _CopyThread:
         while (command := self._commands.get()) is not None and not self._is_stopping:
             if isinstance(command, ClearCommand):
                 self._clear()
-                continue
-            self._tell(self._carry_out(command))
+            elif self._begin(command.copy_id):
+                self._end(self._carry_out(command))
 
     def _clear(self) -> None:
         try:
@@ -225,12 +266,13 @@ class _CopyThread:
         except Exception as error:  # after any error the blocks are computed, or stay where they are
             num_good = error.num_good if isinstance(error, PartialCopyError) else 0
             if not isinstance(error, ToldError):
-                if not self._is_failing:
+                if self._failed_at is None:
                     logger.warning("%s failed: %s: %s", self._what, type(error).__name__, error)
-                self._is_failing = True
+                self._failed_at = time.perf_counter()
             seconds = time.perf_counter() - started
             return CopyResult(command.copy_id, num_good, f"{type(error).__name__}: {error}", seconds)
-        if self._is_failing:
+        now = time.perf_counter()
+        if self._failed_at is not None and now - self._failed_at > QUIET_SECONDS:
             logger.info("%s work again", self._what)
-        self._is_failing = False
-        return CopyResult(command.copy_id, num_good, None, time.perf_counter() - started)
+            self._failed_at = None
+        return CopyResult(command.copy_id, num_good, None, now - started)

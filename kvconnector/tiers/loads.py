@@ -2,15 +2,20 @@
 
 A sequence whose prefix is found in a tier holds all of its blocks before the first copy starts, so two sequences can't
 wait for each other. Every block comes from the first tier that has it.
+
+A load that takes too long is abandoned. A copy of it that has begun keeps its blocks in quarantine until it ends, and
+until then lookups skip its tier; copies that have not begun are dropped. So a tier that hangs costs the blocks of one
+copy, not of one copy per request.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from splitserve.kvconnector.tiers.commands import Copy, CopyCommand
 from splitserve.kvconnector.tiers.counts import count_lookups
-from splitserve.kvconnector.tiers.shared import ChainCopy
+from splitserve.kvconnector.tiers.shared import ChainCopy, SharedTier
 from splitserve.kvconnector.tiers.tier import Tier, TierWork
 
 
@@ -56,7 +61,7 @@ class TierLoads:
         """Begin a load; see :meth:`.Tiers.begin_load`."""
         work, sources = self._work, self._sources(hashes)
         num_blocks = len(sources)
-        count_lookups([tier.counts for tier in work.tiers], [tier.counts for tier in sources], len(hashes))
+        count_lookups([tier.counts for tier in self._asked], [tier.counts for tier in sources], len(hashes))
         num_shared = work.shared.num_wanted(first_block + num_blocks, first_block + len(hashes)) if token_ids else 0
         if not num_blocks + num_shared:
             return None
@@ -93,11 +98,17 @@ class TierLoads:
             return True
         return with_shared and self._work.shared.num_wanted(first_block, first_block + len(hashes)) > 0
 
+    @property
+    def _asked(self) -> list[Tier]:
+        """The tiers that are looked up, in order."""
+        return [tier for tier in self._work.tiers if not tier.num_late_loads]
+
     def _sources(self, hashes: Sequence[bytes]) -> list[Tier]:
         """Return, for each leading block found in some tier, the first tier that holds it."""
         sources: list[Tier] = []
+        asked = self._asked
         for block_hash in hashes:
-            for tier in self._work.tiers:
+            for tier in asked:
                 if block_hash in tier.index:
                     sources.append(tier)
                     break
@@ -108,9 +119,19 @@ class TierLoads:
     def abandon(self, load: BlockLoad) -> list[int]:
         """Abandon a load; see :meth:`.Tiers.abandon`."""
         load.is_abandoned = True
-        in_flight = [block_id for copy_id in load.pending for block_id in self._work.copies.blocks_of(copy_id)]
+        copies = [self._work.copies.get(copy_id) for copy_id in load.pending]
+        in_flight = [block_id for copy in copies for block_id in copy.block_ids]
         self._work.pool.quarantine(in_flight)
+        for copy in copies:
+            self._source(copy).num_late_loads += 1
+            self._work.copies.cancel(copy)
         return in_flight
+
+    def _source(self, copy: Copy) -> Tier | SharedTier:
+        """Return the tier that a copy reads."""
+        if isinstance(copy, ChainCopy):
+            return self._work.shared
+        return next(tier for tier in self._work.tiers if tier.name == copy.tier)
 
     def distrust_all(self) -> None:
         """Mark all loads in flight as untrusted."""
@@ -138,10 +159,18 @@ class TierLoads:
         self._work.shared.on_loaded(command, num_good)
         return self._land(command, num_good)
 
+    def drop(self, command: Copy) -> None:
+        """Record the end of an abandoned copy that never began."""
+        source = self._source(command)
+        if isinstance(source, Tier) and isinstance(command, CopyCommand):
+            source.index.unpin(command.slots)
+        self._land(command, 0)
+
     def _land(self, command: Copy, num_good: int) -> BlockLoad | None:
         load = self._by_copy.pop(command.copy_id)
         first = load.pending.pop(command.copy_id)
         if load.is_abandoned:
+            self._source(command).num_late_loads -= 1
             self._work.pool.lift_quarantine(command.block_ids)
             return None
         load.good[first : first + num_good] = [True] * num_good
@@ -186,6 +215,10 @@ class TierLoads:
         """Raise AssertionError unless each copy into the device belongs to a load."""
         loads = {copy.copy_id for copy in self._work.copies.loads}
         assert loads == self._by_copy.keys(), "the copies of loads differ from the loads in flight"
+        late = Counter(c.tier for c in self._work.copies.loads if self._by_copy[c.copy_id].is_abandoned)
+        sources: list[Tier | SharedTier] = [*self._work.tiers, self._work.shared]
+        for source in sources:
+            assert source.num_late_loads == late[source.name], f"the count of late loads from {source.name} is wrong"
 
 
 def _same_source(sources: Sequence[Tier]) -> Iterator[slice]:

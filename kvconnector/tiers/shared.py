@@ -26,6 +26,7 @@ class TierState(msgspec.Struct, frozen=True, tag=True):
     tier: str
     is_available: bool
     chunk_tokens: int = 0
+    num_clears: int = 0  # orders to clear it that were carried out since this worker's start
 
 
 class ChainCopy(msgspec.Struct, frozen=True, tag=True):
@@ -62,6 +63,8 @@ class SharedTier:
     max_blocks_per_copy: int = 64  # bounds the duration of a copy; a chunk is always copied as a whole
     chunk_blocks: int = 0  # 0: unavailable
     num_stores_in_flight: int = 0
+    num_late_loads: int = 0  # abandoned copies out of it that have not ended; none is requested until they have
+    num_clears: int = 0  # since start
     _candidates: OrderedDict[bytes, _Candidate] = field(default_factory=OrderedDict)  # by the hash of the last block
     _known: OrderedDict[bytes, None] = field(default_factory=OrderedDict)  # likewise: chunks known to be in the tier
 
@@ -70,12 +73,15 @@ class SharedTier:
         return self.chunk_blocks > 0
 
     def on_state(self, state: TierState) -> None:
-        """Record that the tier was lost or is available (again): its content is unknown then."""
-        self.chunk_blocks = state.chunk_tokens // self.block_size if state.is_available else 0
+        """Record that the tier was lost or is available (again): its content is unknown then. A state from before the
+        latest clear doesn't make it available: the content is still to be removed."""
+        is_usable = state.is_available and state.num_clears >= self.num_clears
+        self.chunk_blocks = state.chunk_tokens // self.block_size if is_usable else 0
         self.forget()
 
     def clear(self) -> None:
-        """Use nothing of the tier until its next state: its content is to be removed."""
+        """Use nothing of the tier until its first state after the clear: its content is to be removed."""
+        self.num_clears += 1
         self.chunk_blocks = 0
         self.forget()
 
@@ -89,7 +95,7 @@ class SharedTier:
     def num_wanted(self, first_block: int, num_blocks: int) -> int:
         """Return how many blocks of a sequence to request from ``first_block`` on: up to the last whole chunk within
         ``num_blocks``."""
-        if not self.is_available:
+        if not self.is_available or self.num_late_loads:
             return 0
         return max(0, num_blocks // self.chunk_blocks * self.chunk_blocks - first_block)
 

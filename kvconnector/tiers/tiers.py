@@ -111,7 +111,8 @@ class Tiers:
 
     def abandon(self, load: BlockLoad) -> list[int]:
         """Abandon a load. Blocks that a copy may still write to are quarantined until it ends, and returned: their
-        owner no longer holds them."""
+        owner no longer holds them. The copies that have not begun are dropped. Until the last of them has ended, no
+        lookup finds content in the tiers that they read."""
         return self._loads.abandon(load)
 
     def start_clocks(self, now: float) -> None:
@@ -171,6 +172,9 @@ class Tiers:
             self._loads.nears_end(result.copy_id)
             return None
         command = self._copies.finish(result.copy_id)
+        if result.was_dropped:
+            self._loads.drop(command)
+            return None
         failed, good = result.error is not None, result.num_good
         self.counters.tier_failures += failed
         if isinstance(command, ChainCopy):

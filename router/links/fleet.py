@@ -28,7 +28,7 @@ from splitserve.protocol.messages.membership import (
     RegisterRefused,
     WorkerInfo,
 )
-from splitserve.protocol.messages.requests import Introduce, PeerRef, ReadClock
+from splitserve.protocol.messages.requests import Introduce, PeerGone, PeerRef, ReadClock
 from splitserve.protocol.request import Party, Role
 from splitserve.protocol.wire import decode, encode
 from splitserve.router.admin.metrics import RouterMetrics
@@ -277,11 +277,14 @@ class Fleet:
                 self._kv_event_links[info.party] = link
 
     def _introduce(self, newcomer: Party) -> None:
-        """Let decode workers connect to prefill workers before the first request needs it."""
+        """Let decode workers connect to prefill workers before the first request needs it. A pair is introduced when
+        the second of them is ready."""
         for record in self.membership.records():
             for one, other in ((newcomer, record.info.party), (record.info.party, newcomer)):
                 source, sink = self.membership.get(one), self.membership.get(other)
-                if source and sink and source.info.role is Role.PREFILL and sink.info.role is Role.DECODE:
+                if not source or not sink or source.state is not WorkerState.READY:
+                    continue
+                if source.info.role is Role.PREFILL and sink.info.role is Role.DECODE:
                     self.send(other, Introduce(peer=PeerRef(one, source.info.endpoint)))
 
     def mend_links(self) -> None:
@@ -331,6 +334,8 @@ class Fleet:
             self._metrics.workers_lost.inc()
         log.log(logging.INFO if in_order else logging.WARNING, "worker %s %s", worker, why)
         self._on_lost(worker, why)
+        for other in self._links.values():  # if the worker comes back, it is introduced again
+            other.send(PeerGone(worker))
 
     # ---- both ----
 

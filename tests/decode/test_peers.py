@@ -7,13 +7,19 @@ from collections.abc import Callable
 
 import pytest
 
-from core_driver import DECODE, PREFILL, Worker, of
+from core_driver import DECODE, KEY, PREFILL, Worker, decode_request, of, sent
 from peer_scenarios import (
     connecting_peers_fail_quietly,
     each_welcome_connects,
     failed_peers_fail_again,
     forgotten_peers_keep_their_socket,
+    gone_peers_are_dropped_at_once,
+    gone_peers_stay,
     late_connections_revive,
+    ready_peers_make_no_room,
+    replaced_peers_return,
+    revoked_losses_count,
+    used_peers_make_room,
 )
 from planted import Plant
 from splitserve.decode.peers import PeerState, PeerTable
@@ -21,8 +27,8 @@ from splitserve.engine.effects import Connect, Dial, Disconnect, Effect, HangUp,
 from splitserve.kvconnector.transfer.connector import PeerConnected
 from splitserve.protocol.messages.envelope import Body
 from splitserve.protocol.messages.handover import PeerHello, PeerRefused
-from splitserve.protocol.messages.requests import Introduce, PeerRef
-from splitserve.protocol.request import Party, Role
+from splitserve.protocol.messages.requests import Abort, Introduce, PeerGone, PeerRef, RequestFailed
+from splitserve.protocol.request import Party, RequestKey, Role
 from splitserve.simulation.model import PROTOCOL, ROUTER
 from splitserve.simulation.worker.connector import SimConnector
 from splitserve.simulation.worker.parts import sink_of
@@ -49,6 +55,12 @@ class Decode:
 
     def connected(self, party: Party = PREFILL) -> None:
         self.effects += self.worker.event(PeerConnected(party, None))
+
+    def connect(self, party: Party = PREFILL) -> None:
+        """Introduce a peer that answers."""
+        self.introduce(party)
+        self.welcome(party)
+        self.connected(party)
 
     def state(self, party: Party = PREFILL) -> PeerState | None:
         peer = self.table.get(party)
@@ -127,6 +139,70 @@ def an_old_reads_error_spares_the_next_connection(decode: Decode) -> None:
     assert decode.state() is PeerState.CONNECTING, "an error of an old read broke the next connection"
 
 
+def a_lost_peer_is_dropped_and_connected_anew(decode: Decode) -> None:
+    decode.connect()
+    decode.hear(PeerGone(YOUNGER), ROUTER)
+    assert decode.state() is PeerState.READY, "the loss of another incarnation ended a connection"
+    decode.hear(PeerGone(PREFILL), ROUTER)
+    assert decode.state() is None, "the router has lost a peer, and its connection stays"
+    assert (decode.count(Disconnect), decode.count(HangUp)) == (1, 1)
+    assert decode.worker.core.load().peers_ready == 0 and decode.worker.core.links() == []
+    decode.connect()
+    assert decode.state() is PeerState.READY, "a peer that is back isn't connected anew"
+    decode.check()
+
+
+def a_lost_peer_is_kept_while_a_request_reads_from_it(decode: Decode) -> None:
+    decode.connect()
+    decode.hear(decode_request(), ROUTER)
+    decode.hear(PeerGone(PREFILL), ROUTER)
+    assert decode.state() is PeerState.READY, "a router's error broke a hand-over"
+    decode.hear(Abort(KEY), ROUTER)
+    assert decode.state() is None, "the last request is over, and the connection to a lost peer stays"
+    decode.check()
+
+
+def an_introduction_revokes_a_loss(decode: Decode) -> None:
+    decode.connect()
+    decode.hear(decode_request(), ROUTER)
+    decode.hear(PeerGone(PREFILL), Party("router-b", 9))
+    decode.introduce()
+    decode.hear(Abort(KEY), ROUTER)
+    assert decode.state() is PeerState.READY, "a peer was dropped though it was introduced again"
+
+
+def a_full_table_drops_the_least_recently_named_peer(decode: Decode) -> None:
+    """But none that a request reads from."""
+    parties = [Party(f"prefill-{number}", 1) for number in range(PROTOCOL.max_peers + 1)]
+    for party in parties[:-1]:
+        decode.connect(party)
+    decode.hear(decode_request(prefill=parties[0]), ROUTER)
+    for party in parties[2:-1]:
+        decode.introduce(party)
+    decode.connect(parties[-1])
+    assert decode.state(parties[-1]) is PeerState.READY, "there is no room for one more peer"
+    assert decode.state(parties[0]) is PeerState.READY, "a peer was dropped that a request reads from"
+    assert decode.state(parties[1]) is None
+    decode.check()
+
+
+def a_replaced_incarnation_takes_no_place(decode: Decode) -> None:
+    """A router that doesn't know of the restart yet names it: only its own request fails."""
+    decode.connect()
+    decode.connect(YOUNGER)
+    decode.hear(decode_request(prefill=YOUNGER), ROUTER)
+    late = RequestKey("late", 0)
+    effects = decode.worker.hear(Party("router-b", 9), decode_request(late, prefill=PREFILL))
+    assert decode.state(YOUNGER) is PeerState.READY, "a replaced incarnation took its successor's place"
+    failures = [failed.key for failed in sent(effects, RequestFailed) if isinstance(failed, RequestFailed)]
+    assert failures == [late], f"not only the late request failed: {failures}"
+    decode.hear(Abort(KEY), ROUTER)
+    decode.effects += decode.worker.wait(PROTOCOL.tombstone_seconds)
+    decode.introduce()
+    assert decode.state() is PeerState.GREETED, "a replaced incarnation is refused for ever"
+    decode.check()
+
+
 def a_silent_peer_is_greeted_again(decode: Decode) -> None:
     decode.introduce()
     decode.effects += decode.worker.wait(3 * PROTOCOL.offer_resend_seconds)
@@ -165,10 +241,16 @@ PLANTS: dict[Plant, tuple[Callable[[Decode], None], str]] = {
     forgotten_peers_keep_their_socket: (a_new_incarnation_takes_the_old_ones_place, "dials don't equal hang-ups"),
     old_errors_break_new_connections: (an_old_reads_error_spares_the_next_connection, "an error of an old read"),
     greeted_once: (a_silent_peer_is_greeted_again, "was greeted 1 times"),
+    gone_peers_stay: (a_lost_peer_is_dropped_and_connected_anew, "its connection stays"),
+    gone_peers_are_dropped_at_once: (a_lost_peer_is_kept_while_a_request_reads_from_it, "broke a hand-over"),
+    revoked_losses_count: (an_introduction_revokes_a_loss, "though it was introduced again"),
+    ready_peers_make_no_room: (a_full_table_drops_the_least_recently_named_peer, "no room for one more"),
+    used_peers_make_room: (a_full_table_drops_the_least_recently_named_peer, "that a request reads from"),
+    replaced_peers_return: (a_replaced_incarnation_takes_no_place, "took its successor's place"),
 }
 
 
-@pytest.mark.parametrize("scenario", [scenario for scenario, _ in PLANTS.values()])
+@pytest.mark.parametrize("scenario", dict.fromkeys(scenario for scenario, _ in PLANTS.values()))
 def test_peers(scenario: Callable[[Decode], None]) -> None:
     scenario(Decode())
 

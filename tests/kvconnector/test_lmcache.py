@@ -242,6 +242,7 @@ def test_a_clear_is_not_lost_while_the_server_is_unreachable(server: ProbedServe
         finally:
             os.kill(server.pid, signal.SIGCONT)
         side.wait(is_available=True)
+        assert side.states[-1].num_clears == 1
         assert side.get(prompt) == 0
         assert other.get(prompt) == 0, "it's cleared for all"
         assert side.put(prompt) == 8, "once"
@@ -252,10 +253,12 @@ def test_a_server_that_responds_is_cleared_at_once(server: ProbedServer) -> None
     prompt = tokens(2, seed=62)
     with Side(server.endpoint) as side, Side(server.endpoint) as other:
         assert side.put(prompt) == 8
+        assert side.states[-1].num_clears == 0
         side.store.clear()
         side.wait(is_available=False)
         assert other.get(prompt) == 0
         side.wait(is_available=True)
+        assert side.states[-1].num_clears == 1
         assert side.get(prompt) == 0
         assert side.put(prompt) == 8
 

@@ -19,6 +19,7 @@ from nixl_reader import Reader, Source, changed
 from nixl_source import NUM_BLOCKS, PATTERN, SOURCE, make_memory
 from splitserve.kvconnector.nixl.agent import HERE, Agent, Transfer
 from splitserve.kvconnector.nixl.link import link_problem
+from splitserve.kvconnector.nixl.ucx_log import UCX_LOG
 from splitserve.kvconnector.transfer.connector import PeerConnected
 from splitserve.kvconnector.transfer.read_plan import region_rows
 from splitserve.kvconnector.transfer.read_settings import ReadSettings
@@ -106,6 +107,18 @@ def test_the_transport_is_known(source: Source, variables: dict[str, str], trans
         command, timeout=200, check=False, capture_output=True, text=True, env=os.environ | variables
     )
     assert f"transport='{transport}'" in ended.stdout, ended.stdout + ended.stderr[-3000:]
+
+
+def test_what_ucx_logs_of_connections_is_freed(source: Source, reader: Reader) -> None:
+    reader.connect(source)
+    assert UCX_LOG._fd is not None
+    num_bytes = os.fstat(UCX_LOG._fd).st_size
+    for _ in range(4):
+        reader.connector.disconnect(SOURCE)
+        reader.connect(source)
+    log = os.fstat(UCX_LOG._fd)
+    assert log.st_size - num_bytes > 64 << 10, "each connection is in the log"
+    assert log.st_blocks * 512 < 64 << 10
 
 
 def test_the_speed_of_a_link_is_measured(source: Source, reader: Reader) -> None:

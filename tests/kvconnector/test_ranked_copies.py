@@ -23,6 +23,12 @@ def test_a_copy_is_as_good_as_on_the_worst_rank() -> None:
     assert join.add(CopyResult(7, 4, "full", 0.5)) == CopyResult(7, 2, "gone", 0.5)
 
 
+def test_a_copy_that_one_rank_has_dropped_says_nothing_about_its_content() -> None:
+    join = CopyJoin(2)
+    assert join.add(CopyResult(7, 0, was_dropped=True)) is None
+    assert join.add(CopyResult(7, 5, None, 0.2)) == CopyResult(7, 0, None, 0.2, was_dropped=True)
+
+
 def test_a_shared_tier_is_there_once_it_is_for_every_rank() -> None:
     join, away = StateJoin(2), TierState("lmcache", False)
     there, larger = TierState("lmcache", True, 64), TierState("lmcache", True, 128)
@@ -32,6 +38,9 @@ def test_a_shared_tier_is_there_once_it_is_for_every_rank() -> None:
     assert join.add(1, larger) == away, "it was started again, and rank 0 doesn't know it yet"
     assert join.add(0, away) == away
     assert join.add(0, larger) == larger
+    cleared = TierState("lmcache", True, 128, num_clears=1)
+    assert join.add(0, cleared) == away, "rank 1 has not cleared it yet"
+    assert join.add(1, cleared) == cleared
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from splitserve.kvconnector.blocks.pool import BlockPool, BlockState
-from splitserve.kvconnector.tiers.commands import ClearCommand, CopyCommand, CopyResult
+from splitserve.kvconnector.tiers.commands import CancelCommand, ClearCommand, CopyCommand, CopyResult
 from splitserve.kvconnector.tiers.index import TierIndex
 from splitserve.kvconnector.tiers.policy import KeepPrompts
 from splitserve.kvconnector.tiers.shared import ChainCopy, SharedTier, TierState
@@ -214,6 +214,41 @@ def test_clearing_reaches_the_shared_tier() -> None:
     tiers.clear()
     assert tiers.take_commands() == [ClearCommand("shared")]
     assert stores(tiers) == []
+
+
+def test_a_state_from_before_a_clear_does_not_undo_it() -> None:
+    _, tiers = make()
+    tiers.clear()
+    tiers.clear()
+    for num_clears in (0, 1):
+        tiers.on_result(TierState("shared", True, CHUNK * BLOCK, num_clears))
+        assert not tiers.shared.is_available, "its content is still to be removed"
+    tiers.on_result(TierState("shared", True, CHUNK * BLOCK, 2))
+    assert tiers.shared.is_available
+    tiers.on_result(GONE)
+    assert not tiers.shared.is_available
+
+
+def test_nothing_is_requested_while_an_abandoned_load_is_in_flight() -> None:
+    pool, tiers = make()
+    prompt = tokens(4)
+    hashes = hashes_of(prompt)
+    pool.release(compute(pool, tiers, prompt))
+    [stored] = stores(tiers)
+    finish(tiers, stored)
+    pool.clear_prefix_index()
+    for was_dropped in (False, True):
+        fresh = pool.allocate(4)
+        load = tiers.begin_load("a sequence", hashes, fresh, prompt, 0)
+        assert load is not None and tiers.abandon(load) == fresh
+        [copy, cancel] = tiers.take_commands()
+        assert cancel == CancelCommand(copy.copy_id, "shared")
+        assert not tiers.may_find(0, hashes) and tiers.shared.is_available
+        assert pool.count(BlockState.QUARANTINED) == 4
+        tiers.on_result(CopyResult(copy.copy_id, 0, was_dropped=was_dropped))
+        tiers.check_invariants()
+        assert tiers.may_find(0, hashes)
+        assert pool.count(BlockState.QUARANTINED) == 0
 
 
 @pytest.mark.parametrize("seed", range(20))

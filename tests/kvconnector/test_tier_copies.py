@@ -1,5 +1,6 @@
 """Copies between the device and tiers in host memory: whole blocks there and back, failures, NUMA placement."""
 
+import errno
 import random
 import threading
 from pathlib import Path
@@ -12,7 +13,8 @@ from splitserve.kvconnector.cuda.host_store import CudaHostStore
 from splitserve.kvconnector.layout.memory import KVMemory
 from splitserve.kvconnector.layout.numa_memory import HostMemory, node_of_cpus, node_of_device, parse_cpu_list
 from splitserve.kvconnector.layout.shape import runs
-from splitserve.kvconnector.tiers.commands import CopyCommand
+from splitserve.kvconnector.tiers import copies as copies_module
+from splitserve.kvconnector.tiers.commands import CancelCommand, CopyCommand, CopyResult
 from splitserve.kvconnector.tiers.copies import LocalTierCopier, PartialCopyError
 from splitserve.kvconnector.tiers.host import host_tier
 from splitserve.protocol.config import EngineConfig
@@ -129,6 +131,70 @@ def test_a_copy_that_fails_is_a_result_and_one_warning(caplog: pytest.LogCapture
     assert all(result.error for result in results)
     assert sorted(record.message.split(" fail")[0] for record in caplog.records) == ["loads from bad", "stores to bad"]
     copies.close(5.0)
+
+
+class FullStore(BadStore):
+    """Has room for every second block."""
+
+    def store(self, block_ids: list[int], slots: list[int], hashes: list[bytes]) -> None:
+        if slots[0] % 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize(("quiet_seconds", "num_lines"), [(10.0, 1), (-1.0, 8)])
+def test_a_full_store_warns_once(
+    quiet_seconds: float, num_lines: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(copies_module, "QUIET_SECONDS", quiet_seconds)
+    caplog.set_level("INFO")
+    woken = threading.Semaphore(0)
+    copies = LocalTierCopier({"full": FullStore()}, woken.release)  # type: ignore[dict-item]
+    for copy_id in range(1, 9):
+        copies.start(CopyCommand(copy_id, "full", False, [1], [copy_id], HASHES[:1]))
+        assert woken.acquire(timeout=PATIENCE_SECONDS)
+    copies.close(PATIENCE_SECONDS)
+    assert len(caplog.records) == num_lines and "No space left" in caplog.records[0].message
+
+
+class StuckStore(BadStore):
+    """Loads end when the test allows it, one by one."""
+
+    def __init__(self) -> None:
+        self.begun = threading.Semaphore(0)
+        self.may_end = threading.Semaphore(0)
+
+    def load(self, block_ids: list[int], slots: list[int], hashes: list[bytes]) -> None:
+        self.begun.release()
+        assert self.may_end.acquire(timeout=PATIENCE_SECONDS)
+
+
+def test_a_cancelled_load_ends_at_once_unless_it_has_begun(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    store, woken = StuckStore(), threading.Semaphore(0)
+    copies = LocalTierCopier({"stuck": store}, woken.release)  # type: ignore[dict-item]
+
+    def next_result() -> CopyResult:
+        assert woken.acquire(timeout=PATIENCE_SECONDS)
+        [result] = copies.results()
+        assert isinstance(result, CopyResult)
+        return result
+
+    for copy_id in range(3):
+        copies.start(CopyCommand(copy_id, "stuck", True, [1, 2], [3, 4], HASHES[:2]))
+    assert store.begun.acquire(timeout=PATIENCE_SECONDS)
+    for copy_id in (0, 1):
+        copies.start(CancelCommand(copy_id, "stuck"))
+    assert next_result() == CopyResult(1, 0, was_dropped=True), "although the first one hangs"
+    store.may_end.release()
+    result = next_result()
+    assert (result.copy_id, result.num_good, result.was_dropped) == (0, 2, False), "it could not be ended"
+    store.may_end.release()
+    assert next_result().copy_id == 2
+    copies.start(CancelCommand(2, "stuck"))
+    copies.close(PATIENCE_SECONDS)
+    assert copies.results() == [], "it had ended"
+    texts = [record.message for record in caplog.records]
+    assert [text.split(":")[0] for text in texts] == ["loads from stuck take too long", "loads from stuck begin again"]
 
 
 # ---- where memory is ----

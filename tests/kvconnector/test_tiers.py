@@ -12,7 +12,7 @@ from splitserve.engine.block_manager import BlockManager
 from splitserve.engine.scheduling import StepBudget
 from splitserve.engine.sequence import Sequence
 from splitserve.kvconnector.blocks.pool import BlockPool, BlockState
-from splitserve.kvconnector.tiers.commands import CopyCommand, CopyResult
+from splitserve.kvconnector.tiers.commands import CancelCommand, CopyCommand, CopyResult
 from splitserve.kvconnector.tiers.index import TierIndex
 from splitserve.kvconnector.tiers.policy import KeepAll, KeepPolicy, KeepPrompts, KeepSecondUse, make_policy
 from splitserve.kvconnector.tiers.tier import Tier
@@ -230,6 +230,27 @@ def test_a_damaged_block_ends_the_load_and_is_forgotten() -> None:
     assert tiers.on_result(CopyResult(first.copy_id, 1, "checksum")) is load
     assert load.num_good == 1
     assert tiers.may_find(0, HASHES[:1]) and not tiers.may_find(1, HASHES[1:5])
+
+
+def test_a_tier_is_not_looked_up_until_its_abandoned_loads_have_ended() -> None:
+    pool, tiers = make_tiers()
+    pool.release(complete(pool, tiers, HASHES[:5]))
+    tiers.start_stores()
+    finish_all(tiers)
+    fresh = pool.allocate(5)
+    assert fresh is not None
+    load = tiers.begin_load("a sequence", HASHES[:5], fresh)
+    assert load is not None and tiers.abandon(load) == fresh
+    first, second, *cancels = tiers.take_commands()
+    assert cancels == [CancelCommand(first.copy_id, "host"), CancelCommand(second.copy_id, "host")]
+    tiers.on_result(CopyResult(second.copy_id, 0, was_dropped=True))
+    tiers.check_invariants()
+    assert not tiers.may_find(0, HASHES[:5]), "the first copy has begun"
+    assert pool.count(BlockState.QUARANTINED) == 3
+    tiers.on_result(CopyResult(first.copy_id, 3))
+    tiers.check_invariants()
+    assert tiers.may_find(0, HASHES[:5]) and pool.count(BlockState.QUARANTINED) == 0
+    assert set(HASHES[:5]) == set(tiers.tiers[0].index.hashes()), "a dropped copy shows nothing about the content"
 
 
 def test_every_block_comes_from_the_first_tier_that_has_it() -> None:

@@ -86,6 +86,35 @@ def test_who_asks_for_digests_is_not_held_up(monkeypatch: pytest.MonkeyPatch) ->
     assert asker([0, 1, 2]) == [b"\0", b"\1", b"\2"]
 
 
+def test_a_digest_of_older_content_may_come_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One thread is suspended after it has read the older content; meanwhile the other one answers for the newer."""
+    memory = KVMemory(LAYOUT, 1)
+    was_read, go_on = threading.Event(), threading.Event()
+    real = digests_of(memory)
+
+    def one_slowly(memory: KVMemory) -> DigestBlocks:
+        def digest_blocks(block_ids: Sequence[int], group: int = 0) -> list[bytes]:
+            found = real(block_ids, group)
+            if not was_read.is_set():
+                was_read.set()
+                assert go_on.wait(PATIENCE_SECONDS)
+            return found
+
+        return digest_blocks
+
+    monkeypatch.setattr(digest, "digests_of", one_slowly)
+    asker = Asker(memory)
+    assert asker.first_digests([0]) == []
+    assert was_read.wait(PATIENCE_SECONDS)
+    memory.generations[0] += 1
+    memory.blocks[0] += 1
+    assert asker.first_digests([0]) == []
+    assert asker.woken.acquire(timeout=PATIENCE_SECONDS), "the newer content's digest is known"
+    go_on.set()
+    assert asker.woken.acquire(timeout=PATIENCE_SECONDS), "the older content's digest is known, too"
+    assert asker.first_digests([0]) == real([0])
+
+
 @pytest.mark.gpu
 def test_digests_of_blocks_on_a_gpu_are_those_of_their_bytes() -> None:
     on_host = KVMemory(LAYOUT, 3)

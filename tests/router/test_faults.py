@@ -20,6 +20,7 @@ from splitserve.protocol.messages.requests import (
     FailureCode,
     Introduce,
     LocalRequest,
+    PeerGone,
     PeerRef,
     RequestFailed,
     StepTokens,
@@ -174,6 +175,23 @@ def test_decode_workers_learn_of_prefill_workers_before_the_first_request(serve)
     introduction = Introduce(PeerRef(prefill.party, prefill.endpoint))
     wait_until(lambda: introduction in first.received and introduction in second.received)
     assert not prefill.received
+
+
+def test_a_worker_that_is_lost_or_leaves_is_gone_for_all_others_until_it_is_back(serve):
+    _, workers = serve(protocol=ProtocolConfig(dead_after_seconds=1.0))
+    decode = workers.start("d0", Role.DECODE)
+    silent = workers.start("p0", Role.PREFILL, heartbeat_seconds=3600)
+    leaver = workers.start("p1", Role.PREFILL)
+    introductions = [Introduce(PeerRef(each.party, each.endpoint)) for each in (silent, leaver)]
+    wait_until(lambda: all(each in decode.received for each in introductions))
+    wait_until(lambda: PeerGone(silent.party) in decode.received and PeerGone(silent.party) in leaver.received)
+    late = workers.start("d1", Role.DECODE)
+    wait_until(lambda: introductions[1] in late.received)
+    assert introductions[0] not in late.received, "a worker was introduced to one that is lost"
+    silent.say(Heartbeat(WorkerLoad()))
+    wait_until(lambda: introductions[0] in late.received and decode.received.count(introductions[0]) >= 2)
+    workers.stop(leaver)
+    wait_until(lambda: PeerGone(leaver.party) in decode.received and PeerGone(leaver.party) in late.received)
 
 
 def test_workers_of_another_model_are_refused(serve):

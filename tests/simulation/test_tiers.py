@@ -11,6 +11,7 @@ from planted import WRONG_TOKENS, Plant, find
 from schedules import SHORT_LEASES, Schedule, num_schedules, run_schedule
 from splitserve.engine.block_manager import BlockManager, HeldPrefix
 from splitserve.engine.sequence import Sequence
+from splitserve.kvconnector.tiers.commands import Copy
 from splitserve.kvconnector.tiers.index import TierIndex
 from splitserve.kvconnector.tiers.loads import BlockLoad, TierLoads
 from splitserve.kvconnector.tiers.stores import TierStores
@@ -221,16 +222,21 @@ def steady_slots(self: SimWorker, block_id: int, group: int = 0) -> int:
 
 
 def late_load_frees_its_blocks(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(TierLoads, "abandon", lambda self, load: setattr(load, "is_abandoned", True) or [])
-    original = TierLoads.finish
+    original_abandon, original_land = TierLoads.abandon, TierLoads._land
 
-    def finish(self: TierLoads, tier: object, command: object, num_good: int) -> BlockLoad | None:
-        load = self._by_copy[command.copy_id]  # type: ignore[attr-defined]
-        if load.is_abandoned:
-            self._work.pool.lift_quarantine = lambda block_ids: None  # type: ignore[method-assign]
-        return original(self, tier, command, num_good)  # type: ignore[arg-type]
+    def abandon(self: TierLoads, load: BlockLoad) -> list[int]:
+        with pytest.MonkeyPatch.context() as meanwhile:
+            meanwhile.setattr(self._work.pool, "quarantine", lambda block_ids: None)
+            original_abandon(self, load)
+        return []
 
-    patch.setattr(TierLoads, "finish", finish)
+    def land(self: TierLoads, command: Copy, num_good: int) -> BlockLoad | None:
+        with pytest.MonkeyPatch.context() as meanwhile:
+            meanwhile.setattr(self._work.pool, "lift_quarantine", lambda block_ids: None)
+            return original_land(self, command, num_good)
+
+    patch.setattr(TierLoads, "abandon", abandon)
+    patch.setattr(TierLoads, "_land", land)
 
 
 def device_does_not_wait_for_loads(patch: pytest.MonkeyPatch) -> None:

@@ -3,9 +3,11 @@
 import pytest
 
 from splitserve.decode.peers import PeerState, PeerTable
+from splitserve.decode.sink import SinkSide
 from splitserve.engine.effects import HangUp, Outbox
 from splitserve.kvconnector.transfer.connector import PeerConnected
 from splitserve.protocol.messages.handover import PeerWelcome
+from splitserve.protocol.messages.requests import PeerRef
 from splitserve.protocol.request import Party
 
 
@@ -60,3 +62,46 @@ def each_welcome_connects(patch: pytest.MonkeyPatch) -> None:
 def forgotten_peers_keep_their_socket(patch: pytest.MonkeyPatch) -> None:
     original = Outbox.put
     patch.setattr(Outbox, "put", lambda self, effect: None if isinstance(effect, HangUp) else original(self, effect))
+
+
+def gone_peers_stay(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(PeerTable, "drop_gone", lambda _self: None)
+
+
+def gone_peers_are_dropped_at_once(patch: pytest.MonkeyPatch) -> None:
+    def on_gone(self: PeerTable, party: Party) -> None:
+        if self.get(party) is not None:
+            self.forget(party)
+
+    patch.setattr(PeerTable, "on_gone", on_gone)
+
+
+def revoked_losses_count(patch: pytest.MonkeyPatch) -> None:
+    original = PeerTable.introduce
+
+    def introduce(self: PeerTable, ref: PeerRef, now: float) -> None:
+        was_gone = ref.party in self._gone
+        original(self, ref, now)
+        if was_gone:
+            self.on_gone(ref.party)
+
+    patch.setattr(PeerTable, "introduce", introduce)
+
+
+def ready_peers_make_no_room(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(PeerTable, "_has_room", lambda self: len(self) < self._state.protocol.max_peers)
+
+
+def used_peers_make_room(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(SinkSide, "peers_in_use", property(lambda _self: set()))
+    patch.setattr(PeerTable, "_note_use", lambda _self, _party: None)
+
+
+def replaced_peers_return(patch: pytest.MonkeyPatch) -> None:
+    original = PeerTable.introduce
+
+    def introduce(self: PeerTable, ref: PeerRef, now: float) -> None:
+        self._successors.take_all()
+        original(self, ref, now)
+
+    patch.setattr(PeerTable, "introduce", introduce)

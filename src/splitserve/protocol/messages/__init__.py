@@ -1,8 +1,8 @@
 """Every message between processes, as typed structs: one file per conversation, one schema version.
 
     worker  -> membership: Register, Heartbeat, Draining, Leave  membership -> worker: Registered, RegisterRefused
-    router  -> worker:     PrefillRequest, DecodeRequest, LocalRequest, Abort, Introduce, ReadClock,
-                           Profile, SetFrozen, ResetPrefixCache, BeginDrain
+    router  -> worker:     PrefillRequest, DecodeRequest, LocalRequest, Abort, Introduce, PeerGone,
+                           ReadClock, Profile, SetFrozen, ResetPrefixCache, BeginDrain
     worker  -> router:     StepTokens, PromptLogprobs, RequestFailed, ClockReading, Profiled, PrefixCacheReset
     decode  -> prefill:    PeerHello, Grant, PrefixGrant, OfferAck, Release
     prefill -> decode:     PeerWelcome, PeerRefused, Offer, Withdrawn

@@ -32,6 +32,7 @@ from splitserve.protocol.messages.requests import (
     DecodeRequest,
     Introduce,
     LocalRequest,
+    PeerGone,
     PrefillRequest,
     Profile,
     Profiled,
@@ -43,7 +44,7 @@ from splitserve.protocol.messages.requests import (
 from splitserve.protocol.messages.routers import AskRouter, RouterAnswer, RouterReport, SentPrefixes
 from splitserve.protocol.request import Party
 
-SCHEMA_VERSION = 25
+SCHEMA_VERSION = 26
 
 Body: TypeAlias = (
     Register
@@ -57,6 +58,7 @@ Body: TypeAlias = (
     | LocalRequest
     | Abort
     | Introduce
+    | PeerGone
     | ReadClock
     | Profile
     | SetFrozen

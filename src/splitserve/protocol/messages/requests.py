@@ -94,6 +94,13 @@ class Introduce(Message, frozen=True):
     peer: PeerRef
 
 
+class PeerGone(Message, frozen=True):
+    """A worker that the router has lost, or that has left: the receiver drops its connection to it, unless a request
+    there still reads from it. If the router was wrong, the next request that names ``peer`` makes a new connection."""
+
+    peer: Party
+
+
 class ReadClock(Message, frozen=True):
     """A question for the worker's clock, answered at once. ``asked_at``: the router's monotonic clock."""
 

@@ -21,7 +21,7 @@ from splitserve.engine.effects import (
     StartRead,
 )
 from splitserve.engine.steps.step_fit import work_of
-from splitserve.kvconnector.tiers.commands import CopyCommand, CopyResult
+from splitserve.kvconnector.tiers.commands import CancelCommand, CopyCommand, CopyResult
 from splitserve.kvconnector.tiers.host import make_tier
 from splitserve.kvconnector.tiers.tier import Tier
 from splitserve.kvconnector.transfer.connector import Link, PeerConnected, ServedMemory
@@ -324,6 +324,8 @@ class TwinWorker:
                     self._clock.after(self._twin.host.connect_seconds, connected)
                 case StartCopy(CopyCommand() as copy):
                     self._copy(copy)
+                case StartCopy(CancelCommand()):
+                    pass  # it ends when it would have ended
                 case StartCopy() | Incident():
                     raise AssertionError(f"the twin's workers have no shared tier and no incidents: {effect}")
                 case Disconnect() | Dial() | HangUp() | Serve():

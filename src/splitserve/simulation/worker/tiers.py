@@ -1,4 +1,5 @@
-"""Tiers of a simulated worker: copies that take a while, fail in the middle, or end after their deadline.
+"""Tiers of a simulated worker: copies that take a while, fail in the middle, or end after their deadline. Some of
+those that are cancelled then have not begun.
 
 A failed copy has written garbage. Most loads announce that they near their end, at some moment before it; the device
 can wait for the content that they move.
@@ -11,7 +12,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from splitserve.kvconnector.tiers.commands import ClearCommand, CopyCommand, CopyNearsEnd, CopyResult
+from splitserve.kvconnector.tiers.commands import (
+    AnyCommand,
+    CancelCommand,
+    ClearCommand,
+    CopyCommand,
+    CopyNearsEnd,
+    CopyResult,
+)
 from splitserve.kvconnector.tiers.index import TierIndex
 from splitserve.kvconnector.tiers.shared import ChainCopy, SharedTier, TierState
 from splitserve.kvconnector.tiers.tier import Tier
@@ -76,6 +84,9 @@ class SimTiers:
         chunk = worker.sim.shared.chunk
         self.shared = SharedTier(SHARED, BLOCK_SIZE, 3 * chunk) if chunk else SharedTier()
         self.moved_at: dict[int, float] = {}  # by copy: the time at which a waiting device continues
+        self.waiting: set[int] = set()  # copies that have not begun
+        self.dropped: set[int] = set()  # cancelled before they began
+        self.num_clears = 0
         self.num_waits = 0
         self.num_loaded = 0
         self.num_turns = 0
@@ -114,7 +125,8 @@ class SimTiers:
         worker, sim = self.worker, self.worker.sim
         if not worker.can_run(lambda: self.tell(is_available=is_available)):
             return
-        worker.core.handle_copy_result(TierState(SHARED, is_available, sim.shared.chunk * BLOCK_SIZE), worker.clock)
+        state = TierState(SHARED, is_available, sim.shared.chunk * BLOCK_SIZE, self.num_clears)
+        worker.core.handle_copy_result(state, worker.clock)
         worker.settle()
         if sim.faults.copy_error and self.num_turns < 6:
             self.num_turns += 1
@@ -122,10 +134,14 @@ class SimTiers:
                 sim.shared.chunks.clear()
             sim.after(sim.random.uniform(0.2, 2.0), lambda: self.tell(is_available=not is_available))
 
-    def start(self, command: CopyCommand | ChainCopy | ClearCommand) -> None:
-        """Start a copy, or clear the shared tier."""
+    def start(self, command: AnyCommand) -> None:
+        """Start or cancel a copy, or clear the shared tier."""
+        if isinstance(command, CancelCommand):
+            self.cancel(command.copy_id)
+            return
         if isinstance(command, ClearCommand):
             if command.tier == SHARED:
+                self.num_clears += 1
                 self.worker.sim.shared.chunks.clear()
                 self.worker.sim.after(0.1, lambda: self.tell(is_available=True))
             return
@@ -136,6 +152,7 @@ class SimTiers:
         if sim.random.random() < sim.faults.copy_error:
             num_good = sim.random.randrange(num_good)
         seconds = sim.random.uniform(0.0, sim.faults.copy_seconds) + (3.0 if is_late else 0.0)
+        self.waiting.add(command.copy_id)
         if isinstance(command, ChainCopy):
             sim.after(seconds, lambda: self.finish_chain(command, num_good, taken))
             return
@@ -146,6 +163,24 @@ class SimTiers:
         sim.after(seconds_to_move, lambda: self.move(command, num_good, taken))
         sim.after(seconds, lambda: self.finish(command, num_good, taken))
 
+    def cancel(self, copy_id: int) -> None:
+        """Drop a copy, if it has not begun, which is a matter of chance."""
+        if copy_id in self.waiting and self.worker.sim.random.random() < 0.5:
+            self.dropped.add(copy_id)
+            self.worker.sim.after(0.0, lambda: self.drop(copy_id))
+
+    def goes_on(self, copy_id: int) -> bool:
+        """Return whether a copy was not dropped. From now on it has begun."""
+        self.waiting.discard(copy_id)
+        return copy_id not in self.dropped
+
+    def drop(self, copy_id: int) -> None:
+        """Report the end of a copy that never began."""
+        worker = self.worker
+        if worker.can_run(lambda: self.drop(copy_id)):
+            worker.core.handle_copy_result(CopyResult(copy_id, 0, was_dropped=True), worker.clock)
+            worker.settle()
+
     def seconds_until_moved(self, copy_ids: Sequence[int]) -> float:
         """Return the time that a step waits for these copies."""
         self.num_waits += bool(copy_ids)
@@ -154,14 +189,14 @@ class SimTiers:
     def near_end(self, command: CopyCommand) -> None:
         """Announce that a load nears its end."""
         worker = self.worker
-        if worker.can_run(lambda: self.near_end(command)):
+        if self.goes_on(command.copy_id) and worker.can_run(lambda: self.near_end(command)):
             worker.core.handle_copy_result(CopyNearsEnd(command.copy_id), worker.clock)
             worker.settle()
 
     def move(self, command: CopyCommand, num_good: int, taken: dict[int, int]) -> None:
         """Move the content: ``num_good`` blocks, and garbage after them."""
         worker, slots = self.worker, self.slots[command.tier]
-        if not worker.alive:
+        if not (worker.alive and self.goes_on(command.copy_id)):
             return
         worker.assert_kept(taken, "a copy")
         for number, (block_id, slot) in enumerate(zip(command.block_ids, command.slots, strict=True)):
@@ -174,7 +209,7 @@ class SimTiers:
     def finish_chain(self, copy: ChainCopy, num_good: int, taken: dict[int, int]) -> None:
         """Move a chain and end its copy at once; the garbage of a failed store can be found, and is detected."""
         worker, shared = self.worker, self.worker.sim.shared
-        if not worker.can_run(lambda: self.finish_chain(copy, num_good, taken)):
+        if not (self.goes_on(copy.copy_id) and worker.can_run(lambda: self.finish_chain(copy, num_good, taken))):
             return
         worker.assert_kept(taken, "a copy")
         is_whole = num_good == len(copy.block_ids)
@@ -195,7 +230,7 @@ class SimTiers:
     def finish(self, command: CopyCommand, num_good: int, taken: dict[int, int]) -> None:
         """Report the end of a copy."""
         worker = self.worker
-        if not worker.can_run(lambda: self.finish(command, num_good, taken)):
+        if not (self.goes_on(command.copy_id) and worker.can_run(lambda: self.finish(command, num_good, taken))):
             return
         worker.assert_kept(taken, "a copy")
         is_whole = num_good == len(command.block_ids)

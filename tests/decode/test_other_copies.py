@@ -1,0 +1,67 @@
+"""Hand-overs whose blocks the peer's device has lost: decode goes on with what it has verified, if that suffices."""
+
+import msgspec
+import pytest
+
+from core_driver import DECODE, KEY, NUM_BLOCKS, PREFILL, PROMPT, Worker, decode_request, of, sent
+from splitserve.engine.effects import Effect, StartRead
+from splitserve.kvconnector.transfer.connector import Link, PeerConnected
+from splitserve.protocol.handover.reads import ReadResult
+from splitserve.protocol.messages.handover import Offer, OfferedBlock, OfferedSpan, PrefixGrant, Withdrawn
+from splitserve.protocol.messages.requests import Introduce, PeerRef, StepTokens, TokenDelta
+from splitserve.protocol.request import RequestKey, Role
+from splitserve.simulation.model import BLOCK_SIZE, ROUTER
+from splitserve.simulation.worker.connector import SimConnector
+
+SIBLING = RequestKey("r0 choice 1")
+FULL_BLOCKS = len(PROMPT) // BLOCK_SIZE
+FIRST_TOKENS = [3, 5]  # of the request and of its sibling
+GENERATION = 100
+
+
+def deltas(effects: list[Effect]) -> dict[RequestKey, list[TokenDelta]]:
+    """Return the deltas of each request, in the order in which they were sent."""
+    found: dict[RequestKey, list[TokenDelta]] = {}
+    for body in sent(effects, StepTokens):
+        assert isinstance(body, StepTokens)
+        for delta in body.deltas:
+            found.setdefault(delta.key, []).append(delta)
+    return found
+
+
+def read(decode: Worker, offer: Offer, *, moved: bool) -> list[Effect]:
+    """Let prefill offer blocks, and read them; ``moved``: their content has changed by then."""
+    (start,) = of(decode.hear(PREFILL, offer), StartRead)
+    assert isinstance(start, StartRead)
+    generations = [block.generation + moved for block in offer.spans[0].blocks]
+    return decode.event(ReadResult(start.command.read_id, None, generations))
+
+
+@pytest.mark.parametrize("siblings", [[], [SIBLING]], ids=["alone", "with a sibling"])
+def test_only_the_partial_last_block_was_lost(siblings: list[RequestKey]) -> None:
+    """No tier has it, and all others are verified: decode computes its tokens, and delivers the first token itself."""
+    decode = Worker(Role.DECODE, DECODE, num_slots=8)
+    decode.hear(ROUTER, Introduce(PeerRef(PREFILL, "tcp://prefill-0")))
+    decode.hear(PREFILL, SimConnector(PREFILL, NUM_BLOCKS, num_slots=8).welcome())
+    decode.event(PeerConnected(PREFILL, None, Link("sim", 1e9)))
+    decode.hear(ROUTER, msgspec.structs.replace(decode_request(), siblings=siblings))
+    blocks = [OfferedBlock(block_id, GENERATION) for block_id in range(FULL_BLOCKS + 1)]
+    full = Offer(KEY, [OfferedSpan(0, 0, blocks[:FULL_BLOCKS])], FULL_BLOCKS * BLOCK_SIZE)
+    last = Offer(
+        KEY, [OfferedSpan(0, FULL_BLOCKS, blocks[FULL_BLOCKS:])], len(PROMPT), True, FIRST_TOKENS[: 1 + len(siblings)]
+    )
+    read(decode, full, moved=False)
+    effects = read(decode, last, moved=True)
+    effects += decode.hear(PREFILL, Withdrawn(KEY, "the lease expired"))
+    assert not sent(effects, PrefixGrant), "the peer has nothing to give"
+    effects += decode.run()
+    found = deltas(effects)
+    assert list(found) == [KEY, *siblings]
+    for key, first_token in zip(found, FIRST_TOKENS, strict=False):
+        assert [delta.position for delta in found[key]] == list(range(5)), "each position once, from the first on"
+        assert found[key][0].token_ids == [first_token], "as prefill offered it"
+        report = found[key][0].handover
+        assert report is not None and (report.blocks, report.cached_tokens) == (0, FULL_BLOCKS * BLOCK_SIZE)
+    load = decode.core.load()
+    assert (load.handovers, load.other_copies, load.handover_failures) == (1, 1, 0)
+    decode.assert_idle()
