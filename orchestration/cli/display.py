@@ -53,6 +53,8 @@ def _describe(stage: str, detail: dict[str, str]) -> str | None:
         case "ready", {"threads": threads, **more}:
             after = f", {more['seconds']} s" if "seconds" in more else ""
             return f"ready      {threads} thread{'' if threads == '1' else 's'}{after}"
+        case "down", {"reason": reason}:
+            return f"down       its server {reason}, and is started again; `splitserve logs` shows why"
         case _:
             facts = ", ".join(f"{name} {value}" for name, value in detail.items())
             return f"{stage:<10} {facts}".rstrip()

@@ -61,7 +61,8 @@ Progress = Callable[[str, dict[str, str]], None]
 
 
 def run_lmcache(config: LMCacheConfig, progress: Progress) -> None:
-    """Serve until SIGINT or SIGTERM. Calls ``progress`` with "ready" and the ``endpoint`` after each start.
+    """Serve until SIGINT or SIGTERM. Calls ``progress`` with "ready" and the ``endpoint`` after each start, and
+    with "down" and the ``reason`` before the next one.
 
     Raises :class:`ConfigError` for errors that show before the server runs.
     """
@@ -117,6 +118,7 @@ class LMCacheServer:
             if delay_seconds is None:
                 raise ConfigError(f"LMCache's server {words}, again and again; its own messages are above")
             _log.warning("LMCache's server %s; it is started again in %.1f s", words, delay_seconds)
+            self._progress("down", {"reason": words})
             stop.wait(delay_seconds)
 
     def _run_once(self, segment: str, stop: threading.Event) -> tuple[str, float | None]:

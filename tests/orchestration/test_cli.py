@@ -234,6 +234,11 @@ def test_the_command_line_imports_nothing_heavy() -> None:
         ),
         ("ready", {"threads": "2", "endpoint": "tcp://x"}, "ready      2 threads"),
         ("listening", {"url": "http://x"}, "listening  http://x"),
+        (
+            "down",
+            {"reason": "ended with status 1"},
+            "down       its server ended with status 1, and is started again; `splitserve logs` shows why",
+        ),
         ("compiled", {"graphs": "3"}, "compiled   graphs 3"),
     ],
 )

@@ -93,5 +93,5 @@ def tier_down(evidence: Evidence) -> Iterator[Finding]:
             f"The tier {tier} does not answer to {len(found)} of {len(evidence.workers)} workers: what it keeps is "
             "computed again.",
             [f"{name} sees it as down"],
-            "See `splitserve logs` of its server, and start it again.",
+            "See its server's lines in `splitserve logs`; one that the cluster did not start has to be started again.",
         )
