@@ -25,6 +25,7 @@ from splitserve.kvconnector.tiers.shared import ChainCopy, TierState
 
 logger = logging.getLogger(__name__)
 QUIET_SECONDS = 10.0
+"""After a failure: a success sooner is no end of the failures."""
 
 
 class PartialCopyError(Exception):
