@@ -13,10 +13,10 @@ import asyncio
 import logging
 import time
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from typing import Any
 
 import msgspec
-from msgspec.structs import replace
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -31,7 +31,7 @@ from splitserve.router.output.parts import Part
 from splitserve.router.requests.active_request import NO_CONTEXT, ActiveRequest, RequestContext
 from splitserve.router.requests.dispatcher import ClientGoneError, Dispatcher
 from splitserve.router.requests.outcome import route
-from splitserve.router.requests.state import NOTHING, Update, each_by_itself
+from splitserve.router.requests.state import NOTHING, Failure, Update, each_by_itself
 from splitserve.router.scores.choice_scores import ChoiceScores
 from splitserve.router.scores.forms import joined
 from splitserve.router.text.choice import Choice, Piece, Texts
@@ -84,10 +84,13 @@ class GenerationResponse(Response):
         self._continuous_usage = continuous_usage
         self._context = context
         self._inbox = Inbox()
+        self._later: list[tuple[int, Update]] = []  # updates that have been taken, behind a failure
         self._requests: list[ActiveRequest] = []
         self._num_open = len(prompts)
         self._num_running = len(prompts)  # in the core, those that haven't begun included
         self._num_streamed = 0  # tokens of chunks with usage
+        self._num_cached = [0] * len(prompts)  # tokens of each prompt, as of the last chunk with usage
+        self._num_cached_streamed = 0  # their sum
         self._gone = False
         self._is_silent = False  # a comment is due
 
@@ -150,17 +153,25 @@ class GenerationResponse(Response):
         """Return the first choice of each prompt, with its index."""
         return [(index, prompt) for index, prompt in enumerate(self._prompts) if not prompt.sampling.choice]
 
-    async def _next_updates(self) -> tuple[list[tuple[int, Update]], ApiError | None]:
-        """Return new updates of the choices, in order, and the error that follows them if a request failed."""
-        updates = await self._inbox.take()
+    async def _next_updates(self) -> tuple[list[tuple[int, Update]], tuple[int, Failure] | None]:
+        """Return new updates of the choices, in order, and the choice and failure that follow them if a request failed:
+        :meth:`_error_after` tells what it means once they are pushed."""
+        updates, self._later = self._later or await self._inbox.take(), []
         if self._gone:
             raise ClientGoneError
         for number, (index, update) in enumerate(updates):
             if update.failure is not None:
-                return updates[:number], error_of_failure(update.failure)
+                self._later = updates[number + 1 :]
+                return updates[:number], (index, update.failure)
             if update.prompt_logprobs is not None:
                 await self._take_prompt_scores(index, update.prompt_logprobs)
         return updates, None
+
+    def _error_after(self, failed: tuple[int, Failure] | None) -> ApiError | None:
+        """Return the error that ends the answer; none if the choice that failed had ended already, at a stop string."""
+        if failed is None or self._prompts[failed[0]].choice.finish_reason is not None:
+            return None
+        return error_of_failure(failed[1])
 
     async def _take_prompt_scores(self, index: int, logprobs: Logprobs) -> None:
         """Make the JSON of a prompt's log-probabilities, between which other requests get their turns."""
@@ -190,9 +201,7 @@ class GenerationResponse(Response):
         of_prompts: list[list[Any] | None] = [None for _ in self._prompts]
         parts: list[list[Part] | None] = [None for _ in self._prompts]
         while self._num_open:
-            updates, error = await self._next_updates()
-            if error is not None:
-                raise error
+            updates, failed = await self._next_updates()
             for index, update in updates:
                 piece = self._push(index, update)
                 if piece is None:
@@ -202,7 +211,11 @@ class GenerationResponse(Response):
                 logprobs[index].append(piece.logprobs)
                 of_prompts[index] = of_prompts[index] or piece.prompt_logprobs
                 if piece.parts is not None:
-                    parts[index] = [*(parts[index] or ()), *piece.parts]
+                    if (gathered := parts[index]) is None:
+                        parts[index] = gathered = []
+                    gathered.extend(piece.parts)
+            if (error := self._error_after(failed)) is not None:
+                raise error
         choices = [
             Piece(
                 "".join(texts[index]),
@@ -244,8 +257,9 @@ class GenerationResponse(Response):
         opened: set[int] = set()
         written: set[int] = set()
         while True:
-            updates, error = await self._next_updates()
+            updates, failed = await self._next_updates()
             events = b"".join([self._events(index, update, opened) for index, update in updates])
+            error = self._error_after(failed)
             if error is not None and not (started or events):
                 raise error
             if not events and error is None:
@@ -300,14 +314,27 @@ class GenerationResponse(Response):
             return b"".join([self._chunk(index, piece) for piece in addition.pieces()])
         extra = {} if addition.finish_reason is None else self._route(self._requests[index])
         if self._continuous_usage:
-            self._num_streamed += len(addition.token_ids)
-            extra["usage"] = replace(self._usage(), completion_tokens=self._num_streamed).as_json()
+            extra["usage"] = self._usage_after(index, addition).as_json()
         return self._format.chunk(index, addition, extra)
 
+    def _usage_after(self, index: int, addition: Piece) -> Usage:
+        """Return the usage with a chunk of a choice. Answers may have a thousand prompts: only this one's is counted
+        anew."""
+        first = index - self._prompts[index].sampling.choice
+        num_cached = self._requests[first].state.num_cached_tokens
+        self._num_cached_streamed += num_cached - self._num_cached[first]
+        self._num_cached[first] = num_cached
+        self._num_streamed += len(addition.token_ids)
+        return Usage(self._num_prompt_tokens, self._num_streamed, self._num_cached_streamed)
+
+    @cached_property
+    def _num_prompt_tokens(self) -> int:
+        return sum(len(prompt.token_ids) for _, prompt in self._first_choices())  # a prompt counts once
+
     def _usage(self) -> Usage:
-        firsts = self._first_choices()  # a prompt counts once
+        firsts = self._first_choices()
         return Usage(
-            prompt_tokens=sum(len(prompt.token_ids) for _, prompt in firsts),
+            prompt_tokens=self._num_prompt_tokens,
             completion_tokens=sum(prompt.num_output_tokens for prompt in self._prompts),
             cached_tokens=sum(self._requests[index].state.num_cached_tokens for index, _ in firsts),
         )

@@ -209,6 +209,9 @@ class Preparation:
         max_tokens = max(1, max_tokens)  # a worker's request ends with a token, be it shown or not
         features = feature_values(request, self._tokenizer, max_tokens=max_tokens, vocab_size=vocab_size)
         wanted = request.wanted_scores
+        if text is None and wanted.echo:
+            echoed = self._tokenizer.detokenizer(skip_special_tokens=request.skip_special_tokens is not False)
+            text = echoed.push(token_ids) + echoed.flush()
         sampling = SamplingParams(
             max_tokens=max_tokens,
             **wanted.params(len(token_ids)),
@@ -255,9 +258,6 @@ class Preparation:
             form = TokenIdLogprobs(texts)
         elif isinstance(request, CompletionRequest):
             form = echo = CompletionLogprobs(texts, self._tokenizer.detokenizer(skip_special_tokens=skips_special))
-        if text is None and wanted.echo:
-            echoed = self._tokenizer.detokenizer(skip_special_tokens=skips_special)
-            text = echoed.push(token_ids) + echoed.flush()
         return ChoiceScores(wanted, token_ids, text or "", form, texts, echo=echo)
 
 

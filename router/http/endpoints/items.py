@@ -1,7 +1,7 @@
 """Parts of a message in order, as runs of one kind: the items of a response, the blocks of a message."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from splitserve.router.output.parts import Part, PartKind
 
@@ -14,7 +14,12 @@ class Run:
     kind: PartKind  # CONTENT, REASONING or CALL
     call_id: str = ""
     name: str = ""
-    text: str = ""  # of a call: its arguments
+    pieces: list[str] = field(default_factory=list)  # of the text, in order
+
+    @property
+    def text(self) -> str:
+        """Return the text so far; of a call: its arguments."""
+        return "".join(self.pieces)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +63,7 @@ class Runs:
             else:
                 run = self._begin(steps, Run(len(self.runs), part.kind))
             if part.text:
-                run.text += part.text
+                run.pieces.append(part.text)
                 steps.append(RunGrew(run, part.text))
         return steps
 

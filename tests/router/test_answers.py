@@ -1,0 +1,80 @@
+"""Updates of a request that arrive together count in their order."""
+
+import asyncio
+from array import array
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from splitserve.protocol.request import SamplingParams
+from splitserve.router.http.answers import GenerationResponse, Prompt
+from splitserve.router.http.api_error import ApiError
+from splitserve.router.http.formats import CompletionFormat
+from splitserve.router.requests.state import Failure, FailureReason, Update
+from splitserve.router.text.choice import Choice
+
+LOST = Update(failure=Failure(FailureReason.WORKER_LOST, "gone"), ended=True)
+
+
+class Letters:
+    """Detokenizer of the alphabet "ab.": its token ids are 0 to 2."""
+
+    def push(self, token_ids: list[int]) -> str:
+        return "".join(self.push_each(token_ids))
+
+    def push_each(self, token_ids: list[int]) -> list[str]:
+        return ["ab."[each] for each in token_ids]
+
+    def flush(self) -> str:
+        return ""
+
+
+async def answered(stream: bool, updates: list[tuple[int, Update]], num_prompts: int = 1) -> bytes:
+    """Return the answer to prompts with the stop string ".", whose updates are all there at once."""
+    protocol = SimpleNamespace(stream_keep_alive_seconds=0)
+    dispatcher: Any = SimpleNamespace(finish_at_stop_string=lambda _: None, config=SimpleNamespace(protocol=protocol))
+    prompts = [
+        Prompt(array("i", [1]), SamplingParams(max_tokens=9), Choice(Letters(), ["."]))  # type: ignore[arg-type]
+        for _ in range(num_prompts)
+    ]
+    response = GenerationResponse(dispatcher, prompts, CompletionFormat("m"), arrived_at=0.0, stream=stream)
+    timeline = SimpleNamespace(on_written=lambda _: None)
+    request: Any = SimpleNamespace(state=SimpleNamespace(num_cached_tokens=0), timeline=timeline)
+
+    async def submit() -> None:
+        response._requests += [request] * num_prompts
+
+    response._submit = submit  # type: ignore[method-assign]
+    for index, update in updates:
+        response._inbox.put(index, update)
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    await (response._send_stream(send) if stream else response._send_whole(send))
+    return b"".join(message.get("body", b"") for message in sent)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_failure_behind_a_stop_string_is_none(stream: bool) -> None:
+    updates = [(0, Update(array("i", [0, 1, 2]))), (0, LOST)]
+    body = asyncio.run(answered(stream, updates))
+    assert b'"finish_reason":"stop"' in body and b"error" not in body
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_other_choices_go_on_behind_such_a_failure(stream: bool) -> None:
+    updates = [(0, Update(array("i", [2]))), (0, LOST), (1, Update(array("i", [0, 2])))]
+    body = asyncio.run(answered(stream, updates, num_prompts=2))
+    assert body.count(b'"finish_reason":"stop"') == 2 and b'"text":"a"' in body and b"error" not in body
+
+
+def test_a_failure_before_the_stop_string_ends_the_answer() -> None:
+    updates = [(0, Update(array("i", [0]))), (0, LOST), (0, Update(array("i", [2])))]
+    with pytest.raises(ApiError) as raised:
+        asyncio.run(answered(False, updates))
+    assert raised.value.status == 503
+    body = asyncio.run(answered(True, updates))
+    assert b"error" in body and b'finish_reason":"stop' not in body
