@@ -21,7 +21,7 @@ from splitserve.models.families.defaults import with_class_defaults
 from splitserve.models.families.registry import WITH_TEXT
 from splitserve.models.fields import MAX_POSITIONS, RECURRENT_KINDS, ConfigFields
 from splitserve.models.latent import LatentSizes
-from splitserve.models.rope import LongScaling, Rope, RopeScaling, YarnScaling, read_rope
+from splitserve.models.rope import LongScaling, Rope, RopeScaling, YarnScaling, read_rope, rope_fields
 from splitserve.models.text_model import has_family, named_architecture, text_config
 from splitserve.models.weights.checkpoint import weights_version
 from splitserve.models.weights.stored_dtype import stored_dtype
@@ -217,6 +217,7 @@ def _common(architecture: str, given: ConfigFields, fp8: Fp8Format | None, dtype
     hidden_size = given.positive("hidden_size")
     head_dim = given.positive("head_dim", hidden_size // heads)
     given.get("quantization_config")
+    given.only_flag("is_causal", True, default=True)
     rope = _rope(given)
     return ModelConfig(
         architecture=architecture,
@@ -240,13 +241,8 @@ def _common(architecture: str, given: ConfigFields, fp8: Fp8Format | None, dtype
 
 
 def _rope(given: ConfigFields) -> Rope:
-    parameters = given.mapping("rope_parameters") or given.mapping("rope_scaling")
     theta = given.number("rope_theta", 10000.0)
-    given.get("rope_scaling")
-    # Rotations by kind of layer: the family reads those of sliding layers.
-    if isinstance(by_kind := parameters.get("full_attention"), dict):
-        parameters = by_kind
-    return read_rope(parameters, given, theta)
+    return read_rope(rope_fields(given), given, theta)  # by kind of layer: the family reads those of sliding layers
 
 
 def _num_positions(config: ModelConfig) -> int:

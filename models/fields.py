@@ -40,7 +40,7 @@ _NEUTRAL = frozenset(
     image_token_index initializer_range is_decoder keys_to_ignore_at_inference label2id layer_norm_type length_penalty
     max_length max_window_layers min_length mm_tokens_per_image model_type no_repeat_ngram_size num_beam_groups
     num_beams num_return_sequences
-    original_max_position_embeddings output_attentions output_hidden_states output_router_logits
+    output_attentions output_hidden_states output_router_logits
     output_scores pad_token_id pretraining_tp
     prefix problem_type pruned_heads remove_invalid_values repetition_penalty resid_pdrop router_aux_loss_coef seq_aux
     router_jitter_noise

@@ -58,6 +58,18 @@ class Rope:
     scaling: AnyScaling | None = None
 
 
+def rope_fields(given: ConfigFields, default: Mapping[str, Any] | None = None) -> Mapping[str, Any]:
+    """Return the fields of rope_parameters or rope_scaling that describe the rotations: those of full attention where
+    each kind of layer has its own. As in transformers, original_max_position_embeddings beside them has priority over
+    theirs, unless they are by kind."""
+    parameters = given.mapping("rope_parameters") or given.mapping("rope_scaling") or default or {}
+    given.get("rope_scaling")
+    original = given.optional_positive("original_max_position_embeddings")
+    if isinstance(by_kind := parameters.get("full_attention"), dict):
+        return by_kind
+    return parameters if original is None else {**parameters, "original_max_position_embeddings": original}
+
+
 def read_rope(parameters: Mapping[str, Any], outer: ConfigFields, theta: float) -> Rope:
     """Return the rotations that ``parameters`` describe, fields of rope_parameters or rope_scaling; ``theta``: the
     default."""
@@ -124,8 +136,7 @@ def _long(fields: ConfigFields, outer: ConfigFields) -> LongScaling:
     """Frequencies that change with a context's length would make its cached keys wrong: one list serves all lengths,
     the long one if the model takes contexts longer than the original."""
     longest = outer.positive("max_position_embeddings", 2048)
-    original = outer.optional_positive("original_max_position_embeddings")
-    original = original or fields.optional_positive("original_max_position_embeddings") or longest
+    original = fields.positive("original_max_position_embeddings", longest)
     factor = fields.number("factor", longest / original)
     attention_factor = fields.optional_number("attention_factor")
     if attention_factor is None:

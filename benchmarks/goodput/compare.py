@@ -1,8 +1,9 @@
 """``splitserve bench compare``: two runs of ``bench goodput``, arm by arm: ratios, intervals, regressions.
 
 A and B are folders of runs. For each arm that both have, the ratio of B's goodput to A's has an interval from resampled
-probes; a change is clear if the interval excludes 1. Runs under other conditions are compared, too, and the conditions
-that differ are listed: the ratio then shows their effect.
+probes; a change is clear if the interval excludes 1, and the probes tell which goodput is higher: they may not where
+one is only bounded ("at least", "less than"). Runs under other conditions are compared, too, and the conditions that
+differ are listed: the ratio then shows their effect.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,7 +14,15 @@ import msgspec
 import numpy as np
 
 from splitserve.benchmarks.common.report import add_result_options, keep_result, table
-from splitserve.benchmarks.goodput.estimate import Interval, Probe, interval, measured_goodput, resampled_goodputs
+from splitserve.benchmarks.goodput.estimate import (
+    Goodput,
+    Interval,
+    Probe,
+    interval,
+    is_order_known,
+    measured_goodput,
+    resampled_goodputs,
+)
 from splitserve.benchmarks.goodput.probe import ProbeResult
 from splitserve.benchmarks.goodput.result import Conditions, Folder
 from splitserve.common.errors import ConfigError
@@ -25,13 +34,20 @@ class Change:
     """Change of one arm's goodput from A to B."""
 
     arm: str
-    before: float
-    after: float
+    before: Goodput
+    after: Goodput
     ratio: float
     interval: Interval
 
     @property
+    def is_known(self) -> bool:
+        """Return whether the probes tell which of the two is more."""
+        return is_order_known(self.before.extent, self.after.extent)
+
+    @property
     def words(self) -> str:
+        if not self.is_known:
+            return "the probes don't tell"
         if self.interval.low > 1:
             return "better"
         return "regression" if self.interval.high < 1 else "no clear change"
@@ -50,7 +66,7 @@ def main(argv: Sequence[str]) -> int:
         print(f"{name}: {getattr(first, name)} in A, {getattr(second, name)} in B")
     changes = compare(first, before, after)
     rows = [
-        [each.arm, f"{each.before:.3g}", f"{each.after:.3g}", f"{each.ratio:.2f}", each.interval.words, each.words]
+        [each.arm, each.before.bound, each.after.bound, f"{each.ratio:.2f}", each.interval.words, each.words]
         for each in changes
     ]
     print(table(rows, ("goodput, requests/s", "A", "B", "B / A", "90% interval", "")))
@@ -86,9 +102,9 @@ def compare(conditions: Conditions, before: Sequence[ProbeResult], after: Sequen
     other = resampled_goodputs({arm: second[arm] for arm in common}, objectives, seed=2)
     changes = []
     for arm in common:
-        rates = [measured_goodput(found[arm], objectives).rate for found in (first, second)]
+        found, changed = (measured_goodput(probes[arm], objectives) for probes in (first, second))
         ratios = other[arm] / np.maximum(one[arm], 1e-9)
-        changes.append(Change(arm, rates[0], rates[1], rates[1] / max(rates[0], 1e-9), interval(ratios)))
+        changes.append(Change(arm, found, changed, changed.rate / max(found.rate, 1e-9), interval(ratios)))
     return changes
 
 

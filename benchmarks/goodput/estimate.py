@@ -42,8 +42,18 @@ class Goodput:
     kind: str
 
     @property
+    def extent(self) -> tuple[float, float]:
+        """The least and the most that the probes leave possible."""
+        return 0.0 if self.kind == "below" else self.rate, math.inf if self.kind == "at least" else self.rate
+
+    @property
+    def bound(self) -> str:
+        """The rate, and whether it is a bound, in words."""
+        return f"{QUALIFIERS[self.kind]}{self.rate:.3g}"
+
+    @property
     def words(self) -> str:
-        return f"{QUALIFIERS[self.kind]}{self.rate:.3g} requests/s"
+        return f"{self.bound} requests/s"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +66,13 @@ class Interval:
     @property
     def words(self) -> str:
         return f"{self.low:.3g} to {self.high:.3g}"
+
+
+def is_order_known(one: tuple[float, float], other: tuple[float, float]) -> bool:
+    """Return whether the probes tell which of two goodputs is more, each given by the least and the most it may be."""
+    (low, high), (other_low, other_high) = one, other
+    are_exact = low == high and other_low == other_high
+    return are_exact or low > other_high or other_low > high
 
 
 def goodput_of(points: Sequence[tuple[float, float]], unknown_share: float = 0.5) -> Goodput:

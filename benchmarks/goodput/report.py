@@ -108,7 +108,7 @@ def _effects_table(effects: Sequence[Difference]) -> str:
             each.ratio_interval.words,
             f"{each.difference:+.3g}",
             each.difference_interval.words,
-            "yes" if each.is_clear else "no",
+            ("yes" if each.is_clear else "no") if each.is_known else "not known",
         )
         for each in effects
     ]

@@ -16,6 +16,7 @@ from splitserve.benchmarks.goodput.estimate import (
     Interval,
     Probe,
     interval,
+    is_order_known,
     measured_goodput,
     resampled_goodputs,
 )
@@ -38,9 +39,12 @@ class ArmResult:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """``first`` against ``second``: the ratio of their goodputs, and the difference in requests per second.
+    """``first`` against ``second``, the best arms of two kinds: the ratio of their goodputs, and the difference in
+    requests per second.
 
-    ``is_known``: whether the probes tell which of the two is more. Where they bracket only one, the ratio is a bound.
+    ``is_known``: whether the probes tell which kind's best is more, also where they only bound another arm of it.
+    ``is_exact``: whether they bracket both. ``bound``: the ratio nearest to 1 that they leave, where it is known which
+    is more.
     """
 
     first: str
@@ -50,6 +54,8 @@ class Difference:
     difference: float
     difference_interval: Interval
     is_known: bool
+    is_exact: bool
+    bound: float
 
     @property
     def is_clear(self) -> bool:
@@ -100,7 +106,7 @@ def judge(
     split = [name for name in probes if (arm := arms[name]) is not None and not arm.is_mixed]
     against = None
     if mixed and split:
-        against = _difference(_best(split, goodputs), _best(mixed, goodputs), goodputs, resampled)
+        against = _difference(split, mixed, goodputs, resampled)
     numbers = [arm.num_workers for arm in arms.values() if arm is not None]
     return Verdict(
         objectives=objectives,
@@ -123,20 +129,20 @@ def sentence(verdict: Verdict) -> str:
     first, second = by_name[against.first], by_name[against.second]
     return (
         f"On {verdict.num_devices} devices, the best disaggregated arm ({first.name}) holds {first.goodput.words}: "
-        f"{_comparison(against, first.goodput, second.goodput)} the best mixed arm ({second.name}), which holds "
+        f"{_comparison(against)} the best mixed arm ({second.name}), which holds "
         f"{second.goodput.words}."
     )
 
 
-def _comparison(against: Difference, first: Goodput, second: Goodput) -> str:
+def _comparison(against: Difference) -> str:
     """Return how the first goodput compares, in words. What the probes only bound is called a bound."""
     if not against.is_known:
         return "the probes don't tell whether that is more than"
-    percent = 100 * (against.ratio - 1)
     if not against.is_clear:
         return f"not clearly different from (ratio {against.ratio_interval.words})"
+    percent = 100 * (against.bound - 1)
     words = f"{abs(percent):.0f}% {'more' if percent > 0 else 'less'} than"
-    return words if first.kind == second.kind == "crossed" else f"at least {words}"
+    return words if against.is_exact else f"at least {words}"
 
 
 def losing_region(verdict: Verdict) -> str:
@@ -169,12 +175,26 @@ def _best(names: Sequence[str], goodputs: Mapping[str, Goodput]) -> str:
     return max(names, key=lambda name: (goodputs[name].kind != "below", goodputs[name].rate))
 
 
+def _extent(names: Sequence[str], goodputs: Mapping[str, Goodput]) -> tuple[float, float]:
+    """Return the least and the most that the best of ``names`` may hold: arms without a bracket may be the best."""
+    lows, highs = zip(*(goodputs[name].extent for name in names), strict=True)
+    return max(lows), max(highs)
+
+
 def _difference(
-    first: str, second: str, goodputs: Mapping[str, Goodput], resampled: Mapping[str, NDArray[np.float64]]
+    firsts: Sequence[str],
+    seconds: Sequence[str],
+    goodputs: Mapping[str, Goodput],
+    resampled: Mapping[str, NDArray[np.float64]],
 ) -> Difference:
+    """Return how the best of ``firsts`` compares with the best of ``seconds``."""
+    first, second = _best(firsts, goodputs), _best(seconds, goodputs)
     ones, others = resampled[first], np.maximum(resampled[second], 1e-9)
     one, other = goodputs[first], goodputs[second]
-    lower, higher = (other, one) if one.rate > other.rate else (one, other)
+    (low, high), (other_low, other_high) = extents = _extent(firsts, goodputs), _extent(seconds, goodputs)
+    bound = 1.0
+    if is_known := is_order_known(*extents):
+        bound = low / max(other_high, 1e-9) if low > other_high else high / max(other_low, 1e-9)
     return Difference(
         first=first,
         second=second,
@@ -182,7 +202,9 @@ def _difference(
         ratio_interval=interval(ones / others),
         difference=one.rate - other.rate,
         difference_interval=interval(ones - others),
-        is_known=lower.kind != "at least" and higher.kind != "below",
+        is_known=is_known,
+        is_exact=low == high and other_low == other_high,
+        bound=bound,
     )
 
 
@@ -194,13 +216,12 @@ def _effects(
     For each corner the best arm with that policy counts.
     """
 
-    def best(*, mixed: bool, policy: str) -> str | None:
+    def corner(*, mixed: bool, policy: str) -> list[str]:
         named = [(name, arm) for name, arm in arms.items() if name in goodputs and arm is not None]
-        found = [name for name, arm in named if arm.is_mixed == mixed and arm.policy == policy]
-        return _best(found, goodputs) if found else None
+        return [name for name, arm in named if arm.is_mixed == mixed and arm.policy == policy]
 
     policies = (LOAD_POLICY, PREFIX_POLICY)
-    corners = {(mixed, policy): best(mixed=mixed, policy=policy) for mixed in (True, False) for policy in policies}
+    corners = {(mixed, policy): corner(mixed=mixed, policy=policy) for mixed in (True, False) for policy in policies}
     wanted = [
         ((True, PREFIX_POLICY), (True, LOAD_POLICY)),
         ((False, PREFIX_POLICY), (False, LOAD_POLICY)),
@@ -209,9 +230,8 @@ def _effects(
     ]
     found = []
     for one, other in wanted:
-        first, second = corners[one], corners[other]
-        if first is not None and second is not None:
-            found.append(_difference(first, second, goodputs, resampled))
+        if corners[one] and corners[other]:
+            found.append(_difference(corners[one], corners[other], goodputs, resampled))
     return found
 
 
@@ -229,7 +249,7 @@ def _sweep(
         best_mixed, best_split = _best(mixed, goodputs), _best(split, goodputs)
         two = {name: probes[name] for name in (best_mixed, best_split)}
         resampled = resampled_goodputs(two, changed, seed, SWEEP_RESAMPLES)
-        both = _difference(best_split, best_mixed, goodputs, resampled)
+        both = _difference(split, mixed, goodputs, resampled)
         points.append(
             SweepPoint(
                 itl_ms=changed.itl_ms,
@@ -241,7 +261,7 @@ def _sweep(
                 split_kind=goodputs[best_split].kind,
                 ratio=both.ratio,
                 ratio_interval=both.ratio_interval,
-                is_known=all(goodputs[name].kind == "crossed" for name in (best_mixed, best_split)),
+                is_known=both.is_exact,
             )
         )
     return points

@@ -10,7 +10,7 @@ from splitserve.models.families.llama import LlamaLayer
 from splitserve.models.layers.attention import GroupedAttention
 from splitserve.models.layers.decoder import Decoder
 from splitserve.models.layers.experts import ExpertsMlp
-from splitserve.models.rope import read_rope
+from splitserve.models.rope import read_rope, rope_fields
 
 _THETA = 150000.0
 _YARN = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False}
@@ -24,8 +24,7 @@ def features(given: ConfigFields) -> dict[str, Any]:
         given.get(name)  # in the released files, beside fields that say the same
     has_biases = given.flag("attention_bias", default=True)
     num_layers = given.positive("num_hidden_layers")
-    rope = given.mapping("rope_parameters") or given.mapping("rope_scaling") or _YARN
-    main = read_rope(rope, given, given.number("rope_theta", _THETA))
+    main = read_rope(rope_fields(given, _YARN), given, given.number("rope_theta", _THETA))
     return {
         "head_dim": given.positive("head_dim", 64),
         "rms_norm_eps": given.number("rms_norm_eps", 1e-5),

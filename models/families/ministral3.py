@@ -7,13 +7,14 @@ from splitserve.models.families.llama import LlamaLayer
 from splitserve.models.families.mistral import window_of_all_layers
 from splitserve.models.layers.attention import GroupedAttention
 from splitserve.models.layers.decoder import Decoder
+from splitserve.models.rope import rope_fields
 
 
 def features(given: ConfigFields) -> dict[str, Any]:
     """Read what its config.json has beside the sizes."""
     check_rotated_whole(given)
     given.choice("hidden_act", ("silu",), "silu")
-    rope = ConfigFields(given.mapping("rope_parameters"))
+    rope = ConfigFields(rope_fields(given))
     return {
         "query_beta": rope.number("llama_4_scaling_beta", 0.1),
         "query_period": rope.positive("original_max_position_embeddings"),

@@ -3,10 +3,10 @@
 from typing import Any
 
 from splitserve.kernels.experts.spec import RouterSpec
-from splitserve.models.config import ConfigFields, ModelConfig
+from splitserve.models.config import ConfigFields, ModelConfig, check_rotated_whole
 from splitserve.models.experts import ExpertsSpec, check_router
-from splitserve.models.families import mistral
 from splitserve.models.families.llama import LlamaLayer
+from splitserve.models.families.mistral import window_of_all_layers
 from splitserve.models.layers.attention import GroupedAttention
 from splitserve.models.layers.decoder import Decoder
 from splitserve.models.layers.experts import ExpertsMlp
@@ -16,11 +16,13 @@ PROJECTIONS = ("w1", "w3", "w2")  # gate, up, down
 
 def features(given: ConfigFields) -> dict[str, Any]:
     """Read what its config.json has beside the sizes."""
+    check_rotated_whole(given)
+    given.choice("hidden_act", ("silu",), "silu")
     count = "num_local_experts"
     router = RouterSpec(given.positive(count, 8), given.positive("num_experts_per_tok", 2), normalised=True)
     experts = ExpertsSpec(check_router(router, experts=count), given.positive("intermediate_size"))
     return {
-        **mistral.features(given),
+        **window_of_all_layers(given),
         "rms_norm_eps": given.number("rms_norm_eps", 1e-5),
         "experts": experts,
     }

@@ -11,6 +11,8 @@ from splitserve.models.rope import read_rope
 
 def features(given: ConfigFields) -> dict[str, Any]:
     """Read what its config.json has beside the sizes."""
+    # transformers passes over it, since it takes any rope_scaling as that of full attention
+    given.without_effect("original_max_position_embeddings", None)
     theta = given.number("rope_theta", 10000.0)
     sliding_rope = given.mapping("rope_parameters").get("sliding_attention") or {}
     num_layers = given.positive("num_hidden_layers")

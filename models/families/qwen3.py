@@ -11,10 +11,15 @@ from splitserve.models.layers.decoder import Decoder
 
 def features(given: ConfigFields) -> dict[str, Any]:
     """Read what its config.json has beside the sizes."""
+    return {**qwen3_features(given), **window_of_last_layers(given)}
+
+
+def qwen3_features(given: ConfigFields) -> dict[str, Any]:
+    """Read what Qwen3 has with and without experts."""
     check_rotated_whole(given)
     given.choice("hidden_act", ("silu",), "silu")
     has_biases = given.flag("attention_bias")
-    return {"qkv_bias": has_biases, "output_bias": has_biases, **window_of_last_layers(given)}
+    return {"qkv_bias": has_biases, "output_bias": has_biases}
 
 
 def build(config: ModelConfig) -> Decoder:

@@ -3,10 +3,11 @@
 from typing import Any
 
 from splitserve.kernels.experts.spec import RouterSpec
-from splitserve.models.config import ConfigFields, ModelConfig
+from splitserve.models.config import ConfigFields, ModelConfig, full_attention_only
 from splitserve.models.experts import ExpertsSpec, check_router, layer_numbers
-from splitserve.models.families import qwen3
 from splitserve.models.families.llama import LlamaLayer
+from splitserve.models.families.mistral import window_of_all_layers
+from splitserve.models.families.qwen3 import qwen3_features
 from splitserve.models.layers.attention import GroupedAttention
 from splitserve.models.layers.decoder import Decoder
 from splitserve.models.layers.experts import ExpertsMlp
@@ -26,7 +27,16 @@ def features(given: ConfigFields) -> dict[str, Any]:
         given.positive("moe_intermediate_size", 768),
         dense_layers=dense | {index for index in range(num_layers) if (index + 1) % step},
     )
-    return {**qwen3.features(given), "experts": experts}
+    return {**qwen3_features(given), **_window(given), "experts": experts}
+
+
+def _window(given: ConfigFields) -> dict[str, Any]:
+    """Read the sliding window. Unlike Qwen3's, it is of all layers: ``max_window_layers`` has no effect."""
+    if given.flag("use_sliding_window"):
+        return window_of_all_layers(given)
+    given.get("sliding_window")
+    full_attention_only(given)
+    return {}
 
 
 def build(config: ModelConfig) -> Decoder:

@@ -101,7 +101,7 @@ class LocalClient:
 
     def _stop_launcher(self) -> None:
         """End the launcher, which ends its cluster; its process is gone when this returns, not its claim alone."""
-        record = self._folder.read()
+        record = self._folder.read_if_readable()
         launcher = None
         with suppress(psutil.NoSuchProcess):
             launcher = psutil.Process(record.launcher_pid) if record is not None and record.launcher_pid else None

@@ -51,7 +51,9 @@ def add_cluster_commands(commands: Any) -> None:
     up.set_defaults(run=_up)
     down = _add(commands, "down", "end a cluster and remove all its processes and files", _down)
     down.add_argument(
-        "--forget", action="store_true", help="forget a cluster whose Ray cluster can't be reached any more"
+        "--forget",
+        action="store_true",
+        help="forget a cluster whose Ray cluster can't be reached any more, or whose record can't be read",
     )
     status = _add(commands, "status", "show a cluster's processes and load", _status)
     shown = status.add_mutually_exclusive_group()
@@ -134,7 +136,9 @@ def _at_home_anywhere(spec: ClusterSpec, *, on_ray: str) -> ClusterSpec:
     return msgspec.structs.replace(spec, model=model)
 
 
-def _client(options: argparse.Namespace) -> Any:
+def _client(options: argparse.Namespace, *, forget: bool = False) -> Any:
+    """Return a client of the cluster that the options name. Raises :class:`ConfigError`, without ``forget`` also for a
+    record that can't be read."""
     from splitserve.orchestration.cli.client import LocalClient
     from splitserve.orchestration.control.state_folder import choose_cluster
 
@@ -143,7 +147,8 @@ def _client(options: argparse.Namespace) -> Any:
 
         return client_on_ray(options.name or DEFAULT_NAME, options.ray)
     folder = choose_cluster(options.name)
-    record = folder.read()
+    # A launcher on this machine is asked over its socket, which needs no record.
+    record = folder.read_if_readable() if forget or folder.is_claimed() else folder.read()
     if record is not None and record.ray:
         from splitserve.orchestration.ray.commands import client_on_ray
 
@@ -154,7 +159,7 @@ def _client(options: argparse.Namespace) -> Any:
 def _down(options: argparse.Namespace) -> int:
     if not options.ray and _remove_failed_start(options.name):
         return 0
-    _client(options).down(_say, forget=options.forget)
+    _client(options, forget=options.forget).down(_say, forget=options.forget)
     return 0
 
 

@@ -58,8 +58,8 @@ class RollingUpgrade:
             raise ConfigError(f"an upgrade is in progress ({done} of {total} workers replaced): wait for its end")
 
     def is_turn_of(self, name: str) -> bool:
-        """Return whether a worker is the one that is being replaced."""
-        return self.running is not None and name == self.running.old
+        """Return whether a worker is the one that is being replaced, or its successor."""
+        return self.running is not None and name in (self.running.old, self.running.successor)
 
     def makes_room(self, name: str) -> bool:
         """Return whether a worker has been asked to leave so that its successor can start under its name."""
@@ -108,6 +108,17 @@ class RollingUpgrade:
                 return []  # it is leaving
         return self._finish_turn(upgrade, now) if upgrade.successor else self._next_turn(upgrade, now)
 
+    def resume(self, now: float) -> None:
+        """Continue under another supervisor: an old worker that was asked to make room may have left meanwhile."""
+        upgrade = self.running
+        if upgrade is None or not upgrade.old or upgrade.successor:
+            return
+        old = self._roster.workers.get(upgrade.old)
+        if old is None:  # an operator drained it: the next event begins the next turn
+            upgrade.old = ""
+        elif old.phase is WorkerPhase.WAITING:
+            self._come_back_new(upgrade, now)
+
     def _finish_turn(self, upgrade: Upgrade, now: float) -> list[Action]:
         upgrade.num_replaced += 1
         upgrade.old = upgrade.successor = ""
@@ -146,10 +157,11 @@ class RollingUpgrade:
         roster.revision += 1
         if worker is None:
             return []
-        if upgrade.old == name:  # the old worker had left to make room: start it again with its old spec
-            roster.renew(worker, now)
-            return []
-        return roster.dismiss([worker], now)
+        old = roster.workers.get(upgrade.old)
+        if old is not None and old is not worker and old.wanted:
+            return roster.dismiss([worker], now)
+        roster.renew(worker, now)  # the old worker leaves or has left: start another in its place, with the old spec
+        return []
 
 
 def _check_upgradable(before: ClusterSpec, after: ClusterSpec) -> None:

@@ -222,6 +222,7 @@ class Supervisor:
                     # The action is dropped: the worker was asked already, and a second signal would end it at once.
                     self._roster.ask_to_leave(worker, now)
             self.workers[known.name] = worker
+        self._upgrades.resume(now)
 
     def names(self, phase: WorkerPhase) -> frozenset[str]:
         """Return the names of the workers in a phase."""

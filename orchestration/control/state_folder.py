@@ -11,6 +11,7 @@ ROOT is ``$SPLITSERVE_STATE_DIR``, else ``$XDG_STATE_HOME/splitserve``, else ``~
 import fcntl
 import os
 import shutil
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from splitserve.common.errors import ConfigError
 
 _ROOT_VARIABLE = "SPLITSERVE_STATE_DIR"
 _RECORD = "cluster.json"
+CLAIM_SECONDS = 0.2  # time after which a lock that is held is a launcher's, not a look of `is_claimed`
 
 
 class NameTakenError(ConfigError):
@@ -70,20 +72,28 @@ class StateFolder:
     def claim(self) -> None:
         """Claim the folder for this process, until :meth:`remove` or the process's end.
 
-        Raises :class:`ConfigError` if a cluster of that name is running, or the folder can't be created.
+        Raises :class:`ConfigError` if a cluster of that name is running or may be, or the folder can't be created.
         """
+        deadline = time.monotonic() + CLAIM_SECONDS
         while self._lock_fd is None:
             lock_fd = self._open_lock()
             try:
                 fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
                 os.close(lock_fd)
-                raise NameTakenError(self.name) from None
+                if time.monotonic() > deadline:
+                    raise NameTakenError(self.name) from None
+                time.sleep(0.005)
+                continue
             if self._is_lock(lock_fd):
                 self._lock_fd = lock_fd
             else:  # the previous holder has just removed it
                 os.close(lock_fd)
-        record = self.read()
+        try:
+            record = self.read()
+        except ConfigError:
+            self.release()
+            raise
         if record is not None and record.ray:
             self.release()
             raise NameTakenError(self.name, f"on Ray at {record.ray}")
@@ -134,11 +144,34 @@ class StateFolder:
         draft.replace(self.path / _RECORD)
 
     def read(self) -> Record | None:
-        """Return the record; None if there is none, or none that this version can read."""
+        """Return the record; None if there is none. Raises :class:`ConfigError` for one that can't be read: its cluster
+        may be running on Ray."""
+        path = self.path / _RECORD
         try:
-            return msgspec.json.decode((self.path / _RECORD).read_bytes(), type=Record)
-        except (OSError, msgspec.DecodeError):
+            return msgspec.json.decode(path.read_bytes(), type=Record)
+        except FileNotFoundError:
             return None
+        except (OSError, msgspec.DecodeError) as error:
+            raise ConfigError(
+                f"{path}, the record of cluster {self.name}, can't be read ({error}), and the cluster may run on Ray: "
+                f"end it there (splitserve down --name {self.name} --ray ADDRESS), then remove the record "
+                f"(splitserve down --name {self.name} --forget)"
+            ) from None
+
+    def read_if_readable(self) -> Record | None:
+        """Return the record; None if there is none, or none that can be read."""
+        try:
+            return self.read()
+        except ConfigError:
+            return None
+
+    def may_be_on_ray(self) -> bool:
+        """Return whether the cluster runs on Ray, or may do so because its record can't be read."""
+        try:
+            record = self.read()
+        except ConfigError:
+            return True
+        return record is not None and bool(record.ray)
 
     def discard(self) -> None:
         """Remove the claim and the record of a cluster that didn't start; only its logs stay."""
@@ -174,7 +207,7 @@ def choose_cluster(name: str) -> StateFolder:
     if name:
         chosen = [folder for folder in known if folder.name == name]
     else:
-        chosen = [folder for folder in known if folder.is_claimed() or _is_on_ray(folder)] or known
+        chosen = [folder for folder in known if folder.is_claimed() or folder.may_be_on_ray()] or known
     if len(chosen) == 1:
         return chosen[0]
     names = ", ".join(folder.name for folder in known)
@@ -185,8 +218,3 @@ def choose_cluster(name: str) -> StateFolder:
         if name
         else f"there are several clusters: give --name, one of {names}"
     )
-
-
-def _is_on_ray(folder: StateFolder) -> bool:
-    record = folder.read()
-    return record is not None and bool(record.ray)

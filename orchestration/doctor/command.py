@@ -133,7 +133,7 @@ def _on_same_machine(url: str, model: str, versions: Collection[str]) -> Iterato
 def _status_of_cluster(url: str) -> ClusterStatus | None:
     """Return the status of this user's cluster with the endpoint ``url``."""
     for folder in known_clusters():
-        record = folder.read()
+        record = folder.read_if_readable()
         if folder.is_claimed() and record is not None and not record.ray:
             try:
                 status = status_of(LocalClient(folder))

@@ -234,8 +234,7 @@ def _answers_as_ours(host: str, port: int) -> bool:
 def _dead_clusters() -> Sequence[DeadCluster]:
     found = []
     for folder in known_clusters():
-        record = folder.read()
-        if not folder.is_claimed() and (record is None or not record.ray):
+        if not folder.is_claimed() and not folder.may_be_on_ray():
             found.append(DeadCluster(folder.name, len(processes_of(folder.path))))
     return found
 

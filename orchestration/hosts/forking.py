@@ -128,6 +128,10 @@ class ForkServerLink:
         self._popen.kill()  # an import may hang; does nothing if it has ended
         self._reader.join()
 
+    def let_go(self) -> None:
+        """Close this process's copy of the control socket, which was inherited from the server's owner."""
+        self._control.close()
+
     def _read(self) -> None:
         """Read replies up to the server's end. The kernel ends its children then; wait for each of them."""
         with suppress(OSError):
@@ -210,3 +214,17 @@ def close_fork_servers() -> None:
         for server in _servers.values():
             server.close()
         _servers.clear()
+
+
+def _let_go_of_servers() -> None:
+    """Leave the servers to the process from which this one was forked: they end with that one alone."""
+    for server in _servers.values():
+        server.let_go()
+    _servers.clear()
+    _servers_lock.release()
+
+
+# The lock is held during a fork: another thread that held it would never release it in the forked process.
+os.register_at_fork(
+    before=_servers_lock.acquire, after_in_parent=_servers_lock.release, after_in_child=_let_go_of_servers
+)

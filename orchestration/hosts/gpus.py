@@ -57,7 +57,8 @@ def parse_gpus(text: str) -> list[Gpu]:
 def visible(gpus: list[Gpu], wanted: str | None) -> list[Gpu]:
     """Return the GPUs that a value of ``CUDA_VISIBLE_DEVICES`` (indices, or UUIDs that may be cut short) makes visible.
 
-    As in CUDA, entries after the first one that names no GPU don't count. None: all GPUs.
+    As in CUDA, entries after the first one that names no GPU don't count. A GPU that is named twice is one GPU. None:
+    all GPUs.
     """
     if wanted is None:
         return gpus
@@ -68,8 +69,8 @@ def visible(gpus: list[Gpu], wanted: str | None) -> list[Gpu]:
         ]
         if len(matches) != 1:
             break
-        found.append(matches[0])
-    return found
+        found += matches
+    return list(dict.fromkeys(found))
 
 
 def device_of(device: str, gpus: list[Gpu]) -> str:

@@ -81,7 +81,7 @@ class Batch:
         """Send one request after another until none is pending."""
         for index, body in pending:
             try:
-                results[index] = await self._answer(session, index, msgspec.json.encode(body))
+                results[index] = await self._answer(session, index, _encoded(index, body))
             except PromptError as error:
                 if not self._keep_going:
                     raise
@@ -109,6 +109,13 @@ class Batch:
             if now - unavailable_since > UNAVAILABLE_SECONDS:
                 raise failure
             await asyncio.sleep(RETRY_SECONDS)
+
+
+def _encoded(index: int, body: Mapping[str, Any]) -> bytes:
+    try:
+        return msgspec.json.encode(body)
+    except UnicodeEncodeError as error:
+        raise PromptError(index, f"it isn't valid Unicode: {error}") from None
 
 
 def _failure(index: int, status: int, content: bytes) -> PromptError:

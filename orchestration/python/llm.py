@@ -107,8 +107,8 @@ class LLM:
         and is raised as a :class:`PromptError`, which names the prompt's index; with ``return_errors`` the other
         prompts go on, and the errors stand where the results would.
 
-        Raises :class:`TypeError` for prompts of a wrong type, and for parameters that this method sets itself, such as
-        ``stream``, also with ``return_errors``.
+        Raises :class:`TypeError` for prompts of a wrong type, for parameters that this method sets itself, such as
+        ``stream``, and for values that JSON doesn't have, also with ``return_errors``.
         """
         _check_parameters("generate", parameters)
         wanted = _as_prompts(prompts)
@@ -209,7 +209,13 @@ def _num_running(spec: ClusterSpec) -> int:
 
 
 def _check_parameters(method: str, parameters: Mapping[str, object]) -> None:
-    """Raise :class:`TypeError` for parameters of the HTTP API that ``method`` sets itself."""
+    """Raise :class:`TypeError` for parameters of the HTTP API that ``method`` sets itself, or that JSON can't
+    express."""
+    for name, value in parameters.items():
+        try:
+            msgspec.json.encode(value)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise TypeError(f"{name} must be a value of JSON, got {_brief(value)}: {error}") from None
     if parameters.get("stream"):
         raise TypeError(
             f"stream must be False or left out, got {_brief(parameters['stream'])}: LLM.{method} returns whole "

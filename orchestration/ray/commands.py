@@ -67,7 +67,7 @@ def up_on_ray(spec: ClusterSpec, folder: StateFolder, address: str, log_level: s
 def client_on_ray(name: str, address: str) -> "RecordedClient":
     """Return a connected client. Raises :class:`ConfigError`."""
     folder = StateFolder(name)
-    record = folder.read()
+    record = folder.read_if_readable()
     if record is not None and record.ray == address and record.head_folder:
         authenticate(record.head_folder)
     return RecordedClient(name, address, folder if record is not None and record.ray == address else None)

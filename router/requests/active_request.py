@@ -6,7 +6,7 @@ import msgspec
 
 from splitserve.protocol.config import RequestClass
 from splitserve.protocol.request import SamplingParams
-from splitserve.protocol.token_ids import TokenIds
+from splitserve.protocol.token_ids import TOKEN_ID_BYTES, TokenIds
 from splitserve.router.links.worker_record import Charge
 from splitserve.router.placement.policies import RequestShape
 from splitserve.router.placement.prefix_view import PromptHashes
@@ -96,6 +96,11 @@ class ActiveRequest:
     @property
     def request_id(self) -> str:
         return self.state.request_id
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the memory that the request's prompt keeps."""
+        return TOKEN_ID_BYTES * len(self.token_ids)
 
     @property
     def priority(self) -> int:

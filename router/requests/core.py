@@ -25,7 +25,6 @@ from splitserve.protocol.messages.requests import (
     TokenDelta,
 )
 from splitserve.protocol.request import Party
-from splitserve.protocol.token_ids import TOKEN_ID_BYTES
 from splitserve.router.links.membership import Membership
 from splitserve.router.peers.peers import REPORT, Peers
 from splitserve.router.placement.next_turns import NextTurns
@@ -131,6 +130,7 @@ class RouterCore:
             self._outbox,
             self._begin,
             self.requests.num_of_tenant,
+            let_wait=self._let_wait,
             deadline_seconds=self.deadline_seconds,
             tenants=NO_TENANTS,
             is_open=not (config.classes or config.tenants_file or config.ttft_objective_ms),
@@ -170,7 +170,7 @@ class RouterCore:
         return self._outbox.take()
 
     def _on_room(self, now: float) -> None:
-        """Begin queued requests: workers have been relieved of others."""
+        """Begin queued requests: workers may have been relieved of others."""
         if len(self.gate.queue) and not self.pause.is_on:
             self.gate.pump(now)
 
@@ -181,8 +181,11 @@ class RouterCore:
 
     def _on_submit(self, event: Submit, now: float) -> None:
         request = event.request
-        num_bytes = TOKEN_ID_BYTES * len(request.token_ids)
-        self.waiting_room.arrive(request.request_id, request, num_bytes, request.arrived_at, now)
+        self.waiting_room.arrive(request.request_id, request, request.num_bytes, request.arrived_at, now)
+
+    def _let_wait(self, request: ActiveRequest, lacking: NoWorker, now: float) -> None:
+        """Let a request of the queue wait for another worker: the one that could take it is gone."""
+        self.waiting_room.keep(request.request_id, request, request.num_bytes, lacking, since=now, now=now)
 
     def _serve(self, newcomer_id: str, newcomer: Newcomer, now: float) -> NoWorker | None:
         """Answer a question or begin a request, or return why no worker can."""
@@ -215,7 +218,9 @@ class RouterCore:
     def _on_cancel(self, event: Cancel, now: float) -> None:
         request = self.requests.get(event.request_id)
         if request is None:
-            if not self.gate.leave(event.request_id):
+            if self.gate.leave(event.request_id):
+                self._on_room(now)  # others may have waited for this one only
+            else:
                 self.waiting_room.leave(event.request_id)
         else:
             self.requests.apply(request, request.state.cancel(), now)
@@ -318,6 +323,7 @@ class RouterCore:
             return
         if kind is TimerKind.QUEUE:
             self.gate.on_timer(request_id)
+            self._on_room(now)
             return
         if event.timer == TELL:
             self.pause.on_timer()

@@ -157,7 +157,7 @@ class Dispatcher:
         400 if it never fits."""
         self.core.admission.admit(count, param)
         try:
-            self.core.usage.admit(self.tenants.named(tenant), count, time.monotonic())
+            self.core.usage.admit(self.tenants.named(tenant), count, time.monotonic(), param)
         except ApiError:
             self.core.admission.release(count)
             raise

@@ -37,9 +37,9 @@ class Settlement:
     def on_tokens(self, request: ActiveRequest, count: int, now: float) -> None:
         """Count new tokens that are delivered to the client."""
         if request.charge is not None:
+            self.num_freed += request.charge.is_prefilling
             request.charge.first_token_out(now)  # of each attempt: a retry computes the prompt again
         are_first = not request.timeline.num_tokens
-        self.num_freed += are_first
         if are_first:
             self._note_first_token(request)
             self._note_prediction(request, now)

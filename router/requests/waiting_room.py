@@ -49,9 +49,14 @@ class WaitingRoom(Generic[T]):
     def arrive(self, newcomer_id: str, newcomer: T, num_bytes: int, arrived_at: float, now: float) -> None:
         """Serve a newcomer now, let it wait, or refuse it. ``num_bytes``: memory that it keeps while it waits."""
         lacking = self._serve(newcomer_id, newcomer, now)
-        if lacking is None:
-            return
-        wait_until = arrived_at + self.patience_seconds
+        if lacking is not None:
+            self.keep(newcomer_id, newcomer, num_bytes, lacking, since=arrived_at, now=now)
+
+    def keep(
+        self, newcomer_id: str, newcomer: T, num_bytes: int, lacking: NoWorker, *, since: float, now: float
+    ) -> None:
+        """Let a newcomer that no worker can serve wait, or refuse it. ``since``: the beginning of its wait."""
+        wait_until = since + self.patience_seconds
         if len(self._waiting) >= self._max_waiting:
             reason = f"{lacking.reason}, and {len(self._waiting)} requests wait for one already"
             self._outbox.put(Refuse(newcomer_id, reason))
@@ -60,7 +65,7 @@ class WaitingRoom(Generic[T]):
         elif self._is_closed or wait_until <= now:
             self._outbox.put(Refuse(newcomer_id, lacking.reason))
         else:
-            self._waiting[newcomer_id] = newcomer, num_bytes, arrived_at
+            self._waiting[newcomer_id] = newcomer, num_bytes, since
             self._num_bytes += num_bytes
             self._outbox.put(SetTimer(Timer(TimerKind.WAIT, newcomer_id), wait_until))
 

@@ -37,6 +37,18 @@ print(worker.child.pid, worker.server().pid, flush=True)
 sys.stdin.read()
 """
 
+FORKING_LAUNCHER = """
+import os, signal, sys
+from test_forking import Worker
+worker = Worker("w-0", preloaded="json")
+worker.wait_for("ready")
+if os.fork() == 0:
+    sys.exit(0)
+os.wait()
+worker.child.send_signal(signal.SIGTERM)
+print(worker.wait_for_exit())
+"""
+
 
 class Worker:
     """Child of a fork server, and its events."""
@@ -278,6 +290,13 @@ def test_server_and_workers_end_with_the_launcher() -> None:
         assert len(processes) == 2
         launcher.kill()
     wait_until(lambda: not any(is_running(one) for one in processes), lambda: str(processes))
+
+
+def test_the_end_of_a_process_forked_from_the_launcher_leaves_its_workers() -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(SUPPORT), str(Path(__file__).parent)])}
+    command = [sys.executable, "-c", FORKING_LAUNCHER]
+    launcher = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    assert launcher.stdout == "0\n"
 
 
 def test_variables_that_libraries_read_while_they_are_loaded() -> None:

@@ -38,6 +38,7 @@ def test_gpus_are_listed() -> None:
         ("GPU-bbbb", []),  # ambiguous
         ("1,7,0", [1]),  # nothing after an unknown one
         ("-1,0", []),
+        ("1,0,1,GPU-aaaa,2", [1, 0, 2]),  # each once
     ],
 )
 def test_visible_gpus(variable: str | None, indices: list[int]) -> None:

@@ -142,6 +142,15 @@ def test_failures_stand_in_the_place_of_results(endpoint: Endpoint) -> None:
     assert answers[4] == {"number": 4} and num_reported == 20
 
 
+def test_a_prompt_that_cannot_be_sent_fails_alone(endpoint: Endpoint) -> None:
+    bodies = [{"number": 0}, {"number": 1, "prompt": "a\ud800b"}, {"number": 2}]
+    settings: Any = {"concurrency": 1, "check_alive": lambda: None, "on_answer": lambda: None}
+    answers = Batch(endpoint.url, "", keep_going=True, **settings).run(bodies)
+    assert answers[::2] == [{"number": 0}, {"number": 2}] and isinstance(answers[1], PromptError)
+    with pytest.raises(PromptError, match=r"^prompt 1: it isn't valid Unicode: .* position 1: surrogates not allowed$"):
+        Batch(endpoint.url, "", keep_going=False, **settings).run(bodies)
+
+
 def test_an_answer_that_is_no_error_object_is_shown(endpoint: Endpoint) -> None:
     endpoint.behave = lambda _number, _attempt: web.Response(text="<html>", status=500)
     with pytest.raises(PromptError, match="prompt 0: status 500: <html>"):
@@ -219,6 +228,8 @@ def test_arguments_of_a_wrong_type_are_named(method: str, given: Any, words: str
         ({"return_token_ids": False}, r"^return_token_ids must be True or left out, got False"),
         ({"prompt": "b"}, r"^prompt must be left out"),
         ({"messages": []}, r"^messages must be left out"),
+        ({"stop": ["\ud800"]}, r"^stop must be a value of JSON, got \['\\ud800'\]: .*surrogates not allowed"),
+        ({"response_format": object()}, r"^response_format must be a value of JSON, got <object object at "),
     ],
 )
 @pytest.mark.parametrize("return_errors", [False, True])

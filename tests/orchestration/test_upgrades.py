@@ -74,6 +74,24 @@ def test_a_successor_that_fails_ends_the_upgrade_and_the_others_stay(room: int |
     machine.perform(machine.supervisor.scale("decode", 3, machine.now))  # no upgrade in the way
 
 
+@pytest.mark.parametrize("restart", [True, False])
+def test_a_successor_that_fails_while_its_predecessor_leaves_comes_back_with_the_old_spec(restart: bool) -> None:
+    machine = Machine(spec_of(1, 1), restart=restart)
+    machine.ready()
+    before = machine.supervisor.spec
+    machine.perform(machine.supervisor.begin_upgrade(changed(before), machine.now))
+    machine.go_on()
+    machine.ready("prefill-1")
+    assert machine.asked == {"prefill-0"}
+    machine.exit("prefill-1", 2)
+    upgrade = machine.supervisor.upgrade
+    assert upgrade is not None and upgrade.state is UpgradeState.FAILED and upgrade.problem == "prefill-1: status 2"
+    machine.leave()
+    machine.ready()
+    assert machine.names == ["decode-0", "prefill-1"]
+    assert all(spec == before for spec in machine.running.values())
+
+
 def test_a_worker_that_dies_during_an_upgrade_comes_back_as_it_was() -> None:
     machine = serving()
     before = machine.supervisor.spec
@@ -99,6 +117,26 @@ def test_an_upgrade_goes_on_after_its_supervisor_was_lost(room: int | None) -> N
         machine.ready()
     assert machine.supervisor.upgrade is not None and machine.supervisor.upgrade.state is UpgradeState.DONE
     assert machine.supervisor.upgrade.num_replaced == 4
+    assert all(spec == target for spec in machine.running.values())
+
+
+@pytest.mark.parametrize("is_drained", [False, True])
+def test_an_upgrade_goes_on_if_the_old_worker_left_while_there_was_no_supervisor(is_drained: bool) -> None:
+    machine = Machine(spec_of(2, 2), room=4)
+    machine.ready()
+    target = changed(machine.supervisor.spec)
+    machine.perform(machine.supervisor.begin_upgrade(target, machine.now))
+    assert machine.asked == {"prefill-0"}
+    machine.supervisor.workers["prefill-0"].wanted = not is_drained
+    machine.running.pop("prefill-0")
+    machine.asked.clear()
+    machine.lose_supervisor()
+    for _ in range(10):
+        machine.go_on()
+        machine.ready()
+        machine.leave()
+    assert machine.supervisor.upgrade is not None and machine.supervisor.upgrade.state is UpgradeState.DONE
+    assert len(machine.names) == 3 + (not is_drained)
     assert all(spec == target for spec in machine.running.values())
 
 

@@ -1,4 +1,4 @@
-"""A router's core beside one worker that runs few requests at a time."""
+"""A router's core beside workers that run few requests at a time: one, at first."""
 
 import random
 from typing import Any
@@ -13,7 +13,7 @@ from splitserve.router.placement.prefix_view import PrefixView
 from splitserve.router.requests.active_request import ActiveRequest, RequestContext
 from splitserve.router.requests.core import RouterCore
 from splitserve.router.requests.effects import Begun, Effect, Refuse
-from splitserve.router.requests.events import Event, FromWorker, Submit, TenantsChanged, WorkerReady
+from splitserve.router.requests.events import Event, FromWorker, Submit, TenantsChanged, WorkerLost, WorkerReady
 from splitserve.router.requests.queue.tenants import Tenant, Tenants
 
 WORKER = Party("m0", 1)
@@ -21,21 +21,31 @@ CLASSES = (RequestClass(name="chat", ttft_ms=1000), RequestClass(name="batch", t
 
 
 class FullWorker:
-    """A core whose one worker runs one request at a time."""
+    """A core whose one worker runs one request at a time. ``router``: more of the router's configuration."""
 
-    def __init__(self, *tenants: Tenant, slots: int = 1) -> None:
-        config = RouterConfig(model="m", served_model_name="m", classes=CLASSES)
+    def __init__(self, *tenants: Tenant, slots: int = 1, **router: Any) -> None:
+        config = RouterConfig(model="m", served_model_name="m", classes=CLASSES, **router)
         self.membership = membership = Membership(1e9, 60.0)
         self.core = RouterCore(config, membership, PrefixView(), random.Random(0))
         self.now = 100.0
         self.begun: list[str] = []
         self.refused: dict[str, Refuse] = {}
         self.requests: dict[str, ActiveRequest] = {}
-        info = WorkerInfo(WORKER, Role.MIXED, "tcp://m0", 1, DEFAULT_LAYOUT, 1 << 16, slots, 10_000, 100)
-        assert membership.register(WORKER, info, self.now).refusal is None
-        membership.link_up(WORKER)
-        self.handle(WorkerReady(WORKER))
+        self.join(WORKER, slots=slots)
         self.handle(TenantsChanged(Tenants(tenants)))
+
+    def join(self, worker: Party, *, slots: int = 1, max_model_len: int = 10_000, role: Role = Role.MIXED) -> None:
+        """Register a worker, and bring its link up."""
+        address = f"tcp://{worker.engine_id}"
+        info = WorkerInfo(worker, role, address, 1, DEFAULT_LAYOUT, 1 << 16, slots, max_model_len, 100)
+        assert self.membership.register(worker, info, self.now).refusal is None
+        self.membership.link_up(worker)
+        self.handle(WorkerReady(worker))
+
+    def lose(self, worker: Party) -> None:
+        """Lose a worker."""
+        self.membership.lose(worker)
+        self.handle(WorkerLost(worker, "is gone"))
 
     def handle(self, event: Event) -> list[Effect]:
         effects = self.core.handle(event, self.now)
@@ -44,16 +54,31 @@ class FullWorker:
         self.refused |= {effect.request_id: effect for effect in effects if isinstance(effect, Refuse)}
         return effects
 
-    def submit(self, request_id: str, name: str = "chat", tenant: str = "a", **context: Any) -> None:
+    def submit(
+        self,
+        request_id: str,
+        name: str = "chat",
+        tenant: str = "a",
+        *,
+        num_tokens: int = 90,
+        max_tokens: int = 10,
+        **context: Any,
+    ) -> None:
         chosen = {each.name: each for each in CLASSES}[name]
         full = RequestContext(request_class=chosen, tenant=tenant, **context)
-        request = ActiveRequest.new(request_id, [1] * 90, SamplingParams(max_tokens=10), self.now, full)
+        request = ActiveRequest.new(request_id, [1] * num_tokens, SamplingParams(max_tokens=max_tokens), self.now, full)
         self.requests[request_id] = request
         self.handle(Submit(request))
 
     def finish(self, request_id: str) -> None:
-        delta = TokenDelta(self.requests[request_id].state.key, 0, [7], finish_reason=FinishReason.STOP)
-        self.handle(FromWorker(WORKER, StepTokens([delta])))
+        self.token(request_id, finish_reason=FinishReason.STOP)
+
+    def token(self, request_id: str, finish_reason: FinishReason | None = None) -> None:
+        """Let the worker of a request send its next token."""
+        state = self.requests[request_id].state
+        assert state.placement is not None
+        delta = TokenDelta(state.key, len(state.delivered_ids), [7], finish_reason=finish_reason)
+        self.handle(FromWorker(state.placement.parties[-1], StepTokens([delta])))
 
     def finish_all(self, seconds: float = 0.0) -> list[str]:
         """Finish what runs, one after the other, until nothing waits; return the order."""

@@ -108,6 +108,7 @@ class Agreement:
     def on_report_due(self, now: float) -> None:
         self._peers.expire(now)
         self._check_all()
+        self._on_room(now)
         self._peers.set_timer(now)
         self._peers.is_urgent = True
 

@@ -21,9 +21,13 @@ from splitserve.router.requests.queue.tenants import Tenants
 
 RATE_SECONDS = 5.0
 """Time constant of the measured rate."""
+LEAST_BEGUN = 4.0
+"""Requests that the measured rate goes back to at least, however long ago they began: outputs of minutes leave minutes
+between them."""
 PREDICTED_REQUESTS = 4.0
-"""Requests that the predicted rate counts as in the beginning; it fades as time is measured. By one or two requests
-that began in a fifth of a second the rate can be a quarter of the true one, and requests would be refused for it."""
+"""Requests that the predicted rate counts as in the beginning; it fades as time is measured and requests begin. By one
+or two requests that began in a fifth of a second the rate can be a quarter of the true one, and requests would be
+refused for it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -52,8 +56,26 @@ class _Lane:
         return sum(each.cost for due, _, each in self.heap if due <= due_at and not each.is_gone)
 
 
+@dataclass(slots=True)
+class _Begun:
+    """Requests that have begun, faded: their tokens, their number, and the seconds between them."""
+
+    tokens: float = 0.0
+    number: float = 0.0
+    seconds: float = 0.0
+
+    def add(self, cost: float, seconds: float, kept: float) -> None:
+        """Add a request that began ``seconds`` after the one before; of the earlier ones a share is ``kept``."""
+        self.tokens = self.tokens * kept + cost
+        self.number = self.number * kept + 1
+        self.seconds = self.seconds * kept + seconds
+
+
 class BeginRate:
     """Tokens per second of the requests that begin, while some wait.
+
+    The greater of two means: of the last seconds, by which the rate is soon right after a change, and of the last
+    requests, which don't fade while none begins. The time since the last request counts like that between two.
 
     The first request that begins after the queue was empty counts half. On average it came in the middle of another
     one's service, so it waited for half a service: with short queues the rate would be up to twice the true one
@@ -61,32 +83,39 @@ class BeginRate:
     """
 
     def __init__(self) -> None:
-        self._tokens = 0.0
-        self._seconds = 0.0
+        self._recent = _Begun()  # in the last seconds
+        self._last = _Begun()  # in the last seconds, or the last few if these go back further
+        self._open_seconds = 0.0  # of waits since the last one
         self._at: float | None = None
         self._was_empty = True  # since the last request began
 
     def advance(self, now: float, *, is_busy: bool) -> None:
         """Count the time since the last call, if requests waited in it."""
         if self._at is not None and is_busy:
-            elapsed = max(0.0, now - self._at)
-            kept = math.exp(-elapsed / RATE_SECONDS)
-            self._tokens *= kept
-            self._seconds = self._seconds * kept + elapsed
+            self._open_seconds += max(0.0, now - self._at)
         self._was_empty = self._was_empty or not is_busy
         self._at = now
 
     def note_begun(self, cost: float) -> None:
-        self._tokens += cost / 2 if self._was_empty else cost
+        counted = cost / 2 if self._was_empty else cost
+        kept = math.exp(-self._open_seconds / RATE_SECONDS)
+        self._recent.add(counted, self._open_seconds, kept)
+        least_kept = (LEAST_BEGUN - 1.0) / max(LEAST_BEGUN, self._last.number)
+        self._last.add(counted, self._open_seconds, max(kept, least_kept))
+        self._open_seconds = 0.0
         self._was_empty = False
 
     def tokens_per_second(self, cost: float = 0.0, interval: float = 0.0) -> float:
         """Return the rate; 0.0 while it isn't known. ``interval``: predicted seconds from one request that costs so
         much to the next that begins; without it, nothing is known until requests have waited for a while."""
-        weight = PREDICTED_REQUESTS * max(0.0, 1.0 - self._seconds / RATE_SECONDS) if interval else 0.0
-        if not weight and self._seconds <= 0.1:
+        measured = min(1.0, self._last.seconds / RATE_SECONDS, self._last.number / LEAST_BEGUN)
+        weight = PREDICTED_REQUESTS * (1.0 - measured) if interval else 0.0
+        if not weight and self._last.seconds + self._open_seconds <= 0.1:
             return 0.0
-        return (self._tokens + weight * cost) / (self._seconds + weight * interval)
+        return max(
+            (begun.tokens + weight * cost) / (begun.seconds + self._open_seconds + weight * interval)
+            for begun in (self._recent, self._last)
+        )
 
 
 class FairQueue:

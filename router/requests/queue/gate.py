@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from splitserve.router.links.membership import Membership, decode_party, prefill_party
 from splitserve.router.placement.placer import Placer
-from splitserve.router.placement.policies import NoWorker, Placed
+from splitserve.router.placement.policies import NoWorker, Placed, context_limits
 from splitserve.router.requests.active_request import ActiveRequest
 from splitserve.router.requests.effects import CancelTimer, Count, Outbox, Refuse, SetTimer
 from splitserve.router.requests.events import Timer, TimerKind
@@ -28,7 +28,8 @@ MISSED_OBJECTIVES = 2.0
 
 
 class Gate:
-    """``begin`` starts a placed request; ``num_of_tenant`` counts those that run.
+    """``begin`` starts a placed request, ``let_wait`` keeps one that none of the workers takes, outside the queue;
+    ``num_of_tenant`` counts those that run.
 
     ``is_open``: nothing waits here whatever the load (no classes, no tenants)."""
 
@@ -40,6 +41,7 @@ class Gate:
         begin: Callable[[ActiveRequest, Placed, float], None],
         num_of_tenant: Counter[str],
         *,
+        let_wait: Callable[[ActiveRequest, NoWorker, float], None],
         deadline_seconds: float,
         tenants: Tenants,
         is_open: bool,
@@ -48,6 +50,7 @@ class Gate:
         self._membership = membership
         self._outbox = outbox
         self._begin = begin
+        self._let_wait = let_wait
         self._num_of_tenant = num_of_tenant
         self._deadline_seconds = deadline_seconds
         self.is_open = is_open
@@ -59,9 +62,17 @@ class Gate:
         placement = self._placer.first(request, now)
         if isinstance(placement, NoWorker):
             return placement
-        if self.is_open or (not len(self.queue) and self._has_room(request, placement, now)):
+        has_room = self.is_open or self._has_room(request, placement, now)
+        if has_room and (self.is_open or not len(self.queue)):
             self._start(request, placement, now)
             return None
+        self._enqueue(request, placement, now)
+        if has_room:  # then others may have it, too: since the last event time has passed, or a breaker has closed
+            self.pump(now)
+        return None
+
+    def _enqueue(self, request: ActiveRequest, placement: Placed, now: float) -> None:
+        """Queue a request, or refuse it by its prediction."""
         seconds = self._compute_seconds(request, placement)
         interval = seconds / self._num_alike(placement, now)
         wait = self.queue.predicted_wait(request, now, self._cost(request), interval)
@@ -70,17 +81,23 @@ class Gate:
         objective = request.context.request_class.ttft_ms / 1e3
         if objective and request.predicted_ttft_seconds > MISSED_OBJECTIVES * objective:
             self._refuse(request, objective)
-            return None
+            return
         self.queue.put(request, self._cost(request), now)
         self._outbox.put(SetTimer(_timer(request.request_id), request.arrived_at + self._deadline_seconds))
-        return None
 
     def pump(self, now: float) -> None:
-        """Begin requests of the queue while workers have room."""
+        """Begin requests of the queue while workers have room. One that none of the workers takes any more leaves the
+        queue, since others wait behind it."""
         full: set[str] = set()  # tenants for which there is no room
         while len(full) < MAX_TRIES and (request := self.queue.first(full)) is not None:
             placement = self._placer.first(request, now)
-            if isinstance(placement, NoWorker) or not self._has_room(request, placement, now):
+            if isinstance(placement, NoWorker):
+                if context_limits(self._membership.snapshot(now)) is None:
+                    return  # no worker decodes for now: the queue keeps its order
+                self.leave(request.request_id)
+                self._let_wait(request, placement, now)
+                continue
+            if not self._has_room(request, placement, now):
                 full.add(request.context.tenant)
                 continue
             self.queue.begin(request, now)
@@ -88,7 +105,7 @@ class Gate:
             self._start(request, placement, now, is_charged=True)
 
     def leave(self, request_id: str) -> bool:
-        """Take out a request whose client is gone; return False if it wasn't waiting."""
+        """Take out a request that doesn't begin; return False if it wasn't waiting."""
         if not self.queue.remove(request_id):
             return False
         self._outbox.put(CancelTimer(_timer(request_id)))
@@ -123,7 +140,8 @@ class Gate:
             f"the first token is predicted after {predicted:.1f} s, more than {MISSED_OBJECTIVES:g} times the "
             f"{objective:g} s that are the objective of class {name}"
         )
-        retry_after = max(1, math.ceil(predicted - objective))
+        # Within the deadline all that wait now have begun, or are refused.
+        retry_after = max(1, math.ceil(min(predicted - objective, self._deadline_seconds)))
         self._outbox.put(Refuse(request.request_id, reason, retry_after))
         self._outbox.put(Count("class_requests", (name, request.context.tenant, "refused")))
 

@@ -25,10 +25,14 @@ class TenantUsage:
         self._num_tokens: dict[str, int] = {}  # used here, of tenants with a limit
         self.in_flight_elsewhere: Mapping[str, int] = {}  # at other routers, by tenant
 
-    def admit(self, tenant: Tenant, count: int, now: float) -> None:
-        """Count ``count`` more requests. Raises :class:`ApiError` 429 with the time to wait beyond a limit."""
-        usage = self._of(tenant, now)
+    def admit(self, tenant: Tenant, count: int, now: float, param: str | None = None) -> None:
+        """Count ``count`` more requests. Raises :class:`ApiError` 429 with the time to wait beyond a limit, 400 if so
+        many never fit."""
         most = tenant.max_requests_in_flight
+        if most and count > most:
+            message = f"{count} outputs in one request (prompts times n); at most {most} of {tenant.name} fit"
+            raise ApiError(400, message, param=param)
+        usage = self._of(tenant, now)
         num_in_flight = usage.num_in_flight + self.in_flight_elsewhere.get(tenant.name, 0)
         if most and num_in_flight + count > most:
             message = f"{num_in_flight} requests of {tenant.name} are in flight and {most} are allowed: try again"

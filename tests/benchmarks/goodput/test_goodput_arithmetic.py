@@ -183,6 +183,33 @@ def test_an_arm_that_held_no_rate_is_not_the_better_one() -> None:
     assert "holds less than 50 requests/s: the probes don't tell whether that is more than" in sentence(verdict)
 
 
+@pytest.mark.parametrize(
+    ("other", "rates", "words"),
+    [
+        ("2M@64", (2.0,), "the probes don't tell whether"),  # as a run that --max-seconds ended leaves it
+        ("2M@64", (9.0,), "the probes don't tell whether"),  # less than 9
+        ("2M@64", (4.0,), "the probes don't tell whether"),  # less than 4, and 1P1D holds 3.9
+        ("2M@64", (3.5,), "at least 11% more than"),  # less than 3.5
+        ("2M@64", (2.0, 3.0, 4.0), "30% more than"),
+        ("1P1D:cost", (2.0,), "at least 30% more than"),
+        ("1P1D:cost", (9.0,), "at least 30% more than"),
+        ("1P1D:cost", (2.0, 3.0, 4.0), "30% more than"),
+    ],
+)
+def test_another_arm_that_is_only_bounded_may_be_the_best(other: str, rates: tuple[float, ...], words: str) -> None:
+    """2M holds 3 requests/s, and so would ``other``; 1P1D holds 3.9."""
+    arms = {name: parse_arm(name) for name in ("2M", "1P1D", other)}
+    probes = {
+        "2M": [Probe(rate, outcome(1.0, 20.0 * rate / 3.0)) for rate in (2.0, 3.0, 4.0)],
+        "1P1D": [Probe(rate, outcome(1.0, 20.0 * rate / 3.9)) for rate in (2.0, 3.9, 4.0)],
+        other: [Probe(rate, outcome(1.0, 20.0 * rate / 3.0)) for rate in rates],
+    }
+    verdict = judge(arms, probes, OBJECTIVES, seed=0)
+    assert f": {words} " in sentence(verdict)
+    [point] = [point for point in verdict.sweep if point.itl_ms == pytest.approx(OBJECTIVES.itl_ms)]
+    assert point.is_known == (words == "30% more than")
+
+
 def test_the_losing_region_follows_from_the_same_probes() -> None:
     verdict = judged(mixed_itl=10.0, split_itl=5.0)
     known = [point for point in verdict.sweep if point.is_known]
