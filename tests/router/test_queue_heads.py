@@ -1,5 +1,6 @@
 """The queue begins what can begin, whatever its head waits for; and predicts waits where requests seldom begin."""
 
+from collections import Counter
 from collections.abc import Iterator
 
 import pytest
@@ -91,9 +92,14 @@ def test_a_deadline_in_the_queue_lets_others_begin(held: FullWorker) -> None:
     assert held.begun == ["runs", "second"] and held.refused.keys() == {"first"}
 
 
-def test_a_newcomer_that_finds_room_lets_those_before_it_begin(held: FullWorker) -> None:
+def test_a_newcomer_that_finds_room_lets_those_before_it_begin_unless_an_end_will(
+    held: FullWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
     held.submit("third", "batch")
-    assert held.begun == ["runs", "first"] and queued(held) == ["second", "third"]
+    assert held.begun == ["runs"] and queued(held) == ["first", "second", "third"]
+    monkeypatch.setattr(held.core.gate, "_num_of_tenant", Counter())  # as if nothing ran here any more
+    held.submit("fourth", "batch")
+    assert held.begun == ["runs", "first"] and queued(held) == ["second", "third", "fourth"]
 
 
 def test_a_request_begins_when_a_router_that_filled_the_worker_falls_silent() -> None:

@@ -67,7 +67,7 @@ class Gate:
             self._start(request, placement, now)
             return None
         self._enqueue(request, placement, now)
-        if has_room:  # then others may have it, too: since the last event time has passed, or a breaker has closed
+        if has_room and not any(self._num_of_tenant.values()):  # no end of another request will let the first one begin
             self.pump(now)
         return None
 
