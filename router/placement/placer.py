@@ -45,7 +45,7 @@ class Limits(msgspec.Struct, frozen=True, gc=False):
 
 
 class Readiness(msgspec.Struct, frozen=True, gc=False):
-    """Whether requests can be served now.
+    """Answer to whether requests can be served now.
 
     A router becomes ready when the policy finds its workers, and they are connected. Then it stays ready while a worker
     that decodes can serve alone: what the policy lacks is in ``reason`` nevertheless.

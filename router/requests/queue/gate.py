@@ -62,12 +62,11 @@ class Gate:
         placement = self._placer.first(request, now)
         if isinstance(placement, NoWorker):
             return placement
-        has_room = self.is_open or self._has_room(request, placement, now)
-        if has_room and (self.is_open or not len(self.queue)):
+        if self.is_open or (not len(self.queue) and self._has_room(request, placement, now)):
             self._start(request, placement, now)
             return None
         self._enqueue(request, placement, now)
-        if has_room and not any(self._num_of_tenant.values()):  # no end of another request will let the first one begin
+        if not any(self._num_of_tenant.values()):  # no end of another request will let the first one begin
             self.pump(now)
         return None
 
