@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable
 
 from starlette.requests import ClientDisconnect, Request
 
+from splitserve.protocol.config import RequestClass
 from splitserve.router.http.access.api_key import tenant_of
 from splitserve.router.http.access.content_type import check_json
 from splitserve.router.http.access.request_id import reading_of, request_id_of, trace_of
@@ -19,6 +20,7 @@ from splitserve.router.http.served_model import ServedModel
 from splitserve.router.placement.placer import Limits
 from splitserve.router.requests.active_request import RequestContext
 from splitserve.router.requests.dispatcher import ClientGoneError, Dispatcher
+from splitserve.router.requests.queue.tenants import OWN
 from splitserve.router.text.preparation import Preparation
 
 CLASS_HEADER = "x-request-class"
@@ -101,13 +103,16 @@ class Serving:
         if len(session) > MAX_SESSION_CHARS:
             message = f"{SESSION_HEADER} has {len(session)} characters; at most {MAX_SESSION_CHARS} are allowed"
             raise ApiError(400, message, param="session_id", code="invalid_value")
+        priority = _priority(headers.get(PRIORITY_HEADER)) if body.priority is None else body.priority
+        request_class, tenant = self.dispatcher.classes.of(name), tenant_of(request)
+        _check_rank(priority, request_class, tenant)
         return RequestContext(
             client_id=request_id_of(request),
             cache_salt=body.cache_salt or "",
-            priority=_priority(headers.get(PRIORITY_HEADER)) if body.priority is None else body.priority,
+            priority=priority,
             session=session,
-            request_class=self.dispatcher.classes.of(name),
-            tenant=tenant_of(request),
+            request_class=request_class,
+            tenant=tenant,
             is_probe=_is_probe(headers.get(ROUTE_HEADER)),
             read_at=reading_of(request),
             trace=trace_of(request),
@@ -139,6 +144,17 @@ def _priority(given: str | None) -> int | None:
         f"{MAX_PRIORITY - 1}"
     )
     raise ApiError(400, message, param="priority", code="invalid_value")
+
+
+def _check_rank(priority: int | None, request_class: RequestClass, tenant: str) -> None:
+    """Raise :class:`ApiError` 400 where a tenant's request would come before the others of its class, and so before
+    those of other tenants, whatever their shares."""
+    if priority is not None and priority < request_class.priority and tenant != OWN:
+        message = (
+            f"priority is {priority}; a request with a tenant's key can have {request_class.priority}, the priority of "
+            f"class {request_class.name}, or a higher number, which begins later"
+        )
+        raise ApiError(400, message, param="priority", code="invalid_value")
 
 
 def _is_probe(route: str | None) -> bool:

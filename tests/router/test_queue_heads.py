@@ -12,8 +12,11 @@ from splitserve.protocol.placement.step_model import StepModel
 from splitserve.protocol.request import Party, Role
 from splitserve.router.http.api_error import ApiError
 from splitserve.router.peers import peers
+from splitserve.router.placement.policies import NoWorker, Placed
+from splitserve.router.requests.active_request import ActiveRequest
 from splitserve.router.requests.events import Cancel, FromRouter, MeetRouters, Timer, TimerFired, TimerKind
 from splitserve.router.requests.queue.fair_queue import BeginRate
+from splitserve.router.requests.queue.gate import TRIES_OF_TENANT
 from splitserve.router.requests.queue.tenants import Tenant
 from splitserve.router.requests.queue.usage import TenantUsage
 
@@ -42,18 +45,42 @@ def test_a_request_that_no_worker_takes_any_more_does_not_keep_others_waiting() 
     assert not full.core.timers()
 
 
-def test_a_request_whose_worker_is_gone_begins_when_another_one_comes() -> None:
+def test_a_request_that_waits_for_its_own_worker_lets_others_begin_elsewhere() -> None:
     full = FullWorker()
     full.join(OTHER, max_model_len=4_000)
     full.submit("runs", "batch", num_tokens=9_000)
-    full.submit("long", "batch", num_tokens=9_000)
-    full.submit("short", "batch")
-    assert full.begun == ["runs"], "a tenant's requests keep their order"
+    full.submit("long0", "batch", num_tokens=9_000)
+    full.submit("short0", "batch")
+    assert full.begun == ["runs", "short0"], "the other worker was idle"
+    full.submit("long1", "batch", num_tokens=9_000)
+    full.submit("short1", "batch")
+    assert full.begun == ["runs", "short0"] and queued(full) == ["long0", "long1", "short1"]
+    full.handle(Cancel("short0"))
+    assert full.begun == ["runs", "short0", "short1"] and queued(full) == ["long0", "long1"]
     full.lose(WORKER)
-    assert full.begun == ["runs", "short"] and not queued(full)
     full.handle(Cancel("runs"))
     full.join(RESTARTED)
-    assert full.begun == ["runs", "short", "long"]
+    assert full.begun == ["runs", "short0", "short1", "long0"], "the first in the queue is the first to be tried"
+
+
+def test_only_a_few_of_those_who_wait_for_a_worker_are_tried_at_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    full = FullWorker()
+    full.join(OTHER, max_model_len=4_000)
+    full.submit("runs", "batch", num_tokens=9_000)
+    full.submit("elsewhere", "batch")
+    for number in range(20):
+        full.submit(f"long{number}", "batch", num_tokens=9_000)
+    full.submit("short", "batch")
+    tried = Counter[str]()
+    place = full.core.placer.first
+
+    def first(request: ActiveRequest, now: float) -> Placed | NoWorker:
+        tried[request.request_id] += 1
+        return place(request, now)
+
+    monkeypatch.setattr(full.core.placer, "first", first)
+    full.handle(Cancel("elsewhere"))
+    assert tried == {f"long{number}": 1 for number in range(TRIES_OF_TENANT)}
 
 
 def test_requests_keep_their_places_while_no_worker_decodes() -> None:

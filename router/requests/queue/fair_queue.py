@@ -12,8 +12,9 @@ of the rate, after higher priorities.
 import heapq
 import itertools
 import math
-from collections.abc import Container
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 
 from splitserve.router.requests.active_request import ActiveRequest
 from splitserve.router.requests.queue.classes import USUAL_TTFT_SECONDS
@@ -51,6 +52,17 @@ class _Lane:
         while self.heap and self.heap[0][2].is_gone:
             heapq.heappop(self.heap)
         return self.heap[0][2] if self.heap else None
+
+    def in_order(self) -> Iterator[Waiting]:
+        """Yield the requests by their deadlines. Only as much of the heap is ordered as is asked for."""
+        found = [(self.heap[0][:2], 0)] if self.heap else []
+        while found:
+            _, place = heapq.heappop(found)
+            if not self.heap[place][2].is_gone:
+                yield self.heap[place][2]
+            for child in (2 * place + 1, 2 * place + 2):
+                if child < len(self.heap):
+                    heapq.heappush(found, (self.heap[child][:2], child))
 
     def cost_before(self, due_at: float) -> float:
         return sum(each.cost for due, _, each in self.heap if due <= due_at and not each.is_gone)
@@ -150,18 +162,14 @@ class FairQueue:
         lane.cost += cost
         self._by_id[request.request_id] = waiting, lane
 
-    def first(self, skipped: Container[str] = ()) -> ActiveRequest | None:
-        """Return the request that is next, of tenants that aren't ``skipped``; None if none waits."""
+    def in_order(self, num_each: int) -> Iterator[ActiveRequest]:
+        """Yield the waiting requests in the order in which they are to begin as things stand, of each tenant at most
+        ``num_each`` of one priority. The queue may not change meanwhile."""
         for priority in sorted(self._lanes):
-            lanes = self._lanes[priority]
-            names = [name for name, lane in lanes.items() if name not in skipped and lane.first() is not None]
-            if names:
-                # Among equals the one whose request is due first.
-                name = min(names, key=lambda name: (self._start(name), lanes[name].heap[0][:2]))
-                waiting = lanes[name].first()
-                assert waiting is not None
-                return waiting.request
-        return None
+            lanes = {name: lane for name, lane in self._lanes[priority].items() if lane.first() is not None}
+            # Among equals the one whose request is due first.
+            for name in sorted(lanes, key=lambda name: (self._start(name), lanes[name].heap[0][:2])):
+                yield from (waiting.request for waiting in islice(lanes[name].in_order(), num_each))
 
     def begin(self, request: ActiveRequest, now: float) -> None:
         """Take out a request that begins now, and charge its tenant."""

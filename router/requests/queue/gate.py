@@ -8,6 +8,7 @@ the rest, where deadlines and shares decide.
 import math
 from collections import Counter
 from collections.abc import Callable
+from itertools import islice
 
 from splitserve.router.links.membership import Membership, decode_party, prefill_party
 from splitserve.router.placement.placer import Placer
@@ -22,7 +23,8 @@ AHEAD_SECONDS = 0.05
 """Predicted seconds of prompts that a worker still has when it is given the next one: enough to never be idle."""
 RESERVED_SHARE = 1 / 8
 """Share of a worker's slots that tenants with more than their share of the running requests leave to the others."""
-MAX_TRIES = 4  # tenants whose next requests are tried before the rest waits for room
+MAX_TRIES = 8  # requests that are tried before all wait for room
+TRIES_OF_TENANT = 4
 MISSED_OBJECTIVES = 2.0
 """A request is refused if its predicted TTFT exceeds its objective so many times."""
 
@@ -62,7 +64,7 @@ class Gate:
         placement = self._placer.first(request, now)
         if isinstance(placement, NoWorker):
             return placement
-        if self.is_open or (not len(self.queue) and self._has_room(request, placement, now)):
+        if self.is_open or self._may_begin_at_once(request, placement, now):
             self._start(request, placement, now)
             return None
         self._enqueue(request, placement, now)
@@ -85,23 +87,27 @@ class Gate:
         self._outbox.put(SetTimer(_timer(request.request_id), request.arrived_at + self._deadline_seconds))
 
     def pump(self, now: float) -> None:
-        """Begin requests of the queue while workers have room. One that none of the workers takes any more leaves the
-        queue, since others wait behind it."""
-        full: set[str] = set()  # tenants for which there is no room
-        while len(full) < MAX_TRIES and (request := self.queue.first(full)) is not None:
+        """Begin requests of the queue while workers have room. One that waits for its own worker lets those behind it
+        begin at others; one that none of the workers takes any more leaves the queue."""
+        while len(self.queue) and self._any_room(now) and self._begin_next(now):
+            pass
+
+    def _begin_next(self, now: float) -> bool:
+        """Begin the first request that finds room; return False if none does, or all wait for a worker that decodes."""
+        for request in islice(self.queue.in_order(TRIES_OF_TENANT), MAX_TRIES):
             placement = self._placer.first(request, now)
             if isinstance(placement, NoWorker):
                 if context_limits(self._membership.snapshot(now)) is None:
-                    return  # no worker decodes for now: the queue keeps its order
+                    return False  # the queue keeps its order
                 self.leave(request.request_id)
                 self._let_wait(request, placement, now)
-                continue
-            if not self._has_room(request, placement, now):
-                full.add(request.context.tenant)
-                continue
-            self.queue.begin(request, now)
-            self._outbox.put(CancelTimer(_timer(request.request_id)))
-            self._start(request, placement, now, is_charged=True)
+                return True
+            if self._has_room(request, placement, now):
+                self.queue.begin(request, now)
+                self._outbox.put(CancelTimer(_timer(request.request_id)))
+                self._start(request, placement, now, is_charged=True)
+                return True
+        return False
 
     def leave(self, request_id: str) -> bool:
         """Take out a request that doesn't begin; return False if it wasn't waiting."""
@@ -158,6 +164,22 @@ class Gate:
         if self._exceeds_share(request.context.tenant):
             num_slots -= int(RESERVED_SHARE * num_slots)
         return decode.num_requests_of_all < num_slots and prefill.queue_seconds(now) <= AHEAD_SECONDS
+
+    def _may_begin_at_once(self, request: ActiveRequest, placement: Placed, now: float) -> bool:
+        """Return whether a newcomer finds room that none of those who wait wants: they leave no worker idle that they
+        could take."""
+        is_idle = all(
+            record is not None and not record.num_requests_of_all
+            for record in map(self._membership.get, (prefill_party(placement), decode_party(placement)))
+        )
+        return (is_idle or not len(self.queue)) and self._has_room(request, placement, now)
+
+    def _any_room(self, now: float) -> bool:
+        """Return whether some worker would take a prompt, and some worker an output."""
+        usable = self._membership.usable(now)
+        return any(record.queue_seconds(now) <= AHEAD_SECONDS for record in usable) and any(
+            record.num_requests_of_all < max(1, record.info.max_num_seqs) for record in usable
+        )
 
     def _exceeds_share(self, tenant: str) -> bool:
         """Return whether a tenant has more than its share of the requests that run."""
