@@ -19,9 +19,9 @@ from splitserve.common.model_files import MAX_CONFIG_BYTES, check_token_id, end_
 from splitserve.models.experts import ExpertsSpec
 from splitserve.models.families.defaults import with_class_defaults
 from splitserve.models.families.registry import WITH_TEXT
-from splitserve.models.fields import MAX_POSITIONS, RECURRENT_KINDS, ConfigFields
+from splitserve.models.fields import RECURRENT_KINDS, ConfigFields
 from splitserve.models.latent import LatentSizes
-from splitserve.models.rope import LongScaling, Rope, RopeScaling, YarnScaling, read_rope, rope_fields
+from splitserve.models.rope import LongScaling, Rope, RopeScaling, YarnScaling, longest_context, read_rope, rope_fields
 from splitserve.models.text_model import has_family, named_architecture, text_config
 from splitserve.models.weights.checkpoint import weights_version
 from splitserve.models.weights.stored_dtype import stored_dtype
@@ -246,12 +246,10 @@ def _rope(given: ConfigFields) -> Rope:
 
 
 def _num_positions(config: ModelConfig) -> int:
-    """Return the longest context. YaRN is often added to a config.json whose max_position_embeddings stays as it was:
-    then the context is the original one, stretched by the factor."""
     positions, scaling = config.max_position_embeddings, config.rope_scaling
     if not isinstance(scaling, YarnScaling):
         return positions
-    return max(positions, min(int(scaling.factor * scaling.original_max_position_embeddings), MAX_POSITIONS))
+    return longest_context(positions, scaling.factor, scaling.original_max_position_embeddings)
 
 
 def _check(config: ModelConfig) -> None:

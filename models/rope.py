@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 
 from splitserve.common.errors import CheckpointError
 from splitserve.common.model_files import shown
-from splitserve.models.fields import ConfigFields
+from splitserve.models.fields import MAX_POSITIONS, ConfigFields
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +125,12 @@ def _yarn(fields: ConfigFields, outer: ConfigFields) -> YarnScaling:
         truncate=fields.flag("truncate", default=True),
         attention_factor=attention_factor,
     )
+
+
+def longest_context(positions: int, factor: float, original: int) -> int:
+    """Return the longest context under YaRN. It is often added to a config.json whose ``positions`` stay as they were:
+    then the context is the ``original`` one, stretched by the factor."""
+    return max(positions, min(int(factor * original), MAX_POSITIONS))
 
 
 def mscale(factor: float, scale: float) -> float:

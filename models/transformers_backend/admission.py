@@ -13,6 +13,7 @@ from splitserve.common.errors import CheckpointError
 from splitserve.common.model_files import MAX_CONFIG_BYTES, few, read_json_object, shown
 from splitserve.models.config import ModelConfig, TransformersSizes
 from splitserve.models.fields import RECURRENT_KINDS, ConfigFields
+from splitserve.models.rope import longest_context
 from splitserve.models.transformers_backend.proof import LayerFacts, ModelFacts, prove
 from splitserve.models.transformers_backend.self_test import check_small_copy
 
@@ -129,7 +130,7 @@ def described(model_class: Any, config: Any, dtype: str) -> ModelConfig:
         head_dim=head_dim + head_dim % 2,  # kernels rotate halves, if by nothing
         intermediate_size=getattr(text, "intermediate_size", None) or text.hidden_size,
         vocab_size=facts.vocab_size,
-        max_position_embeddings=getattr(text, "max_position_embeddings", None) or 2048,
+        max_position_embeddings=_num_positions(text),
         window=next((window for window in windows if window is not None), None),
         sliding_layers=tuple(layer for layer, window in enumerate(windows) if window is not None),
         attention_scale=first.scale,
@@ -143,6 +144,16 @@ def described(model_class: Any, config: Any, dtype: str) -> ModelConfig:
         dtype=dtype,
         transformers=_sizes(facts, text),
     )
+
+
+def _num_positions(text: Any) -> int:
+    """Return the longest context of a model whose rotations have been computed, so that their fields are sound."""
+    positions = getattr(text, "max_position_embeddings", None) or 2048
+    for parameters in _all_rotations(getattr(text, "rope_parameters", None)):
+        factor, original = parameters.get("factor"), parameters.get("original_max_position_embeddings")
+        if parameters.get("rope_type") == "yarn" and factor and original:
+            positions = longest_context(positions, factor, original)
+    return positions
 
 
 def _check_alike(layers: tuple[LayerFacts, ...]) -> None:

@@ -173,6 +173,17 @@ def test_a_family_comes_first(tmp_path: Path) -> None:
     assert load_model_config(path, "transformers").backend == "transformers"
 
 
+def test_yarn_stretches_contexts_that_the_config_does_not_name(tmp_path: Path) -> None:
+    yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 64}
+    changes = {"max_position_embeddings": 64, "rope_parameters": yarn}
+    path = write_transformers_model(tmp_path / "llama", "LlamaForCausalLM", **changes)
+    assert load_model_config(path, "transformers").max_position_embeddings == 512
+    prompts = [list(range(100, 200)), list(range(5, 75))]
+    own = CoreWorker(path, kv_bytes=8 << 20, backend="transformers").run(prompts, MAX_TOKENS)
+    references = transformers_greedy(path, prompts, MAX_TOKENS)
+    assert all(reference.agrees(tokens) for reference, tokens in zip(references, own, strict=True))
+
+
 REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     "BloomForCausalLM": ({}, "it computes attention by itself"),
     "MptForCausalLM": ({"d_model": 64, "n_heads": 4, "n_layers": 2}, "it computes attention by itself"),
