@@ -1,10 +1,12 @@
 """Launch parameters of mixtures of experts: tuned (:mod:`splitserve.kernels.tuning.parameters`), else a default."""
 
-from dataclasses import dataclass
+import functools
+from dataclasses import dataclass, replace
 from math import inf
 
 import torch
 
+from splitserve.kernels.fp8.weight import GROUP as FP8_GROUP
 from splitserve.kernels.tuning.parameters import shape_key, tuned
 
 OPERATION = "experts"
@@ -40,10 +42,34 @@ class _Defaults:
     tiles: tuple[tuple[float, ExpertLaunch], ...]  # with the most pairs of an expert, on average
 
 
+_PAIRS = ExpertLaunch(1, 4, 1024, 2, 1024)
 _PLAIN = _Defaults(
     4,
-    ExpertLaunch(1, 4, 1024, 2, 1024),
-    ((16, ExpertLaunch()), (64, ExpertLaunch(32, 64, 64, 128, 64)), (inf, ExpertLaunch(128, 64, 64, 128, 64, 8))),
+    _PAIRS,
+    (
+        (16, ExpertLaunch(16, 64, 128, 128, 128, 4, 4)),
+        (24, ExpertLaunch(32, 128, 64, 256, 64, 8, 4)),
+        (72, ExpertLaunch(64, 128, 64, 256, 64, 8, 4)),
+        (inf, ExpertLaunch(128, 128, 64, 256, 64, 8, 4)),
+    ),
+)
+_FLOAT32 = _Defaults(  # whose products are no matrix instructions
+    4,
+    _PAIRS,
+    (
+        (16, ExpertLaunch(16, 16, 128, 64, 128)),
+        (64, ExpertLaunch(32, 32, 64, 128, 64)),
+        (inf, ExpertLaunch(128, 32, 64, 128, 64, 8)),
+    ),
+)
+_FP8 = _Defaults(
+    4,
+    _PAIRS,
+    (
+        (16, ExpertLaunch(16, 64, 128, 256, 128, 8, 3)),
+        (48, ExpertLaunch(32, 64, 128, 128, 128, 4, 4)),
+        (inf, ExpertLaunch(64, 64, 128, 128, 128, 4, 4)),
+    ),
 )
 _PACKED = _Defaults(
     8,
@@ -56,20 +82,61 @@ _PACKED = _Defaults(
 )
 
 
+_BY_DTYPE = {torch.float32: _FLOAT32, torch.float8_e4m3fn: _FP8, torch.uint8: _PACKED}
+
+
 def experts_key(dtype: torch.dtype, *, num_experts: int, top_k: int, hidden_size: int, inner_size: int) -> str:
     """Return the key of a layer's shape; ``dtype``: of the weights."""
     return shape_key(dtype, experts=num_experts, top_k=top_k, hidden=hidden_size, inner=inner_size)
 
 
-def expert_launch(key: str, *, num_experts: int, top_k: int, num_tokens: int, is_packed: bool) -> ExpertLaunch:
+def expert_launch(
+    key: str, *, num_experts: int, top_k: int, num_tokens: int, dtype: torch.dtype, device: torch.device
+) -> ExpertLaunch:
     """Return the tuned parameters, else a default: tiles about as high as an expert has pairs on average.
 
-    ``is_packed``: the weights are in MXFP4.
+    ``dtype``: of the weights; uint8 stands for MXFP4. Of tiles of other weights, parameters that ``device`` has no room
+    for are changed to the next that fit.
     """
-    defaults = _PACKED if is_packed else _PLAIN
+    defaults = _BY_DTYPE.get(dtype, _PLAIN)
     average = num_tokens * top_k // num_experts
     if num_tokens <= defaults.few_tokens:
         default = defaults.pairs
     else:
         default = next(launch for most, launch in defaults.tiles if average <= most)
-    return tuned(default, OPERATION, key, num_tokens)
+    launch = tuned(default, OPERATION, key, num_tokens)
+    return launch if launch.block_m == 1 or dtype == torch.uint8 else fitted(launch, dtype, shared_bytes(device))
+
+
+def fitted(launch: ExpertLaunch, dtype: torch.dtype, num_shared_bytes: int) -> ExpertLaunch:
+    """Return the parameters, or those nearest to them with which the sums of a tile fit into registers, and the rows
+    that are loaded ahead into shared memory."""
+    # With scales each thread has a second sum, of the group at hand
+    most_sums = 32 * launch.num_warps * (64 if dtype == torch.float8_e4m3fn else 128)
+    while launch.block_n > 16 and 2 * launch.block_n * launch.block_m > most_sums:
+        launch = replace(launch, block_n=launch.block_n // 2)
+    while launch.down_block_n > 16 and launch.down_block_n * launch.block_m > most_sums:
+        launch = replace(launch, down_block_n=launch.down_block_n // 2)
+    while launch.num_stages > 2 and _loaded_bytes(launch, dtype) > num_shared_bytes:
+        launch = replace(launch, num_stages=launch.num_stages - 1)
+    return launch
+
+
+def _loaded_bytes(launch: ExpertLaunch, dtype: torch.dtype) -> int:
+    columns = (FP8_GROUP, FP8_GROUP) if dtype == torch.float8_e4m3fn else (launch.block_k, launch.down_block_k)
+    rows = (launch.block_m + 2 * launch.block_n, launch.block_m + launch.down_block_n)
+    # Instructions of a warp, for tiles below 64 rows, have their operands in registers when they begin
+    num_blocks = launch.num_stages - (launch.block_m < 64)
+    return num_blocks * dtype.itemsize * max(row * column for row, column in zip(rows, columns, strict=True))
+
+
+@functools.cache
+def shared_bytes(device: torch.device) -> int:
+    """Return the shared memory that a program can have on ``device``."""
+    if device.type != "cuda":
+        return 1 << 40  # Triton's interpreter
+    from triton.runtime import driver
+
+    index = torch.cuda.current_device() if device.index is None else device.index
+    num_bytes: int = driver.active.utils.get_device_properties(index)["max_shared_mem"]
+    return num_bytes

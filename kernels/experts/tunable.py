@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from splitserve.kernels.experts.launch import MAX_STREAMED, ExpertLaunch, expert_launch, experts_key
+from splitserve.kernels.experts.launch import MAX_STREAMED, ExpertLaunch, expert_launch, experts_key, fitted
 from splitserve.kernels.experts.mxfp4 import dequantised
 from splitserve.kernels.experts.reference import LoopedExperts, route
 from splitserve.kernels.experts.shared_expert import SharedExpert
@@ -35,11 +35,12 @@ _COUNTED_OF_PACKED = ("down_num_stages", "down_split_k")
 _SCALE = 120  # of groups in MXFP4: 2 ** (120 - 127)
 _STARTS = (
     ExpertLaunch(1, 4, 1024, 2, 1024),
-    ExpertLaunch(16, 32, 128, 64, 128),
-    ExpertLaunch(32, 64, 64, 128, 64),
-    ExpertLaunch(64, 64, 64, 128, 64),
-    ExpertLaunch(128, 64, 64, 128, 64, num_warps=8),
-    ExpertLaunch(128, 128, 64, 256, 64, num_warps=8),
+    ExpertLaunch(16, 64, 128, 128, 128, num_stages=4),
+    ExpertLaunch(32, 64, 128, 128, 128),
+    ExpertLaunch(32, 128, 64, 256, 64, num_warps=8, num_stages=4),
+    ExpertLaunch(64, 64, 128, 128, 128, num_stages=4),
+    ExpertLaunch(64, 128, 64, 256, 64, num_warps=8, num_stages=4),
+    ExpertLaunch(128, 128, 64, 256, 64, num_warps=8, num_stages=4),
 )
 
 _PACKED_STARTS = tuple(
@@ -127,7 +128,7 @@ class ExpertsCase:
         if not best:
             default = expert_launch(
                 self._key, num_experts=self._router.num_experts, top_k=self._router.top_k, num_tokens=self._rows,
-                is_packed=self._is_mxfp4,
+                dtype=self._weights[0].gate_up.dtype, device=self._x.device,
             )  # fmt: skip
             starts = dict.fromkeys((default, *(_PACKED_STARTS if self._is_mxfp4 else _STARTS)))
             return [asdict(launch) for launch in starts if self._fits(launch)]
@@ -157,12 +158,7 @@ class ExpertsCase:
         blocks = (launch.block_n, launch.block_k, launch.down_block_n, launch.down_block_k)
         if not (16 <= launch.block_m <= 128 and all(16 <= block <= 256 for block in blocks)):
             return False
-        block_k, down_block_k = (FP8_GROUP, FP8_GROUP) if self._is_fp8 else (launch.block_k, launch.down_block_k)
-        columns = max(
-            (launch.block_m + launch.block_n) * block_k, (launch.block_m + launch.down_block_n) * down_block_k
-        )
-        item_bytes = 1 if self._is_fp8 else self._x.element_size()
-        return launch.num_stages * columns * item_bytes <= _MAX_SHARED_BYTES
+        return fitted(launch, self._weights[0].gate_up.dtype, _MAX_SHARED_BYTES) == launch
 
     def _is_streamed(self, launch: ExpertLaunch) -> bool:
         return self._is_mxfp4 and launch.block_m <= MAX_STREAMED and self._x.dtype == torch.bfloat16

@@ -54,7 +54,12 @@ class TritonExperts:
             inner_size=own.inner_size,
         )
         return expert_launch(
-            key, num_experts=own.num_experts, top_k=top_k, num_tokens=num_tokens, is_packed=own.is_mxfp4
+            key,
+            num_experts=own.num_experts,
+            top_k=top_k,
+            num_tokens=num_tokens,
+            dtype=own.gate_up.dtype,
+            device=x.device,
         )
 
     def _sums(

@@ -117,22 +117,21 @@ def _gate_up_kernel(
     pairs = tl.load(pairs_ptr + tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M))
     has_pair = pairs < num_pairs
     tokens = tl.where(has_pair, pairs // TOP_K, 0).to(tl.int64)
-    outputs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    has_output = outputs < INNER
-    safe = tl.where(has_output, outputs, 0)
-    gate_rows = expert * 2 * INNER + (safe * 2 if INTERLEAVED else safe)
-    up_rows = gate_rows + (1 if INTERLEAVED else INNER)
-    zeros = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-    x_at, x_scales_at = x_ptr + tokens * HIDDEN, x_scales_ptr + tokens * GROUPS
-    gate_scales, up_scales = weight_scales_ptr + gate_rows * GROUPS, weight_scales_ptr + up_rows * GROUPS
-    gate = _tile(x_at, weight_ptr + gate_rows * HIDDEN, x_scales_at, gate_scales, zeros, HIDDEN, BLOCK_K, IS_FP8)
-    up = _tile(x_at, weight_ptr + up_rows * HIDDEN, x_scales_at, up_scales, zeros, HIDDEN, BLOCK_K, IS_FP8)
+    local = tl.program_id(0) * 2 * BLOCK_N + tl.arange(0, 2 * BLOCK_N)  # an output's gate, then its up
+    safe = tl.where(local < 2 * INNER, local, 0)
+    weight_rows = expert * 2 * INNER + (safe if INTERLEAVED else safe // 2 + safe % 2 * INNER)
+    total = _tile(
+        x_ptr + tokens * HIDDEN, weight_ptr + weight_rows * HIDDEN, x_scales_ptr + tokens * GROUPS,
+        weight_scales_ptr + weight_rows * GROUPS, tl.zeros((BLOCK_M, 2 * BLOCK_N), dtype=tl.float32), HIDDEN, BLOCK_K,
+        IS_FP8,
+    )  # fmt: skip
     if HAS_BIAS:
-        gate += tl.load(bias_ptr + gate_rows).to(tl.float32)[None, :]
-        up += tl.load(bias_ptr + up_rows).to(tl.float32)[None, :]
+        total += tl.load(bias_ptr + weight_rows).to(tl.float32)[None, :]
+    gate, up = tl.split(tl.reshape(total, (BLOCK_M, BLOCK_N, 2)))  # neighbours, which one thread has
     inner = activate(gate, up, limit, sigmoid_factor, up_offset, HAS_LIMIT, FUNCTION)
+    outputs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     at = out_ptr + tl.where(has_pair, pairs, 0).to(tl.int64)[:, None] * INNER + outputs[None, :]
-    tl.store(at, inner.to(out_ptr.dtype.element_ty), mask=has_pair[:, None] & has_output[None, :])
+    tl.store(at, inner.to(out_ptr.dtype.element_ty), mask=has_pair[:, None] & (outputs < INNER)[None, :])
 
 
 @triton.jit

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from splitserve.kernels.triton.launch import overlapped, wait
 
-_CHUNK = 1024  # pairs that a program looks at together
+_CHUNK = 4096  # pairs that a program looks at together
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +36,8 @@ def sort_pairs(experts: Tensor, first: int, num_experts: int, block_m: int) -> S
     chunk = min(_CHUNK, triton.next_power_of_2(num_pairs))
     _place_kernel[(num_experts + 1,)](
         experts, pairs, tile_experts, num_pairs, num_tiles, first, num_experts,
-        COUNTS=triton.next_power_of_2(num_experts + 1), BLOCK_M=block_m, CHUNK=chunk, num_warps=4,
-        **overlapped(experts.device),
+        COUNTS=triton.next_power_of_2(num_experts + 1), BLOCK_M=block_m, CHUNK=chunk,
+        num_warps=4 if chunk <= 1024 else 8, **overlapped(experts.device),
     )  # fmt: skip
     return SortedPairs(pairs, tile_experts, block_m)
 

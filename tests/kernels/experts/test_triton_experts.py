@@ -300,10 +300,25 @@ def test_fp8_in_blocks(block_m: int) -> None:
 def test_few_tokens_are_not_sorted() -> None:
     from splitserve.kernels.experts.launch import expert_launch
 
-    def sizes(counts: tuple[int, ...], is_packed: bool) -> list[int]:
-        return [
-            expert_launch("", num_experts=8, top_k=2, num_tokens=count, is_packed=is_packed).block_m for count in counts
-        ]
+    def sizes(counts: tuple[int, ...], dtype: torch.dtype) -> list[int]:
+        of_model = {"num_experts": 8, "top_k": 2, "dtype": dtype, "device": torch.device("cpu")}
+        return [expert_launch("", num_tokens=count, **of_model).block_m for count in counts]
 
-    assert sizes((1, 4, 5, 200, 5000), is_packed=False) == [1, 1, 16, 32, 128]
-    assert sizes((1, 8, 9, 200, 5000), is_packed=True) == [1, 1, 16, 32, 64]
+    assert sizes((1, 4, 5, 100, 200, 5000), torch.bfloat16) == [1, 1, 16, 64, 64, 128]
+    assert sizes((1, 4, 5, 100, 200, 5000), torch.float8_e4m3fn) == [1, 1, 16, 32, 64, 64]
+    assert sizes((1, 8, 9, 200, 5000), torch.uint8) == [1, 1, 16, 32, 64]
+
+
+def test_tiles_fit_into_a_device() -> None:
+    from splitserve.kernels.experts.launch import ExpertLaunch, fitted
+
+    large = ExpertLaunch(128, 128, 64, 256, 64, num_warps=8, num_stages=4)
+    assert fitted(large, torch.bfloat16, 4 * 49152) == large
+    assert fitted(large, torch.bfloat16, 4 * 49152 - 1) == replace(large, num_stages=3)
+    assert fitted(large, torch.bfloat16, 99 << 10).num_stages == 2, "an L40S has so much"
+    few_threads = fitted(replace(large, num_warps=4), torch.bfloat16, 1 << 20)
+    assert (few_threads.block_n, few_threads.down_block_n) == (64, 128), "128 sums for each thread"
+    scaled = fitted(large, torch.float8_e4m3fn, 1 << 20)
+    assert (scaled.block_n, scaled.down_block_n) == (64, 128), "with scales, each thread has two of each sum"
+    low = ExpertLaunch(16, 64, 256, 128, 128, num_stages=5)
+    assert fitted(low, torch.bfloat16, 227 << 10).num_stages == 4, "one of them is in registers"
