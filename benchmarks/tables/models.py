@@ -1,4 +1,4 @@
-"""Tables of the measured models' steps on one GPU, with default options, at the newest commit that has them. Pure."""
+"""Tables of the measured models' steps on one GPU, with default options, at the newest commits that have them. Pure."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -13,9 +13,10 @@ CONTEXT = 1024
 HEADERS = ("model", *(f"decode {each}" for each in BATCHES), *(f"prefill {each}" for each in PROMPTS), "runs")
 CONDITIONS = (
     "Random weights in the models' shapes, default options, idle, CUDA graphs, without HTTP; of each model the "
-    "newest commit that measured both phases. Decode: a greedy step of so many sequences with contexts of "
-    f"{CONTEXT:,} tokens each: the fastest and the slowest round in milliseconds, and the floor as a share of the "
-    "median round. The floor is the time in which a large copy on the same GPU moves as many bytes as weights and "
+    "newest commit that measured both phases; what it left out is that of the newest one before. Decode: a greedy "
+    f"step of so many sequences with contexts of {CONTEXT:,} tokens each: the fastest and the slowest round in "
+    "milliseconds, and the floor as a share of the median round. The floor is the time in which a large copy on the "
+    "same GPU moves as many bytes as weights and "
     "KV have that the step must read. Of a mixture of experts it counts those that a few other steps of the same "
     "run chose; a share above 100% says that the measured steps chose fewer. Prefill: likewise, and the floating-"
     "point operations per second as a share of those of a large matrix product."
@@ -34,10 +35,17 @@ def step_rows(runs: Sequence[Run]) -> Rows:
     rows = []
     for shape, measured in _by_shape(runs):
         cells = {run: (_decode(run, shape, GREEDY), _prefill(run, shape)) for run in measured}
-        if not (found := _of_newest(run for run, (decode, prefill) in cells.items() if decode and prefill)):
+        both = [run for run, (decode, prefill) in cells.items() if decode and prefill]
+        decode, prefill, found = dict[int, Any](), dict[int, Any](), list[Run]()
+        while both:  # what a commit left out is that of the one before
+            newest = _of_newest(both)
+            both = [run for run in both if run not in newest]
+            more = {each: cell for run in newest for each, cell in cells[run][0].items() if each not in decode}
+            others = {each: cell for run in newest for each, cell in cells[run][1].items() if each not in prefill}
+            if (more.keys() & set(BATCHES)) or (others.keys() & set(PROMPTS)):
+                decode, prefill, found = decode | more, prefill | others, [*newest, *found]
+        if not found:
             continue
-        decode = {batch: cell for run in found for batch, cell in cells[run][0].items()}
-        prefill = {tokens: cell for run in found for tokens, cell in cells[run][1].items()}
         texts = [_timed(decode.get(batch), "floor_share") for batch in BATCHES]
         texts += [_timed(prefill.get(tokens), "gemm_share") for tokens in PROMPTS]
         rows.append([shape, *texts, cited(found)])
