@@ -116,6 +116,8 @@ def _encoded(index: int, body: Mapping[str, Any]) -> bytes:
         return msgspec.json.encode(body)
     except UnicodeEncodeError as error:
         raise PromptError(index, f"it isn't valid Unicode: {error}") from None
+    except TypeError as error:  # a message may have values of any type
+        raise PromptError(index, f"it isn't JSON: {error}") from None
 
 
 def _failure(index: int, status: int, content: bytes) -> PromptError:

@@ -4,6 +4,9 @@ A failure before the first byte is an HTTP error; a later one is an error event 
 The response's head waits for the first token, so that most failures still get a status. A client that disconnects
 cancels its requests, streamed or not.
 
+The first prompt is submitted before anything is sent, the others while the answer goes on: each waits until there is
+room for it at the workers.
+
 A stream has an event per token, however workers packed them into messages, and however many the router handles at once.
 A stream without tokens for a while sends comments, so that clients and proxies don't take its connection for dead: once
 the stream has begun, or while a request waits for a worker that replaces a lost one.
@@ -83,9 +86,10 @@ class GenerationResponse(Response):
         self._return_route = return_route
         self._continuous_usage = continuous_usage
         self._context = context
-        self._inbox = Inbox()
+        self._inbox = Inbox(num_known=0)
         self._later: list[tuple[int, Update]] = []  # updates that have been taken, behind a failure
-        self._requests: list[ActiveRequest] = []
+        self._requests: list[ActiveRequest] = []  # those that have begun
+        self._submission: asyncio.Task[ApiError | None] | None = None  # of the prompts after the first one
         self._num_open = len(prompts)
         self._num_running = len(prompts)  # in the core, those that haven't begun included
         self._num_streamed = 0  # tokens of chunks with usage
@@ -107,7 +111,10 @@ class GenerationResponse(Response):
             await send_json(send, error.status, self._format.error_body(error), error.headers())
         finally:
             watcher.cancel()
-            del self._watcher  # its error will name a frame that has this response: a cycle for the garbage collector
+            if self._submission is not None:
+                self._submission.cancel()
+            # Their errors will name frames that have this response: cycles for the garbage collector.
+            del self._watcher, self._submission
             for request in self._requests:
                 self._dispatcher.cancel(request)
             self._dispatcher.release(len(self._prompts), self._context.tenant)
@@ -136,18 +143,37 @@ class GenerationResponse(Response):
         self._inbox.put(0, NOTHING)
 
     async def _submit(self) -> None:
-        for index, prompt in self._first_choices():
-            request = await self._dispatcher.submit_in_time(
-                index,
-                prompt.token_ids,
-                prompt.sampling,
-                self._inbox,
-                self._arrived_at,
-                watch_client=lambda: self._watcher,
-                context=self._context.of_prompt(index),
-                num_choices=prompt.num_choices,
-            )
-            self._requests += (request, *request.siblings)
+        first, *others = self._first_choices()
+        await self._begin(*first)
+        if others:
+            self._submission = asyncio.create_task(self._submit_others(others))
+            self._submission.add_done_callback(lambda _: self._inbox.put(0, NOTHING))  # it may have been refused
+
+    async def _submit_others(self, prompts: Sequence[tuple[int, Prompt]]) -> ApiError | None:
+        """Submit the prompts in order; return the error if one is refused."""
+        try:
+            for index, prompt in prompts:
+                await self._begin(index, prompt)
+        except ClientGoneError:  # which ends the answer by itself
+            return None
+        except ApiError as error:
+            return error
+        return None
+
+    async def _begin(self, index: int, prompt: Prompt) -> None:
+        """Begin a prompt's choices, the first of which has this index, once workers have room for them."""
+        request = await self._dispatcher.submit_in_time(
+            index,
+            prompt.token_ids,
+            prompt.sampling,
+            self._inbox,
+            self._arrived_at,
+            watch_client=lambda: self._watcher,
+            context=self._context.of_prompt(index),
+            num_choices=prompt.num_choices,
+        )
+        self._requests += (request, *request.siblings)
+        self._inbox.introduce(len(self._requests))
 
     def _first_choices(self) -> list[tuple[int, Prompt]]:
         """Return the first choice of each prompt, with its index."""
@@ -168,10 +194,14 @@ class GenerationResponse(Response):
         return updates, None
 
     def _error_after(self, failed: tuple[int, Failure] | None) -> ApiError | None:
-        """Return the error that ends the answer; none if the choice that failed had ended already, at a stop string."""
-        if failed is None or self._prompts[failed[0]].choice.finish_reason is not None:
+        """Return the error that ends the answer: of a choice that failed, unless it had ended already, at a stop
+        string, or of a prompt that was refused."""
+        if failed is not None and self._prompts[failed[0]].choice.finish_reason is None:
+            return error_of_failure(failed[1])
+        if self._submission is None or not self._submission.done():
             return None
-        return error_of_failure(failed[1])
+        submission, self._submission = self._submission, None
+        return submission.result()
 
     async def _take_prompt_scores(self, index: int, logprobs: Logprobs) -> None:
         """Make the JSON of a prompt's log-probabilities, between which other requests get their turns."""
@@ -287,11 +317,16 @@ class GenerationResponse(Response):
 
     def _events(self, index: int, update: Update, opened: set[int]) -> bytes:
         """Return the events of an update, after those that open its choice."""
+        opening = b"" if index in opened else self._opening(index)
         events = [self._chunk(index, addition) for addition in self._additions(index, update)]
-        if events and index not in opened:
-            opened.add(index)
-            events.insert(0, self._format.opening(index))
-        return b"".join(events)
+        if not events:
+            return b""
+        opened.add(index)
+        return opening + b"".join(events)
+
+    def _opening(self, index: int) -> bytes:
+        extra = {"usage": self._usage_after(index, Piece("", (), None)).as_json()} if self._continuous_usage else {}
+        return self._format.opening(index, extra)
 
     def _additions(self, index: int, update: Update) -> Iterator[Piece | Texts]:
         """Yield what the tokens of an update add to a choice, as if each of them had come alone."""
@@ -332,11 +367,11 @@ class GenerationResponse(Response):
         return sum(len(prompt.token_ids) for _, prompt in self._first_choices())  # a prompt counts once
 
     def _usage(self) -> Usage:
-        firsts = self._first_choices()
+        firsts = [index for index, _ in self._first_choices() if index < len(self._requests)]
         return Usage(
             prompt_tokens=self._num_prompt_tokens,
             completion_tokens=sum(prompt.num_output_tokens for prompt in self._prompts),
-            cached_tokens=sum(self._requests[index].state.num_cached_tokens for index, _ in firsts),
+            cached_tokens=sum(self._requests[index].state.num_cached_tokens for index in firsts),
         )
 
     def _route(self, request: ActiveRequest) -> dict[str, Any]:

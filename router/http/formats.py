@@ -64,8 +64,8 @@ class Format(ABC):
         """Return the events that begin a stream; ``usage`` has the prompt's tokens only."""
         return b""
 
-    def opening(self, index: int) -> bytes:  # noqa: ARG002
-        """Return the events that precede a choice's first chunk."""
+    def opening(self, index: int, extra: dict[str, Any]) -> bytes:  # noqa: ARG002
+        """Return the events that precede a choice's first chunk; ``extra`` as for :meth:`chunk`."""
         return b""
 
     @abstractmethod
@@ -123,7 +123,8 @@ class ChoicesFormat(ChunksFormat):
         if not extra and _has_text_only(piece) and not self._return_token_ids:
             before, after = self._frames.get(index) or self._frame(index)
             return before + _encoder.encode(piece.text) + after
-        if piece.parts is not None and not (piece.parts or piece.finish_reason or self._return_token_ids):
+        has_more = piece.finish_reason or self._return_token_ids or scores_of(piece)
+        if piece.parts is not None and not (piece.parts or has_more):
             return b""  # the text so far belongs to no part yet
         return self._chunk(index, piece, extra)
 
@@ -248,9 +249,9 @@ class ChatFormat(ChoicesFormat):
         super().__init__(model, **options)
         self._cut_calls = CutCalls(stop_token_ids)
 
-    def opening(self, index: int) -> bytes:
+    def opening(self, index: int, extra: dict[str, Any]) -> bytes:
         choice = self._choice(index, None) | {"delta": {"role": "assistant", "content": ""}}
-        return self._event([choice], {})
+        return self._event([choice], extra)
 
     def _reason(self, index: int, piece: Piece) -> str | None:
         is_cut = self._cut_calls.push(index, piece)

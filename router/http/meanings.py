@@ -63,5 +63,6 @@ MEANINGS = {
     "system": "a system message before the conversation",
     "stop_sequences": "texts that end the answer",
     "thinking": "whether to reason",
+    "output_config": "form of the answer, and how much to reason",
     "cache_control": "not used: the prefix cache needs no marks",
 }

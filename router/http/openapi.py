@@ -33,7 +33,7 @@ ERRORS = {
     405: "The path has no such method",
     408: "The headers or the body took too long",
     413: "The body is too large",
-    415: "The body isn't application/json",
+    415: "The body isn't application/json, or is compressed",
     429: "Too many requests are in flight",
     431: "The request line and the headers are too large",
     500: "A bug, whose traceback is in the router's log",

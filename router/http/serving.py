@@ -2,7 +2,8 @@
 
 import asyncio
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 
 from starlette.requests import ClientDisconnect, Request
 
@@ -94,6 +95,17 @@ class Serving:
         except BaseException:
             self.dispatcher.release(count, context.tenant)
             raise
+
+    @contextmanager
+    def slot(self, request: Request) -> Iterator[None]:
+        """Hold a slot among the requests in flight, all and the tenant's, while the router computes an answer itself.
+        Raises :class:`ApiError` 429."""
+        tenant = tenant_of(request)
+        self.dispatcher.admit(1, tenant=tenant)
+        try:
+            yield
+        finally:
+            self.dispatcher.release(1, tenant)
 
     def context_of(self, request: Request, body: GenerationRequest) -> RequestContext:
         """Return the properties that a request has beside its prompt and its sampling. Raises :class:`ApiError` 400."""

@@ -4,7 +4,7 @@ import asyncio
 import secrets
 from array import array
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from msgspec.structs import replace
@@ -67,6 +67,8 @@ class Preparation:
         self._constraints = constraints
         self._response_format = response_format
         self._pool = ThreadPoolExecutor(_TOKENIZER_THREADS, thread_name_prefix="tokenizer")
+        # For texts that are only converted: prompts don't wait behind them.
+        self._conversion_pool = ThreadPoolExecutor(1, thread_name_prefix="conversion")
         self._encoder = tokenizer.encoder(self._pool)
 
     def start(self) -> None:
@@ -75,7 +77,8 @@ class Preparation:
 
     def close(self) -> None:
         self._encoder.close()
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._pool, self._conversion_pool):
+            pool.shutdown(wait=False, cancel_futures=True)
 
     async def completion(self, request: CompletionRequest, limits: Limits, *, param: str = "prompt") -> list[Prompt]:
         """Return the prompts of a body, whose field ``param`` has them."""
@@ -146,11 +149,11 @@ class Preparation:
                 raise ApiError(400, message, param="prompt", code="too_many_tokens")
             return list(encoding.ids)
 
-        return await self._run(encode, len(text))
+        return await _run(self._conversion_pool, encode, len(text))
 
     async def text_of(self, token_ids: Sequence[int]) -> str:
         """Return the text of tokens, special ones included."""
-        return await self._run(lambda: self._tokenizer.decode(token_ids), len(token_ids))
+        return await _run(self._conversion_pool, lambda: self._tokenizer.decode(token_ids), len(token_ids))
 
     def strings_of(self, token_ids: Sequence[int]) -> list[str]:
         """Return each token's own string, as the vocabulary has it."""
@@ -173,7 +176,7 @@ class Preparation:
 
         chars_per_token = ASCII_CHARS_PER_TOKEN if text.isascii() else OTHER_CHARS_PER_TOKEN
         if len(text) > chars_per_token * (max_model_len + CUT_WORD_TOKENS):
-            await self._run(lambda: self._refuse_hopeless(text, max_model_len, param), len(text))
+            await _run(self._pool, lambda: self._refuse_hopeless(text, max_model_len, param), len(text))
         token_ids = await self._encoder.encode(text, add_special_tokens=add_special_tokens, check=check)
         _room(len(token_ids), max_model_len, param)
         return token_ids
@@ -185,11 +188,6 @@ class Preparation:
             room -= max(0, num_tokens - CUT_WORD_TOKENS)
             if room < 0:
                 raise _too_many(param, max_model_len)
-
-    async def _run(self, work: Callable[[], Result], num_chars: int) -> Result:
-        if num_chars <= MAX_INLINE_CHARS:
-            return work()
-        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
 
     def _choices(
         self,
@@ -259,6 +257,13 @@ class Preparation:
         elif isinstance(request, CompletionRequest):
             form = echo = CompletionLogprobs(texts, self._tokenizer.detokenizer(skip_special_tokens=skips_special))
         return ChoiceScores(wanted, token_ids, text or "", form, texts, echo=echo)
+
+
+async def _run(pool: Executor, work: Callable[[], Result], num_chars: int) -> Result:
+    """Return the result of ``work`` on so many characters, which ``pool`` does if they are many."""
+    if num_chars <= MAX_INLINE_CHARS:
+        return work()
+    return await asyncio.get_running_loop().run_in_executor(pool, work)
 
 
 def _drawing(request: GenerationRequest) -> dict[str, Any]:

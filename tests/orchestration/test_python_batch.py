@@ -142,12 +142,19 @@ def test_failures_stand_in_the_place_of_results(endpoint: Endpoint) -> None:
     assert answers[4] == {"number": 4} and num_reported == 20
 
 
-def test_a_prompt_that_cannot_be_sent_fails_alone(endpoint: Endpoint) -> None:
-    bodies = [{"number": 0}, {"number": 1, "prompt": "a\ud800b"}, {"number": 2}]
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("a\ud800b", "it isn't valid Unicode: .* position 1: surrogates not allowed"),
+        (object(), "it isn't JSON: Encoding objects of type object is unsupported"),
+    ],
+)
+def test_a_prompt_that_cannot_be_sent_fails_alone(endpoint: Endpoint, content: object, said: str) -> None:
+    bodies = [{"number": 0}, {"number": 1, "messages": [{"role": "user", "content": content}]}, {"number": 2}]
     settings: Any = {"concurrency": 1, "check_alive": lambda: None, "on_answer": lambda: None}
     answers = Batch(endpoint.url, "", keep_going=True, **settings).run(bodies)
     assert answers[::2] == [{"number": 0}, {"number": 2}] and isinstance(answers[1], PromptError)
-    with pytest.raises(PromptError, match=r"^prompt 1: it isn't valid Unicode: .* position 1: surrogates not allowed$"):
+    with pytest.raises(PromptError, match=f"^prompt 1: {said}$"):
         Batch(endpoint.url, "", keep_going=False, **settings).run(bodies)
 
 

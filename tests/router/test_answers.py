@@ -30,22 +30,29 @@ class Letters:
         return ""
 
 
-async def answered(stream: bool, updates: list[tuple[int, Update]], num_prompts: int = 1) -> bytes:
-    """Return the answer to prompts with the stop string ".", whose updates are all there at once."""
+async def answered(
+    stream: bool, updates: list[tuple[int, Update]], num_prompts: int = 1, *, refused: int | None = None
+) -> bytes:
+    """Return the answer to prompts with the stop string ".", whose updates are all there at once. The prompt
+    ``refused`` is refused a while after those before it have begun."""
+    timeline = SimpleNamespace(on_written=lambda _: None)
+    request = SimpleNamespace(state=SimpleNamespace(num_cached_tokens=0), timeline=timeline, siblings=())
+
+    async def submit(index: int, *_: Any, **__: Any) -> Any:
+        if index == refused:
+            await asyncio.sleep(0.01)
+            raise ApiError(429, "there is no room", code="overloaded")
+        return request
+
     protocol = SimpleNamespace(stream_keep_alive_seconds=0)
-    dispatcher: Any = SimpleNamespace(finish_at_stop_string=lambda _: None, config=SimpleNamespace(protocol=protocol))
+    dispatcher: Any = SimpleNamespace(
+        finish_at_stop_string=lambda _: None, config=SimpleNamespace(protocol=protocol), submit_in_time=submit
+    )
     prompts = [
         Prompt(array("i", [1]), SamplingParams(max_tokens=9), Choice(Letters(), ["."]))  # type: ignore[arg-type]
         for _ in range(num_prompts)
     ]
     response = GenerationResponse(dispatcher, prompts, CompletionFormat("m"), arrived_at=0.0, stream=stream)
-    timeline = SimpleNamespace(on_written=lambda _: None)
-    request: Any = SimpleNamespace(state=SimpleNamespace(num_cached_tokens=0), timeline=timeline)
-
-    async def submit() -> None:
-        response._requests += [request] * num_prompts
-
-    response._submit = submit  # type: ignore[method-assign]
     for index, update in updates:
         response._inbox.put(index, update)
     sent: list[Any] = []
@@ -78,3 +85,27 @@ def test_a_failure_before_the_stop_string_ends_the_answer() -> None:
     assert raised.value.status == 503
     body = asyncio.run(answered(True, updates))
     assert b"error" in body and b'finish_reason":"stop' not in body
+
+
+BEGIN = (0, Update(array("i", [0])))
+
+
+@pytest.mark.parametrize("updates", [[BEGIN], [BEGIN, (0, Update(array("i", [2]))), (0, LOST)]])
+def test_the_refusal_of_a_later_prompt_ends_the_answer(updates: list[tuple[int, Update]]) -> None:
+    with pytest.raises(ApiError) as raised:
+        asyncio.run(answered(False, updates, 3, refused=1))
+    assert raised.value.status == 429
+    body = asyncio.run(answered(True, updates, 3, refused=1))
+    assert b'"text":"a"' in body and body.count(b"there is no room") == 1 and body.endswith(b"data: [DONE]\n\n")
+
+
+def test_a_stream_that_has_not_begun_is_refused_with_a_status() -> None:
+    with pytest.raises(ApiError) as raised:
+        asyncio.run(answered(True, [], 2, refused=1))
+    assert raised.value.status == 429
+
+
+def test_updates_of_a_prompt_wait_until_its_submission_is_known() -> None:
+    updates = [(1, Update(array("i", [0]))), (1, Update(array("i", [1, 2]))), (0, Update(array("i", [2])))]
+    body = asyncio.run(answered(False, updates, 2))
+    assert b'"text":"ab"' in body and body.count(b'"finish_reason":"stop"') == 2

@@ -178,6 +178,29 @@ def test_their_neutral_values_are_accepted(post, path):
     assert post(path, n=1, return_token_ids=False) == (200, {})
     assert post(RESPONSES, max_tokens=8) == (200, {})
     assert post(MESSAGES, stream=True, stream_options={"include_usage": True}) == (200, {})
+    assert post(MESSAGES, speed="standard", workspace_id=None) == post(RESPONSES, image=None) == (200, {})
+
+
+@pytest.mark.parametrize(
+    ("path", "field", "sent_back"),
+    [
+        (RESPONSES, "input", [CALL_ITEM, {"role": "user", "content": "a"}]),
+        (RESPONSES, "input", [{"role": "user", "content": [{"type": "input_text", "text": "a"}]}]),
+        (MESSAGES, "messages", [*QUESTION, {"role": "assistant", "content": [TOOL_USE]}, RESULT]),
+    ],
+)
+def test_fields_of_other_servers_are_left_out_only_if_they_are_null(post, path, field, sent_back):
+    first = next(part for message in sent_back for part in _parts_of(message))
+    for value, expected in ((None, 200), (False, 400)):
+        given = json.loads(json.dumps(sent_back).replace(json.dumps(first), json.dumps(first | {"caller_id": value})))
+        status, error = post(path, **{field: given})
+        assert status == expected, error
+    assert error["message"].split()[0].endswith(".caller_id") and " is unknown; allowed there: " in error["message"]
+
+
+def _parts_of(message):
+    content = message.get("content")
+    return (content if isinstance(content, list) else []) if "role" in message else [message]
 
 
 @pytest.mark.parametrize("given", ["three", ["nothing", "three"]])
@@ -198,6 +221,7 @@ def test_max_tokens_alone_bounds_a_response(served, writer):
 
 FORMAT = {"type": "json_schema", "name": "a", "schema": BAD_SCHEMA}
 CHAT_FORMAT = {"type": "json_schema", "json_schema": {"name": "a", "schema": BAD_SCHEMA}}
+OUTPUT = {"type": "json_schema", "schema": BAD_SCHEMA}
 OBJECT = {"type": "json_object"}
 
 
@@ -241,6 +265,9 @@ OBJECT = {"type": "json_object"}
             "response_format and text.format are both set",
         ),
         (RESPONSES, {"input": "a b " * 5000}, "input", "input has"),
+        (MESSAGES, {"output_config": {"format": OUTPUT}}, "", "output_config.format.schema can't be used"),
+        (MESSAGES, {"output_config": {"format": OUTPUT}, "response_format": OBJECT}, "", "response_format and output_"),
+        (MESSAGES, {"response_format": CHAT_FORMAT}, "", "response_format.json_schema.schema can't be used"),
     ],
 )
 def test_errors_name_the_fields_that_the_client_sent(post, path, fields, param, words):

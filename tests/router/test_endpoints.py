@@ -5,6 +5,7 @@ import json
 import pytest
 
 from router_harness import ready, served_router, write_model_dir
+from router_streams import Stream
 from splitserve.benchmarks.router.worker_script import default_script
 from splitserve.protocol.request import Role
 from waiting import wait_until
@@ -23,6 +24,22 @@ def served(tmp_path_factory):
         pair = [workers.start(f"{role[0]}0", role, script, max_model_len=256) for role in (Role.PREFILL, Role.DECODE)]
         ready(process)
         yield process, pair, tokenizer
+
+
+@pytest.fixture(scope="module")
+def served_to_tenants(tmp_path_factory):
+    """A router whose tenants ``a`` and ``b`` may have one request in flight, and ``a`` has it."""
+    path = tmp_path_factory.mktemp("tenants")
+    write_model_dir(path / "tiny")
+    limits = ", ".join(f"{{name: {name}, keys: [key-of-{name}], max_requests_in_flight: 1}}" for name in "ab")
+    (path / "tenants.yaml").write_text(f"tenants: [{limits}]")
+    with served_router(path / "tiny", tenants_file=str(path / "tenants.yaml")) as (process, workers):
+        workers.start("m0", Role.MIXED, default_script(tokens_per_message=1, token_seconds=1e6))
+        ready(process)
+        stream = Stream(process, key="key-of-a")
+        stream.read_until("[50]")
+        yield process
+        stream.socket.close()
 
 
 @pytest.fixture
@@ -83,6 +100,23 @@ def test_messages_to_the_tokens_of_the_chat(router):
 def test_bad_input_of_the_tokenizer(router, path, fields, param):
     status, _, answer = router.post(path, **fields)
     assert status == 400 and answer["error"]["param"] == param and param in answer["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/tokenize", {"prompt": "a"}),
+        ("/detokenize", {"tokens": [50]}),
+        ("/v1/messages/count_tokens", {"messages": QUESTION}),
+    ],
+)
+def test_conversions_count_among_the_requests_of_a_tenant(served_to_tenants, path, body):
+    status, headers, answer = served_to_tenants.request("POST", path, body, Authorization="Bearer key-of-a")
+    assert status == 429 and "1 requests of a are in flight and 1 are allowed" in answer["error"]["message"]
+    assert headers["retry-after"]
+    for _ in range(2):
+        assert served_to_tenants.request("POST", path, body, Authorization="Bearer key-of-b")[0] == 200
+    assert served_to_tenants.metric("splitserve_requests_in_flight") == 1
 
 
 # ---- /v1/generate ----
@@ -163,11 +197,15 @@ def test_a_salt_that_is_too_long_is_refused(router):
 # ---- usage ----
 
 
-def test_each_chunk_has_the_usage_so_far(router):
+@pytest.mark.parametrize(
+    ("path", "asked"), [("/v1/completions", {"prompt": [40, 41]}), ("/v1/chat/completions", {"messages": QUESTION})]
+)
+def test_each_chunk_has_the_usage_so_far(router, path, asked):
     options = {"include_usage": True, "continuous_usage_stats": True}
-    _, _, text = router.post("/v1/completions", prompt=[40, 41], max_tokens=4, stream=True, stream_options=options)
+    _, _, text = router.post(path, **asked, max_tokens=4, stream=True, stream_options=options)
     events = events_of(text)
     counts = [event["usage"]["completion_tokens"] for event in events]
     assert counts == sorted(counts) and counts[-1] == 4 and counts[0] < 4
-    assert all(event["usage"]["prompt_tokens"] == 2 for event in events)
+    num_prompt_tokens = 2 if "prompt" in asked else router.post("/tokenize", **asked)[2]["count"]
+    assert all(event["usage"]["prompt_tokens"] == num_prompt_tokens for event in events)
     assert events[-1]["choices"] == []

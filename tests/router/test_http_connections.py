@@ -148,6 +148,28 @@ def test_garbage_is_refused_in_the_usual_shape(router: RouterProcess) -> None:
     assert (status, code) == (400, "invalid_http")
 
 
+# ---- other protocols ----
+
+WISH = "Connection: {}Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABk\r\n"  # as Java's client sends
+DETOKENIZE = b'{"tokens": [50, 51, 52]}'
+IN_CHUNKS = b"a\r\n%s\r\ne\r\n%s\r\n0\r\n\r\n" % (DETOKENIZE[:10], DETOKENIZE[10:])
+
+
+@pytest.mark.parametrize("piece", [7, 1 << 16])
+@pytest.mark.parametrize("closing", ["", "close, "])
+@pytest.mark.parametrize(
+    ("length", "body"), [("Content-Length: 24", DETOKENIZE), ("Transfer-Encoding: chunked", IN_CHUNKS)]
+)
+def test_a_request_for_another_protocol_is_served_with_its_body(
+    router: RouterProcess, length: str, body: bytes, closing: str, piece: int
+) -> None:
+    head = f"POST /detokenize HTTP/1.1\r\nHost: localhost\r\n{JSON}{WISH.format(closing)}{length}\r\n\r\n"
+    asked = head.encode() + body + (b"" if closing else HEALTH + f"{WISH.format('')}\r\n".encode() + padded(100))
+    answers = everything(connect(router, *(asked[begin : begin + piece] for begin in range(0, len(asked), piece))))
+    assert answers.count(b"HTTP/1.1 200") == answers.count(b"HTTP/1.1") == (1 if closing else 3), answers
+    assert b'{"prompt":"' in answers
+
+
 # ---- time ----
 
 

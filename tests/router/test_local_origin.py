@@ -117,6 +117,13 @@ def test_bodies_of_other_types_are_refused(start: Start, path: str, kind: str, s
     assert shown in message and "-H 'Content-Type: application/json'" in message and len(message) < 400
 
 
+def test_a_compressed_body_is_refused_as_such(start: Start) -> None:
+    headers = {"Content-Type": "application/json"}
+    for coding, expected in (("gzip", 415), ("Identity", 400)):
+        status, _, answer = start().request("POST", "/v1/completions", b"{}", **headers, **{"Content-Encoding": coding})
+        assert status == expected and ("send it uncompressed" in answer["error"]["message"]) == (expected == 415)
+
+
 def test_a_body_without_a_type_is_refused(start: Start) -> None:
     """A page may send a Blob without a type to anybody, with no question asked first."""
     status, _, answer = start().request("POST", "/v1/completions", b"{}", **{"Content-Type": None})

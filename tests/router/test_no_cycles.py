@@ -36,17 +36,21 @@ class Client:
             self._is_gone.set()
 
 
+@pytest.mark.parametrize("num_prompts", [1, 3])
 @pytest.mark.parametrize(("stream", "patience"), [(True, None), (False, None), (True, 1)])
-def test_an_answer_is_freed_without_the_collector(stream: bool, patience: int | None) -> None:
+def test_an_answer_is_freed_without_the_collector(stream: bool, patience: int | None, num_prompts: int) -> None:
     async def run() -> None:
         router = LiveRouter()
         await router.start("w")
         client = Client(patience)
-        router.dispatcher.admit(1)
-        detokenizer = ByteLevelDetokenizer(TokenTable(lambda token_id: chr(65 + token_id % 26)))
-        prompt = Prompt(PROMPT, SamplingParams(max_tokens=8), Choice(detokenizer, []))
+        router.dispatcher.admit(num_prompts)
+        table = TokenTable(lambda token_id: chr(65 + token_id % 26))
+        prompts = [
+            Prompt(PROMPT, SamplingParams(max_tokens=8), Choice(ByteLevelDetokenizer(table), []))
+            for _ in range(num_prompts)
+        ]
         form = CompletionFormat("m")
-        response = GenerationResponse(router.dispatcher, [prompt], form, arrived_at=time.monotonic(), stream=stream)
+        response = GenerationResponse(router.dispatcher, prompts, form, arrived_at=time.monotonic(), stream=stream)
         freed = weakref.ref(response)
         gc.collect()
         gc.disable()

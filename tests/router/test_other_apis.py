@@ -3,6 +3,7 @@
 import json
 
 import openai
+import pydantic
 import pytest
 
 from model_outputs import qwen_call
@@ -85,14 +86,15 @@ def test_the_clients_own_stream_gathers_the_same_response(responses):
         assert items_of(stream.get_final_response()) == items_of(whole)
 
 
-def test_a_tools_loop_sends_its_items_back(responses, writer):
+@pytest.mark.parametrize("options", [{}, {"exclude_none": True}, {"by_alias": True}])
+def test_a_tools_loop_sends_its_items_back(responses, writer, options):
     first = responses.create(model="tiny", input=QUESTION, tools=RESPONSE_TOOLS, instructions="Be brief.")
     calls = [item for item in first.output if item.type == "function_call"]
     outputs = [
         {"type": "function_call_output", "call_id": call.call_id, "output": f"{i}°"} for i, call in enumerate(calls)
     ]
     writer.text = "Rain."
-    history = [*QUESTION, *(item.model_dump(exclude_none=True) for item in first.output), *outputs]
+    history = [*QUESTION, *(item.model_dump(**options) for item in first.output), *outputs]
     second = responses.create(model="tiny", input=history, tools=RESPONSE_TOOLS, instructions="Be brief.")
     assert second.output_text.strip() == "Rain."
     prompt = writer.prompts[-1]
@@ -184,20 +186,33 @@ def test_the_events_of_a_message_add_up_to_it_whatever_workers_do(messages, writ
     assert kinds.count("content_block_start") == kinds.count("content_block_stop") == 4
 
 
-def test_a_tools_loop_sends_its_blocks_back(messages, writer):
+@pytest.mark.parametrize("is_dumped", [False, True])
+def test_a_tools_loop_sends_its_blocks_back(messages, writer, is_dumped):
     first = messages.create(model="tiny", max_tokens=500, system="Be brief.", messages=QUESTION, tools=MESSAGE_TOOLS)
     calls = [block for block in first.content if block.type == "tool_use"]
     results = [
         {"type": "tool_result", "tool_use_id": call.id, "content": [{"type": "text", "text": f"{number}°"}]}
         for number, call in enumerate(calls)
     ]
-    history = [*QUESTION, {"role": "assistant", "content": first.content}, {"role": "user", "content": results}]
+    content = [block.model_dump() for block in first.content] if is_dumped else first.content
+    history = [*QUESTION, {"role": "assistant", "content": content}, {"role": "user", "content": results}]
     writer.text = "Rain."
     second = messages.create(model="tiny", max_tokens=9, system="Be brief.", messages=history, tools=MESSAGE_TOOLS)
     assert second.content[0].text.strip() == "Rain." and second.stop_reason == "end_turn"
     prompt = writer.prompts[-1]
     assert prompt.index("Be brief.") < prompt.index("Weather?") < prompt.index("I look.") < prompt.index("0°")
     assert prompt.count("<tool_call>") == 2
+
+
+def test_the_client_parses_an_answer_that_has_its_form(messages, writer):
+    class Place(pydantic.BaseModel):
+        city: str
+        days: int
+
+    writer.text = json.dumps(CALL)
+    effort = {"effort": "low"}
+    answer = messages.parse(model="tiny", max_tokens=99, messages=QUESTION, output_format=Place, output_config=effort)
+    assert answer.parsed_output == Place(**CALL) and '"required":["city","days"]' in writer.grammars[-1]
 
 
 def test_reasons_for_the_end(messages, writer):

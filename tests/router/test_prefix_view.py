@@ -2,9 +2,12 @@
 
 from array import array
 
+import pytest
+
 from splitserve.protocol.block_hash import extend_hashes
 from splitserve.protocol.kv_event_batch import KVEvent, KVEventBatch
 from splitserve.protocol.request import Party, Role
+from splitserve.router.placement import prefix_view
 from splitserve.router.placement.policies import RequestShape, Snapshot, least_loaded
 from splitserve.router.placement.prefix_view import (
     HASHES_AT_ONCE,
@@ -71,6 +74,47 @@ def test_an_incarnation_holds_nothing_of_the_one_before() -> None:
     prefixes.apply(batch(Party(ONE.engine_id, 5), 1, is_snapshot=True))
     prefixes.forget(ONE)
     assert prefixes.matches(PromptHashes(PROMPT)) == {}
+
+
+def test_a_snapshot_that_says_nothing_new_takes_no_work() -> None:
+    prefixes = PrefixView()
+    prefixes.apply(batch(ONE, 3, stored("device", HASHES), is_snapshot=True))
+    parts = prefixes.apply_in_parts(batch(ONE, 3, stored("device", HASHES), is_snapshot=True))
+    assert parts is not None and list(parts) == []
+    assert prefixes.matches(PromptHashes(PROMPT))[ONE].num_tokens == 40
+
+
+def test_a_worker_with_too_many_blocks_is_known_by_the_first_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefix_view, "MAX_HASHES_PER_WORKER", 4)
+    prefixes = PrefixView()
+    assert prefixes.apply(batch(ONE, 3, stored("device", HASHES[:3]), stored("host", HASHES), is_snapshot=True))
+    assert prefixes.num_blocks(ONE) == {"device": 3, "host": 1}
+    assert prefixes.apply(batch(ONE, 4, KVEvent("evicted", "host", HASHES), stored("device", HASHES[3:4])))
+    assert prefixes.matches(PromptHashes(PROMPT)) == {ONE: PrefixMatch(16, 16)}
+
+
+def test_blocks_of_a_lost_worker_leave_the_index_bit_by_bit_and_count_for_nobody() -> None:
+    prefixes, others = PrefixView(), [number.to_bytes(16, "big") for number in range(3 * HASHES_AT_ONCE)]
+    prefixes.apply(batch(ONE, 1, stored("device", HASHES + others), is_snapshot=True))
+    prefixes.forget(ONE)
+    assert prefixes.matches(PromptHashes(PROMPT)) == {}
+    prefixes.apply(batch(OTHER, 1, stored("device", HASHES[:2]), is_snapshot=True))
+    assert prefixes.matches(PromptHashes(PROMPT)) == {OTHER: PrefixMatch(8, 8)}
+    prefixes.tidy(HASHES_AT_ONCE)
+    assert len(prefixes._announced) > 2 * HASHES_AT_ONCE
+    for _ in range(3):
+        prefixes.tidy(HASHES_AT_ONCE)
+    assert len(prefixes._announced) == 2
+    assert prefixes.matches(PromptHashes(PROMPT)) == {OTHER: PrefixMatch(8, 8)}
+
+
+def test_a_worker_that_is_lost_amid_its_snapshot_is_not_known_by_the_rest() -> None:
+    prefixes, many = PrefixView(), [number.to_bytes(16, "big") for number in range(3 * HASHES_AT_ONCE)]
+    parts = prefixes.apply_in_parts(batch(ONE, 1, stored("device", many + HASHES), is_snapshot=True))
+    assert parts is not None and next(parts) == HASHES_AT_ONCE
+    prefixes.forget(ONE)
+    assert list(parts) == [] and prefixes.num_blocks(ONE) == {}
+    assert len(prefixes._announced) == 0
 
 
 def test_who_helps() -> None:

@@ -7,11 +7,15 @@ import numpy as np
 import pytest
 
 from splitserve.protocol.messages.logprobs import Logprobs
+from splitserve.protocol.request import FinishReason
+from splitserve.router.http.formats import ChatFormat
+from splitserve.router.output.catalog import choose_format
 from splitserve.router.output.parts import Part, PartKind
+from splitserve.router.output.splitter import Splitter
 from splitserve.router.scores.choice_scores import ChoiceScores
-from splitserve.router.scores.forms import CompletionLogprobs, prompt_logprobs
+from splitserve.router.scores.forms import ChatLogprobs, CompletionLogprobs, prompt_logprobs
 from splitserve.router.scores.wanted import WantedScores
-from splitserve.router.text.choice import Piece
+from splitserve.router.text.choice import Choice, Piece
 from splitserve.router.text.tokenizer import ModelTokenizer
 
 NUM_TOP = 4
@@ -61,3 +65,21 @@ def test_of_a_hidden_output_nothing_is_shown_as_text_or_as_a_message(tokenizer):
     scores = ChoiceScores(WantedScores(None, 1, hides_output=True), [7], "p", form, tokenizer.texts)
     piece = scores.add(Piece("drawn", (3,), None, [Part(PartKind.CONTENT, "drawn")]), None)
     assert not piece.text and not piece.token_ids and not piece.all_parts
+
+
+def test_a_stream_has_the_log_probabilities_of_tokens_that_add_no_part(tokenizer):
+    """Those of borders between reasoning, answer and calls, and of white space there; the prompt's come first."""
+    text = '<think>\nfox\n</think>\n\n\n<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>\n'
+    token_ids = tokenizer.encode(text, add_special_tokens=False).ids
+    prompt_ids, of_prompt = scored(3)
+    scores = ChoiceScores(WantedScores(1, 1), prompt_ids, "", ChatLogprobs(tokenizer.texts), tokenizer.texts)
+    assert list(scores.take_prompt(of_prompt))
+    splitter = Splitter(choose_format("qwen3", None, None, "m").with_tools, "", [])
+    choice = Choice(tokenizer.detokenizer(), [], splitter=splitter)
+    form, chunks = ChatFormat("m"), []
+    for number, token_id in enumerate(token_ids, start=1):
+        piece = choice.push([token_id], FinishReason.LENGTH if number == len(token_ids) else None)
+        chunks.append(form.chunk(0, scores.add(piece, scored(2)[1]), {}))
+    choices = [json.loads(chunk.removeprefix(b"data: "))["choices"][0] for chunk in chunks]
+    assert [len(each["logprobs"]["content"]) for each in choices] == [1] * len(token_ids)
+    assert len(choices[0]["prompt_logprobs"]) == 3 and not any("prompt_logprobs" in each for each in choices[1:])

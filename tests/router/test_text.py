@@ -3,6 +3,7 @@
 import asyncio
 import json
 import random
+import threading
 
 import pytest
 from hypothesis import given
@@ -24,6 +25,7 @@ from splitserve.router.text.processes.grammar_checker import GrammarChecker
 from splitserve.router.text.processes.renderer import Renderer
 from splitserve.router.text.tokenizer import ModelTokenizer
 from splitserve.router.text.tokens.byte_level import ByteLevelDetokenizer, TokenTable
+from waiting import PATIENCE_SECONDS
 
 
 def render_chat(model, messages):
@@ -270,6 +272,32 @@ def test_long_texts_of_few_tokens_are_not_refused(tmp_path):
     prompts = asyncio.run(preparation.completion(request, Limits(1024, 1024, 1000)))
     preparation.close()
     assert list(prompts[0].token_ids) == [tokenizer.token_to_id(word)] * 500
+
+
+def test_prompts_do_not_wait_behind_texts_that_are_only_converted(tmp_path, monkeypatch):
+    write_model_dir(tmp_path)
+    tokenizer, may_go_on = ModelTokenizer(tmp_path), threading.Event()
+    encode = tokenizer.encode
+    monkeypatch.setattr(tokenizer, "encode", lambda *text, **options: may_go_on.wait() and encode(*text, **options))
+    preparation = Preparation(tokenizer, Renderer(None), Constraints(GrammarChecker(tmp_path, [1]), [1]))
+
+    async def run():
+        text = "fox " * 200
+        converted = [preparation.tokens_of(text, add_special_tokens=True, most=9000) for _ in range(4)]
+        waiting = [asyncio.create_task(each) for each in converted]
+        await asyncio.sleep(0.01)
+        request = CompletionRequest(model="tiny", prompt=text)
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            [prompt] = await preparation.completion(request, Limits(4096, 4096, 1000))
+        assert not any(each.done() for each in waiting)
+        may_go_on.set()
+        assert await asyncio.gather(*waiting) == [list(prompt.token_ids)] * 4
+
+    try:
+        asyncio.run(run())
+    finally:
+        may_go_on.set()
+        preparation.close()
 
 
 def test_a_grammar_that_is_too_long_after_reasoning_is_refused(tmp_path):

@@ -17,12 +17,12 @@ def aborts(worker):
 class Stream:
     """An open streaming request on a raw socket."""
 
-    def __init__(self, router, **fields):
+    def __init__(self, router, key="none", **fields):
         body = json.dumps({"model": "tiny", "stream": True, "max_tokens": 100} | PROMPT | fields).encode()
         self.socket = socket.create_connection(router.address, timeout=PATIENCE_SECONDS)
         weakref.finalize(self, self.socket.close)
         head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-        head += f"Content-Length: {len(body)}\r\n\r\n"
+        head += f"Authorization: Bearer {key}\r\nContent-Length: {len(body)}\r\n\r\n"
         self.socket.sendall(head.encode() + body)
         self.text = ""
 

@@ -5,13 +5,27 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from pydantic import Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from splitserve.router.http.api_error import ApiError
 from splitserve.router.http.chat_fields import MAX_CALLS, check_tools
 from splitserve.router.http.schema import MAX_MESSAGES, ChatCompletionRequest, GenerationRequest, Off, One
 
 _NOT_SHARED = frozenset({"max_tokens", "metadata", "stream_options"})
+
+
+class SentBack(BaseModel):
+    """Part of a conversation, which a client may send back as its library has read it from an answer: with null in
+    fields that only other servers know, which are left out."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_unknown_nulls(cls, given: Any) -> Any:
+        if not isinstance(given, dict) or given.keys() <= cls.model_fields.keys():
+            return given
+        return {name: value for name, value in given.items() if value is not None or name in cls.model_fields}
 
 
 class ConvertedRequest(GenerationRequest):

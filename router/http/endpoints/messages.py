@@ -56,9 +56,10 @@ class Messages:
         shape_errors(request, _error_body)
         body, _ = await self._serving.read(request, CountRequest)
         preparation = self._serving.preparation
-        with body.own_names():
-            text = await preparation.chat_text(body.chat())
-        token_ids = await preparation.tokens_of(text, add_special_tokens=False, most=MAX_TOKENS)
+        with self._serving.slot(request):
+            with body.own_names():
+                text = await preparation.chat_text(body.chat())
+            token_ids = await preparation.tokens_of(text, add_special_tokens=False, most=MAX_TOKENS)
         return JSONResponse({"input_tokens": len(token_ids)})
 
 

@@ -6,7 +6,7 @@ import msgspec
 from pydantic import BaseModel, ConfigDict, Field
 
 from splitserve.router.http.chat_fields import MAX_PARTS, MAX_TOOLS, CallId, FunctionName
-from splitserve.router.http.endpoints.conversion import ConvertedRequest, check_num_calls, invalid_field
+from splitserve.router.http.endpoints.conversion import ConvertedRequest, SentBack, check_num_calls, invalid_field
 from splitserve.router.http.schema import (
     MAX_MESSAGES,
     MAX_STOP_STRINGS,
@@ -16,10 +16,19 @@ from splitserve.router.http.schema import (
 )
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "billing_policy": (),
+    "compaction": (),
     "container": (),
     "context_management": (),
+    "diagnostics": (),
+    "fallback_credit_token": (),
+    "fallbacks": (),
     "inference_geo": (),
     "mcp_servers": ([],),
+    "speed": ("standard",),
+    "thread": (),
+    "user_profile_id": (),
+    "workspace_id": (),
 }
 """Parameters of the API that aren't supported, with their neutral values besides null."""
 
@@ -35,7 +44,7 @@ class CacheControl(_Strict):
     ttl: str | None = None
 
 
-class ResultPart(_Strict):
+class ResultPart(SentBack):
     """Text in a tool's result."""
 
     type: Literal["text"]
@@ -44,7 +53,7 @@ class ResultPart(_Strict):
     citations: list[Any] | None = None
 
 
-class Block(_Strict):
+class Block(SentBack):
     """Text, a call of a tool, its result, or the model's reasoning."""
 
     type: Literal["text", "tool_use", "tool_result", "thinking"]
@@ -97,6 +106,19 @@ class Thinking(_Strict):
     display: str | None = None
 
 
+class OutputFormat(_Strict):
+    """The form of the answer: a document that ``schema`` allows."""
+
+    type: Literal["json_schema"]
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+    strict: bool | None = None
+
+
+class OutputConfig(_Strict):
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: OutputFormat | None = None
+
+
 class MessagesStreamOptions(_Strict):
     include_usage: bool | None = None  # a stream has it in any case
     include_obfuscation: Off | None = None
@@ -113,8 +135,14 @@ class CountRequest(ConvertedRequest):
     tools: Annotated[list[AnthropicTool], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
     tool_choice: AnthropicChoice | None = None
     thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
     cache_control: CacheControl | None = None
     stream_options: MessagesStreamOptions | None = None  # type: ignore[assignment]
+
+    def names(self) -> dict[str, str]:
+        """See :class:`ConvertedRequest`."""
+        has_other = self.response_format is not None
+        return super().names() | ({} if has_other else {r"^response_format(\.json_schema)?\b": "output_config.format"})
 
     def chat(self) -> ChatCompletionRequest:
         """Return the chat of the body. Raises :class:`ApiError` 400."""
@@ -142,6 +170,8 @@ class CountRequest(ConvertedRequest):
             fields["tools"] = [_tool(tool) for tool in self.tools]
         if self.thinking is not None:
             fields["enable_thinking"] = self.thinking.type != "disabled"
+        if self.output_config is not None:
+            fields |= self._output_fields(self.output_config)
         choice = self.tool_choice
         if choice is not None:
             if choice.type == "any" and not self.tools:
@@ -149,6 +179,15 @@ class CountRequest(ConvertedRequest):
             fields["tool_choice"] = _choice(choice)
             if choice.disable_parallel_tool_use is not None:
                 fields["parallel_tool_calls"] = not choice.disable_parallel_tool_use
+        return fields
+
+    def _output_fields(self, config: OutputConfig) -> dict[str, Any]:
+        fields: dict[str, Any] = {} if config.effort is None else {"reasoning_effort": config.effort}
+        if config.format is not None:
+            if self.response_format is not None:
+                raise invalid_field("response_format", "and output_config.format are both set; give the latter")
+            schema = {"name": "output", "schema": config.format.schema_, "strict": config.format.strict}
+            fields["response_format"] = {"type": "json_schema", "json_schema": schema}
         return fields
 
 

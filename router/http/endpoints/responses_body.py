@@ -8,15 +8,18 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from splitserve.router.http.chat_fields import MAX_PARTS, MAX_TOOLS, CallId, FunctionName
-from splitserve.router.http.endpoints.conversion import ConvertedRequest, check_num_calls, invalid_field
+from splitserve.router.http.endpoints.conversion import ConvertedRequest, SentBack, check_num_calls, invalid_field
 from splitserve.router.http.schema import MAX_MESSAGES, NEUTRAL_ONLY, ChatCompletionRequest
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     **{name: NEUTRAL_ONLY[name] for name in ("moderation", "store")},
     "top_logprobs": (0,),
+    "access_programs": (),
     "background": (False,),
+    "background_options": (),
     "context_management": ([],),
     "conversation": (),
+    "image": (),
     "max_tool_calls": (),
     "previous_response_id": (),
     "prompt": (),
@@ -29,7 +32,7 @@ class _Strict(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
 
-class InputPart(_Strict):
+class InputPart(SentBack):
     """Part of an item's content. A client may send the fields after ``text`` back from an answer."""
 
     type: Literal["input_text", "output_text", "text", "summary_text", "reasoning_text"]
@@ -41,7 +44,7 @@ class InputPart(_Strict):
 Parts = Annotated[list[InputPart], Field(fail_fast=True, max_length=MAX_PARTS)]
 
 
-class InputItem(_Strict):
+class InputItem(SentBack):
     """A message, a function call of the model, its output, or the model's reasoning."""
 
     type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"

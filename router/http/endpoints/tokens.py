@@ -52,16 +52,9 @@ class Tokens:
         body, num_bytes = await self._serving.read(request, TokenizeRequest)
         _check(body)
         limits = await self._serving.limits(request, arrived_at, num_bytes)
-        preparation = self._serving.preparation
-        if body.messages is None:
-            text, has_special = body.prompt or "", body.add_special_tokens is not False
-        else:
-            chat = ChatCompletionRequest(
-                messages=body.messages, tools=body.tools, chat_template_kwargs=body.chat_template_kwargs
-            )
-            text, has_special = await preparation.chat_text(chat), bool(body.add_special_tokens)
-        token_ids = await preparation.tokens_of(text, add_special_tokens=has_special, most=MAX_TOKENS)
-        strings = preparation.strings_of(token_ids) if body.return_token_strs else None
+        with self._serving.slot(request):
+            token_ids = await self._tokens_of(body)
+        strings = self._serving.preparation.strings_of(token_ids) if body.return_token_strs else None
         return JSONResponse(
             {
                 "count": len(token_ids),
@@ -76,7 +69,19 @@ class Tokens:
         body, num_bytes = await self._serving.read(request, DetokenizeRequest)
         limits = await self._serving.limits(request, arrived_at, num_bytes)
         check_vocabulary(body.tokens, limits.vocab_size, "tokens")
-        return JSONResponse({"prompt": await self._serving.preparation.text_of(body.tokens)})
+        with self._serving.slot(request):
+            return JSONResponse({"prompt": await self._serving.preparation.text_of(body.tokens)})
+
+    async def _tokens_of(self, body: TokenizeRequest) -> list[int]:
+        preparation = self._serving.preparation
+        if body.messages is None:
+            text, has_special = body.prompt or "", body.add_special_tokens is not False
+        else:
+            chat = ChatCompletionRequest(
+                messages=body.messages, tools=body.tools, chat_template_kwargs=body.chat_template_kwargs
+            )
+            text, has_special = await preparation.chat_text(chat), bool(body.add_special_tokens)
+        return await preparation.tokens_of(text, add_special_tokens=has_special, most=MAX_TOKENS)
 
 
 def _check(body: TokenizeRequest) -> None:

@@ -6,7 +6,8 @@ counts the bytes that it feeds to the parser, and records since when each connec
 - A request line with its headers is bounded by ``max_header_bytes`` (else 431) and ``header_seconds`` (else 408);
   trailers by as many bytes.
 - A request that is answered before its end may take as long to end as a body may take. A client that doesn't read while
-  an answer fills the buffers may pause for as long as an idle connection. Then the connection is closed.
+  an answer fills the buffers, or reads less than 16 KiB/s, may do so for once or twice as long as a connection may be
+  idle. Then the connection is closed.
 - Beyond the maximum number of connections, the one that has been without a complete request for longest is closed in
   favour of a new one; if all are being served, the new one gets 503. It is accepted for that answer: a listener that
   stops accepting leaves clients and health checks in its backlog until one of the connections ends.
@@ -34,6 +35,7 @@ from splitserve.router.http.access.request_id import note_arrival
 from splitserve.router.http.api_error import ApiError
 from splitserve.router.http.bodies.reader import BODY_SECONDS
 from splitserve.router.http.sockets.answer_writers import JoinedHead, Unchunked
+from splitserve.router.http.sockets.plain_head import plain_head
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +43,7 @@ _SHARE_OF_DESCRIPTORS = 0.5
 """The other descriptors are for workers (about six each: membership, link, its monitor, KV events), log files etc."""
 _MIN_CONNECTIONS = 8192
 _LOG_INTERVAL_SECONDS = 1.0
+_MIN_READ_RATE = 1 << 14  # bytes per second: a client that reads an answer faster may take its time
 
 
 class Connections:
@@ -129,6 +132,7 @@ class BoundedHttp(HttpToolsProtocol):
         self._timer: asyncio.TimerHandle | None = None
         self._unread_timer: asyncio.TimerHandle | None = None
         self._sent_by: float | None = None  # bytes of the first request were there when the connection was accepted
+        self._plain_head = b""  # of a request for another protocol: its head without that wish
         self._fault: ApiError | None = None  # error for which a callback of the parser has stopped it
 
     # ---- the connection ----
@@ -161,7 +165,14 @@ class BoundedHttp(HttpToolsProtocol):
         self.transport.abort()
 
     def timeout_keep_alive_handler(self) -> None:
-        self.transport.abort()  # closing would wait for the client, which hasn't read its answer in all that time
+        if self._unread_timer is None:
+            self.transport.abort()  # closing would wait for the client, which hasn't read its answer in all that time
+        else:
+            self._start_keep_alive()  # the client is still reading
+
+    def _start_keep_alive(self) -> None:
+        self._unset_keepalive_if_required()
+        self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
 
     # ---- input ----
 
@@ -186,14 +197,27 @@ class BoundedHttp(HttpToolsProtocol):
             self._input = _Input.HEAD  # blank lines before a request are part of it
         self._num_fed += len(data)
         try:
-            self.parser.feed_data(data)
+            self._parse(data)
             self._sent_by = None  # further bytes came later
-        except httptools.HttpParserUpgrade:
-            pass  # answer as if it hadn't requested another protocol
         except httptools.HttpParserError as error:
             self._refuse(self._fault or ApiError(400, f"this is no valid HTTP/1.1: {error}", code="invalid_http"))
         if self._input is _Input.HEAD and self._timer is None:
             self._start_timer(self._limits.header_seconds, self._on_late_headers)
+
+    def _parse(self, data: bytes | memoryview) -> None:
+        """Parse bytes. A request for another protocol is served as if it hadn't asked for that: the parser stops after
+        its head, and another one gets the head without the wish, and then the body."""
+        while data:
+            try:
+                self.parser.feed_data(data)
+                return
+            except httptools.HttpParserUpgrade as stop:
+                data = memoryview(data)[stop.args[0] :]
+            head, self._plain_head = self._plain_head, b""
+            if head:
+                self.parser = httptools.HttpRequestParser(self)
+                self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn does
+                self.parser.feed_data(head)
 
     def on_message_begin(self) -> None:
         if len(self.pipeline) >= self._limits.max_pipelined:
@@ -217,6 +241,10 @@ class BoundedHttp(HttpToolsProtocol):
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
+        if self._stops_at_head():
+            method, version = self.parser.get_method(), self.parser.get_http_version()
+            self._plain_head = plain_head(method, self.url, version, self.headers)
+            return
         if self.cycle is None or self.cycle.response_complete:  # else the request waits for the answer before it
             note_arrival(self.scope, self._sent_by, time.monotonic())
         super().on_headers_complete()
@@ -229,6 +257,8 @@ class BoundedHttp(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
+        if self._stops_at_head():
+            return
         super().on_message_complete()
         self._input = _Input.IDLE
         self._num_fed = 0
@@ -236,9 +266,11 @@ class BoundedHttp(HttpToolsProtocol):
             self._shared.incomplete.pop(self, None)
         else:  # it was answered before it had ended
             self._stop_timer()
-            self.timeout_keep_alive_task = self.loop.call_later(
-                self.timeout_keep_alive, self.timeout_keep_alive_handler
-            )
+            self._start_keep_alive()
+
+    def _stops_at_head(self) -> bool:
+        """Return whether the parser takes what follows the head for another protocol, which the head asks for."""
+        return bool(self.parser.should_upgrade()) and self.parser.get_method() != b"CONNECT"
 
     # ---- output ----
 
@@ -253,12 +285,26 @@ class BoundedHttp(HttpToolsProtocol):
     def _on_answered(self, task: asyncio.Task[None]) -> None:
         self.tasks.discard(task)
         if self.transport.is_closing():  # it closes once the client has read the rest: bound that time, too
-            self._start_timer(self._limits.keep_alive_seconds, self.transport.abort)
+            self._stop_timer()
+            self._start_keep_alive()
 
     def pause_writing(self) -> None:
         super().pause_writing()
         self._shared.note_unread(self, self.loop.time())
-        self._unread_timer = self.loop.call_later(self._limits.keep_alive_seconds, self.transport.abort)
+        self._start_unread_timer()
+
+    def _start_unread_timer(self) -> None:
+        size = self.transport.get_write_buffer_size()
+        self._unread_timer = self.loop.call_later(self._limits.keep_alive_seconds, self._on_unread, size)
+
+    def _on_unread(self, size: int) -> None:
+        """Close the connection if its client reads too slowly. ``size``: bytes to write at the start; those that the
+        kernel has taken since count as read."""
+        num_read = size - self.transport.get_write_buffer_size()
+        if num_read < _MIN_READ_RATE * self._limits.keep_alive_seconds:
+            self.transport.abort()
+        else:
+            self._start_unread_timer()
 
     def resume_writing(self) -> None:
         super().resume_writing()
