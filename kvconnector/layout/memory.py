@@ -157,13 +157,19 @@ def anonymous_memory(num_bytes: int) -> mmap.mmap:
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def _populated_later(num_bytes: int) -> torch.Tensor:
-    """Return zeroed host memory, uint8 ``[num_bytes]``, whose pages a thread allocates from now on."""
+def check_available(num_bytes: int, option: str) -> None:
+    """Raise :class:`ConfigError` for more host memory than the machine has available: the kernel would grant it, and
+    end some process once it is touched. ``option``: the setting that asks for it."""
     available = psutil.virtual_memory().available
     if num_bytes > available:
         raise ConfigError(
-            f"cannot allocate {_gib(num_bytes)} of KV memory: {_gib(available)} are available; lower --kv-memory"
+            f"cannot allocate {_gib(num_bytes)} of KV memory: {_gib(available)} are available; lower {option}"
         )
+
+
+def _populated_later(num_bytes: int) -> torch.Tensor:
+    """Return zeroed host memory, uint8 ``[num_bytes]``, whose pages a thread allocates from now on."""
+    check_available(num_bytes, "--kv-memory")
     flat = torch.frombuffer(anonymous_memory(num_bytes), dtype=torch.uint8)
     threading.Thread(target=populate, args=(flat,), name="populate-kv", daemon=True).start()
     return flat

@@ -25,7 +25,9 @@ class CopyJoin:
         error = next((each.error for each in self._results if each.error is not None), None)
         seconds = max(each.seconds for each in self._results)
         was_dropped = any(each.was_dropped for each in self._results)
-        return CopyResult(result.copy_id, min(each.num_good for each in self._results), error, seconds, was_dropped)
+        is_full = any(each.is_full for each in self._results)
+        num_good = min(each.num_good for each in self._results)
+        return CopyResult(result.copy_id, num_good, error, seconds, was_dropped, is_full)
 
 
 class StateJoin:

@@ -42,6 +42,7 @@ class CopyResult(msgspec.Struct, frozen=True, tag=True):
     error: str | None = None  # the problem of the block after them
     seconds: float = 0.0  # duration
     was_dropped: bool = False  # cancelled before it began: it shows nothing about the content
+    is_full: bool = False  # a store that the tier lacked room for
 
 
 @dataclass(frozen=True, slots=True)

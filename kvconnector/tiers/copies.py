@@ -36,6 +36,10 @@ class PartialCopyError(Exception):
         self.num_good = num_good
 
 
+class TierFullError(PartialCopyError):
+    """A store for which the tier lacks room, whatever its slots."""
+
+
 class ToldError(PartialCopyError):
     """A partial copy whose error is already logged."""
 
@@ -185,6 +189,7 @@ class _CopyThread:
         self._is_late = False  # it was cancelled
         self._is_stopping = False
         self._failed_at: float | None = None  # the last time; None: never, or it works again
+        self._was_full = False  # once at least
         self._thread = threading.Thread(target=self._run, name=self._what.replace(" ", "-"), daemon=True)
         self._thread.start()
 
@@ -266,14 +271,22 @@ class _CopyThread:
             num_good = self._copy(command)
         except Exception as error:  # after any error the blocks are computed, or stay where they are
             num_good = error.num_good if isinstance(error, PartialCopyError) else 0
-            if not isinstance(error, ToldError):
-                if self._failed_at is None:
-                    logger.warning("%s failed: %s: %s", self._what, type(error).__name__, error)
-                self._failed_at = time.perf_counter()
-            seconds = time.perf_counter() - started
-            return CopyResult(command.copy_id, num_good, f"{type(error).__name__}: {error}", seconds)
+            is_full = isinstance(error, TierFullError)
+            self._log_failure(error)
+            seconds, text = time.perf_counter() - started, f"{type(error).__name__}: {error}"
+            return CopyResult(command.copy_id, num_good, text, seconds, is_full=is_full)
         now = time.perf_counter()
         if self._failed_at is not None and now - self._failed_at > QUIET_SECONDS:
             logger.info("%s work again", self._what)
             self._failed_at = None
         return CopyResult(command.copy_id, num_good, None, now - started)
+
+    def _log_failure(self, error: Exception) -> None:
+        if isinstance(error, TierFullError):
+            if not self._was_full:
+                logger.warning("%s failed: %s; the tier goes on with what fits", self._what, error)
+            self._was_full = True
+        elif not isinstance(error, ToldError):
+            if self._failed_at is None:
+                logger.warning("%s failed: %s: %s", self._what, type(error).__name__, error)
+            self._failed_at = time.perf_counter()

@@ -21,11 +21,12 @@ from splitserve.common.errors import ConfigError
 from splitserve.kvconnector.layout.memory import KVMemory
 from splitserve.kvconnector.layout.numa_memory import HostMemory, node_of_device
 from splitserve.kvconnector.nixl.files import FileAgent, FileRange, FileTransferError
-from splitserve.kvconnector.tiers.copies import PartialCopyError, TierStore
+from splitserve.kvconnector.tiers.copies import PartialCopyError, TierFullError, TierStore
 from splitserve.kvconnector.tiers.host import host_store
 from splitserve.kvconnector.tiers.index import TierIndex
 from splitserve.kvconnector.tiers.registry import BuiltTier, TierContext
 from splitserve.kvconnector.tiers.slot_folder import (
+    FULL,
     HEADER_BYTES,
     Bytes,
     DiskFullError,
@@ -104,7 +105,26 @@ class DiskStore:
             header = Header.of(self._root, block_hash, lane.data(number))
             lane.header(number)[:] = np.frombuffer(header.encode(), dtype=np.uint8)
         names = [self._folder.slot(slot) for slot in slots]
-        new_names = [f"{name}.new" for name in names]
+        try:
+            self._write(names)
+        except OSError as error:
+            if error.errno not in FULL:
+                raise
+            for name in names:  # what they hold is evicted: in its place there may be room
+                self._folder.remove(name)
+            self._write_again(names)
+
+    def _write_again(self, names: Sequence[str]) -> None:
+        try:
+            self._write(names)
+        except OSError as error:
+            if error.errno not in FULL:
+                raise
+            raise TierFullError(0, f"{self._folder.path}: {error.strerror}") from error
+
+    def _write(self, names: Sequence[str]) -> None:
+        """Write the staged blocks into files, each complete before it gets its name."""
+        lane, new_names = self._down, [f"{name}.new" for name in names]
         try:
             with contextlib.ExitStack() as stack:
                 files = []

@@ -14,7 +14,7 @@ import torch
 
 from splitserve.common.errors import ConfigError
 from splitserve.kvconnector.cuda.host_store import MAX_KERNEL_BLOCK_BYTES, CudaHostStore
-from splitserve.kvconnector.layout.memory import KVMemory, anonymous_memory
+from splitserve.kvconnector.layout.memory import KVMemory, anonymous_memory, check_available
 from splitserve.kvconnector.layout.numa_memory import HostMemory, node_of_device
 from splitserve.kvconnector.layout.shape import runs
 from splitserve.kvconnector.tiers.copies import TierStore
@@ -74,6 +74,7 @@ def host_tier(memory: KVMemory, num_bytes: int, gates: LoadGates | None = None) 
         raise ConfigError(
             f"--host-kv-memory is {num_bytes} bytes, less than one KV block of {memory.block_bytes} bytes"
         )
+    check_available(num_bytes, "--host-kv-memory")
     try:
         host = HostMemory(num_slots * memory.block_bytes, node_of_device(memory.device))
         generations = np.frombuffer(anonymous_memory(num_slots * 8), dtype=np.uint64, count=num_slots)

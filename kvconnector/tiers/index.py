@@ -7,6 +7,7 @@ A slot is in exactly one state:
     ready     lookups by its hash find it; the least recently used one is evicted first
     pinned    ready, and copies out of it are in flight, or peers may be reading it: it can't be evicted
     doomed    forgotten while a copy touches it; free when that copy ends
+    aside     free, but the tier, which has less room than slots, has none for its content
 
 Slots that peers may read have generations, like blocks of the device: a slot's generation advances when the slot is
 taken for new content, before anything is written to it.
@@ -40,9 +41,11 @@ class TierIndex:
         self.num_slots = num_slots
         self._generations = generations
         self._free = list(range(num_slots - 1, -1, -1))
+        self._aside: list[int] = []
         self._ready: OrderedDict[bytes, int] = OrderedDict()  # least recently used first
         self._storing: dict[bytes, int] = {}
         self._pins: Counter[int] = Counter()
+        self._num_ready_pinned = 0
         self._doomed: set[int] = set()
 
     # ---- finding ----
@@ -73,7 +76,7 @@ class TierIndex:
             return None
         evicted = None
         if not self._free:
-            evicted = next((h for h, slot in self._ready.items() if not self._pins[slot]), None)
+            evicted = self._least_recently_used()
             if evicted is None:
                 return None
             self._free.append(self._ready.pop(evicted))
@@ -82,6 +85,17 @@ class TierIndex:
             self._generations[slot] = (int(self._generations[slot]) + 1) & GENERATION_MASK
         self._storing[block_hash] = slot
         return BlockLocation(slot, evicted)
+
+    def _least_recently_used(self) -> bytes | None:
+        """Return the content to evict; None if all is pinned. Pinned content is in use: what is found before it moves
+        to the end, or each store would search through all of it again."""
+        if self._num_ready_pinned == len(self._ready):
+            return None
+        while True:
+            block_hash, slot = next(iter(self._ready.items()))
+            if slot not in self._pins:
+                return block_hash
+            self._ready.move_to_end(block_hash)
 
     def finish_store(self, block_hash: bytes, slot: int, *, is_good: bool) -> bool:
         """End the copy into a slot. Return whether lookups find the content from now on."""
@@ -96,6 +110,18 @@ class TierIndex:
         else:
             self._free.append(slot)
         return is_good
+
+    def set_free_aside(self) -> None:
+        """Use no free slot until :meth:`take_back`, unless there are no others: the tier lacks room for more content
+        than it has."""
+        if self._ready:
+            self._aside += self._free
+            self._free.clear()
+
+    def take_back(self) -> None:
+        """Use all free slots again."""
+        self._free += self._aside
+        self._aside.clear()
 
     def adopt(self, contents: Sequence[tuple[bytes, int]]) -> None:
         """Add the contents found at start, as hashes and slots, least recently used first."""
@@ -117,7 +143,9 @@ class TierIndex:
     def pin(self, hashes: Iterable[bytes]) -> list[int]:
         """Return the slots of contents that are here: they stay until :meth:`unpin`."""
         slots = [self._ready[block_hash] for block_hash in hashes]
+        num_pinned = len(self._pins)
         self._pins.update(slots)
+        self._num_ready_pinned += len(self._pins) - num_pinned
         return slots
 
     def unpin(self, slots: Iterable[int]) -> None:
@@ -129,6 +157,8 @@ class TierIndex:
             elif slot in self._doomed:
                 self._doomed.remove(slot)
                 self._free.append(slot)
+            else:
+                self._num_ready_pinned -= 1
 
     # ---- forgetting ----
 
@@ -137,8 +167,9 @@ class TierIndex:
         slot = self._ready.pop(block_hash, None)
         if slot is None:
             return False
-        if self._pins[slot]:
+        if slot in self._pins:
             self._doomed.add(slot)
+            self._num_ready_pinned -= 1
         else:
             self._free.append(slot)
         return True
@@ -150,6 +181,7 @@ class TierIndex:
             self.forget(block_hash)
         self._doomed.update(self._storing.values())
         self._storing.clear()
+        self.take_back()
         return forgotten
 
     # ---- looking at it ----
@@ -169,10 +201,13 @@ class TierIndex:
 
     def check_invariants(self) -> None:
         """Raise AssertionError unless every slot is in one state."""
-        groups = (self._free, list(self._ready.values()), list(self._storing.values()), list(self._doomed))
+        content = (list(self._ready.values()), list(self._storing.values()))
+        groups = (self._free, self._aside, list(self._doomed), *content)
         slots = [slot for group in groups for slot in group]
         assert len(slots) == self.num_slots, "a slot is in no state, or in two"
         assert set(slots) == set(range(self.num_slots)), "a slot is in no state"
         assert not self._ready.keys() & self._storing.keys(), "content is stored twice"
         assert all(count > 0 for count in self._pins.values()), "a slot has a pin count below 1"
         assert set(self._pins) <= set(self._ready.values()) | self._doomed, "a slot without content is pinned"
+        num_pinned = len(self._pins.keys() & set(self._ready.values()))
+        assert self._num_ready_pinned == num_pinned, "the count of pinned contents is wrong"

@@ -51,7 +51,7 @@ class Header(NamedTuple):
         return _FIELDS.pack(_MAGIC, *self).ljust(HEADER_BYTES, b"\0")
 
 
-_FULL = (errno.ENOSPC, errno.EDQUOT)
+FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class DiskFullError(ConfigError):
@@ -184,7 +184,7 @@ def private_folder(path: Path) -> int:
 
 
 def _unusable(path: Path, error: OSError) -> ConfigError:
-    kind = DiskFullError if error.errno in _FULL else ConfigError
+    kind = DiskFullError if error.errno in FULL else ConfigError
     return kind(f"--disk-kv-dir: can't write to {path}: {error.strerror}")
 
 

@@ -6,6 +6,8 @@ from splitserve.kvconnector.tiers.tier import Tier, TierWork
 
 MAX_STORES_IN_FLIGHT = 2
 """Bound per tier: one store being copied, and the next one."""
+STORES_UNTIL_RETRY = 64
+"""Stores in the place of earlier content after which a tier that was full tries again whether there is more room."""
 
 
 class TierStores:
@@ -53,8 +55,10 @@ class TierStores:
             tier.num_stores_in_flight += 1
             work.copies.start(CopyCommand(work.copies.next_id, tier.name, False, block_ids, slots, hashes))
 
-    def finish(self, tier: Tier, command: CopyCommand, num_good: int) -> None:
-        """Index the first ``num_good`` blocks of a store that ended, and free the slots of the others."""
+    def finish(self, tier: Tier, command: CopyCommand, result: CopyResult) -> None:
+        """Index the good blocks of a store that ended, and free the slots of the others; of a tier that is full, use no
+        slots but those of earlier content."""
+        num_good = result.num_good
         tier.num_stores_in_flight -= 1
         stored: list[bytes] = []
         for number, (block_hash, slot) in enumerate(zip(command.hashes, command.slots, strict=True)):
@@ -63,6 +67,13 @@ class TierStores:
         self._work.counters.tier_stored_blocks += len(stored)
         self._work.events.stored(tier.name, stored)
         self._work.pool.release(command.block_ids)
+        if result.is_full:
+            tier.index.set_free_aside()
+            tier.num_stores_since_full = 0
+        elif result.error is None:
+            tier.num_stores_since_full += 1
+            if tier.num_stores_since_full % STORES_UNTIL_RETRY == 0:
+                tier.index.take_back()
 
     def finish_shared(self, command: ChainCopy, result: CopyResult) -> None:
         """Record the end of a store to the shared tier."""

@@ -25,6 +25,7 @@ class Tier:
     max_blocks_per_load: int | None = None  # bounds the duration of a load; None: max_blocks_per_copy
     counts: TierStatistics = field(default_factory=TierStatistics)
     num_stores_in_flight: int = 0
+    num_stores_since_full: int = 0  # or since the start
     num_late_loads: int = 0  # abandoned copies out of it that have not ended; lookups skip it until they have
     candidates: OrderedDict[bytes, int] = field(default_factory=OrderedDict)  # hash -> block, oldest first
 

@@ -187,7 +187,7 @@ class Tiers:
         tier.counts.add_copy(is_load=command.is_load, num_good=good, seconds=result.seconds, failed=failed)
         if command.is_load:
             return self._loads.finish(tier, command, good)
-        self._stores.finish(tier, command, good)
+        self._stores.finish(tier, command, result)
         return None
 
     # ---- the whole ----

@@ -47,6 +47,7 @@ _SOCKETS_PER_WORKER = 4  # its link, both ends of the link's monitor, its KV eve
 _OTHER_SOCKETS = 16
 _SOCKETS_PER_ROUTER = 3  # a link, both ends of its monitor
 _MAX_PATIENCE_SECONDS = 30.0  # ZMQ gives up a handshake after as long
+_TIDIED_PER_TICK = 4096  # blocks of lost workers, in some milliseconds
 
 
 class Fleet:
@@ -193,6 +194,9 @@ class Fleet:
             log.info("worker %s is heard again", sender)
             self._redial(sender)
         self._read_clock(sender)
+        record = self.membership.get(sender)
+        if record is not None and record.is_linked:
+            self._follow(record.info)
 
     def _on_stranger(self, address: str) -> None:
         """Record a connection without the shared secret: usually a worker with another one, which can't report it."""
@@ -267,12 +271,13 @@ class Fleet:
             self._clock_asked_at[worker] = now
 
     def _follow(self, info: WorkerInfo) -> None:
-        """Subscribe to the worker's KV events, if it publishes them."""
+        """Subscribe to the worker's KV events, if it publishes them. Where that fails, its next heartbeat tries again:
+        sockets may be short for a while only."""
         if info.kv_events_endpoint and info.party not in self._kv_event_links:
             try:
-                link = KVEventLink(self.context, info, self.security, self.prefixes.apply)
+                link = KVEventLink(self.context, info, self.security, self.prefixes.apply_in_parts)
             except ConfigError as error:
-                log.warning("worker %s: %s", info.party, error)
+                self._refusal_log.write(self._loop.time(), f"worker {info.party}: {error}")
             else:
                 self._kv_event_links[info.party] = link
 
@@ -362,6 +367,7 @@ class Fleet:
         for worker in self.membership.expire(now):
             self._end_link(worker, f"sent no heartbeat for {self._dead_after_seconds:g} s")
         self._dial_anew(now)
+        self.prefixes.tidy(_TIDIED_PER_TICK)
         if now >= self._mend_due_at and not self.membership.is_connected():
             self._mend_due_at = now + self._dead_after_seconds
             self.mend_links()

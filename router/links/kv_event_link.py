@@ -1,7 +1,9 @@
 """The subscription to one worker's KV events."""
 
+import asyncio
 import logging
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 
 import msgspec
 import zmq
@@ -15,36 +17,57 @@ from splitserve.router.links.links import LoopSocket, new_socket
 log = logging.getLogger(__name__)
 
 MAX_QUEUED_BATCHES = 10_000
+MAX_BATCH_BYTES = 256 * 1024 * 1024  # a snapshot of 14 million blocks
+MAX_BLOCKS_PER_TURN = 1024
 
 
 class KVEventLink:
-    """A subscription. ``on_batch`` takes each batch of the worker and returns whether it followed the previous one; if
-    not, the link requests a snapshot. Raises :class:`ConfigError` for an endpoint that can't be dialled."""
+    """A subscription. ``on_batch`` takes each batch of the worker in its turn and returns its parts, which yield their
+    numbers of blocks, or None if an earlier batch is missing: the link then requests a snapshot. The parts are applied
+    in turns of the event loop, so that a large batch doesn't hold it up. Raises :class:`ConfigError` for an endpoint
+    that can't be dialled, or if no socket can be opened."""
 
     def __init__(
         self,
         context: "zmq.Context[zmq.Socket[bytes]]",
         info: WorkerInfo,
         security: SocketSecurity,
-        on_batch: Callable[[KVEventBatch], bool],
+        on_batch: Callable[[KVEventBatch], Iterator[int] | None],
     ) -> None:
         self._party = info.party
         self._on_batch = on_batch
-        socket = new_socket(context, zmq.SUB)
+        self._loop = asyncio.get_running_loop()
+        self._next_turn: asyncio.Handle | None = None  # set while parts are left
+        self._batches: deque[KVEventBatch] = deque()
+        self._parts: Iterator[int] = iter(())  # of the batch before them
         try:
-            security.protect_connecting(socket)
-            socket.setsockopt(zmq.IPV6, 1)
-            socket.setsockopt(zmq.RCVHWM, MAX_QUEUED_BATCHES)
-            socket.connect(info.kv_events_endpoint)
-            socket.subscribe(TOPIC)
+            socket = self._subscribed(context, info.kv_events_endpoint, security)
         except zmq.ZMQError as error:
-            socket.close(linger=0)
             raise ConfigError(
                 f"KV events at {info.kv_events_endpoint!r} can't be followed: {error.strerror}"
             ) from error
         self._socket = LoopSocket(socket, self._on_frames)
 
+    @staticmethod
+    def _subscribed(
+        context: "zmq.Context[zmq.Socket[bytes]]", endpoint: str, security: SocketSecurity
+    ) -> "zmq.Socket[bytes]":
+        socket = new_socket(context, zmq.SUB)
+        try:
+            security.protect_connecting(socket)
+            socket.setsockopt(zmq.IPV6, 1)
+            socket.setsockopt(zmq.RCVHWM, MAX_QUEUED_BATCHES)
+            socket.setsockopt(zmq.MAXMSGSIZE, MAX_BATCH_BYTES)
+            socket.connect(endpoint)
+            socket.subscribe(TOPIC)
+        except zmq.ZMQError:
+            socket.close(linger=0)
+            raise
+        return socket
+
     def close(self) -> None:
+        if self._next_turn is not None:
+            self._next_turn.cancel()
         self._socket.close()
 
     def _on_frames(self, frames: list[bytes]) -> None:
@@ -54,6 +77,27 @@ class KVEventLink:
             log.warning("a batch of KV events of %s can't be read: %s", self._party, error)
             return
         is_theirs = (batch.engine_id, batch.incarnation) == (self._party.engine_id, self._party.incarnation)
-        if is_theirs and not self._on_batch(batch):
+        if is_theirs and len(self._batches) < MAX_QUEUED_BATCHES:  # the view notices those that are missing
+            self._batches.append(batch)
+            if self._next_turn is None:
+                self._apply()
+
+    def _apply(self) -> None:
+        """Apply parts of the batches that have arrived, the rest in later turns of the loop."""
+        self._next_turn, num_blocks = None, 0
+        while num_blocks < MAX_BLOCKS_PER_TURN:
+            part = next(self._parts, None)
+            if part is not None:
+                num_blocks += part
+            elif self._batches:
+                self._begin(self._batches.popleft())
+            else:
+                return
+        self._next_turn = self._loop.call_soon(self._apply)
+
+    def _begin(self, batch: KVEventBatch) -> None:
+        parts = self._on_batch(batch)
+        if parts is None:
             self._socket.socket.unsubscribe(TOPIC)  # the worker sends a snapshot on each new subscription
             self._socket.socket.subscribe(TOPIC)
+        self._parts = parts or iter(())

@@ -9,7 +9,7 @@ The index is a hint: a block may be evicted before a request needs it; its KV is
 
 import itertools
 from array import array
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -23,7 +23,8 @@ from splitserve.router.placement.sent_blocks import SentBlocks
 
 MAX_HASHES_PER_WORKER = 1 << 20
 HASHES_AT_ONCE = 1024
-"""Blocks of a long prompt that are hashed in one go, in a millisecond: a multiple of those that chains are known by."""
+"""Blocks of a long prompt that are hashed in one go, in a millisecond: a multiple of those that chains are known by.
+Also those of events that are applied, and of lost workers that are removed, in one go."""
 MIN_GAIN_BLOCKS = 2
 """Least gain for which a worker reads from another one, since the request takes a round trip."""
 
@@ -45,6 +46,7 @@ class _Holding:
     number: int | None = None  # of the last batch of events; None: there was none
     sizes: dict[str, int] = field(default_factory=dict)  # number of blocks by tier, as announced
     blocks: set[bytes] = field(default_factory=set)  # in any tier, as announced
+    is_forgotten: bool = False
 
 
 class PromptHashes:
@@ -99,37 +101,58 @@ class PrefixView:
         self._announced = BlockIndex()
         self._sent = SentBlocks()
         self._chains = KnownChains()
+        self._forgotten: dict[int, set[bytes]] = {}  # announced blocks that are still in the index, by former bits
 
     # ---- events ----
 
     def apply(self, batch: KVEventBatch) -> bool:
-        """Apply a batch. Return False if an earlier batch is missing, or the worker has too many blocks: the view then
-        holds nothing of that worker until its next snapshot."""
+        """Apply a batch at once. Return False if an earlier batch is missing: the view then holds nothing of that
+        worker until its next snapshot."""
+        parts = self.apply_in_parts(batch)
+        if parts is not None:
+            deque(parts, maxlen=0)
+        return parts is not None
+
+    def apply_in_parts(self, batch: KVEventBatch) -> Iterator[int] | None:
+        """Begin to apply a batch, as :meth:`apply` does; None if an earlier batch is missing. Iterating the result
+        applies it part by part, and yields the number of blocks of each part; the worker's next batch comes after it.
+
+        Of a worker with more than ``MAX_HASHES_PER_WORKER`` blocks, the view holds those that it announced first.
+        """
         party = Party(batch.engine_id, batch.incarnation)
         known = self._holdings.get(party)
         if batch.is_snapshot:
+            if known is not None and known.number == batch.number:
+                return iter(())  # another subscriber has asked for it: the view has followed the events up to here
             self.forget(party)
             known = self._hold(party, batch.root_hash, batch.block_size)
         elif known is None or known.number is None:
-            return True  # the snapshot is on its way
+            return iter(())  # the snapshot is on its way
         elif batch.number != known.number + 1:
             self.forget(party)
-            return False
+            return None
         known.number = batch.number
-        for event in batch.events:
-            self._apply_event(known, event)
-        if sum(known.sizes.values()) + self._sent.num_blocks(known.bit) > MAX_HASHES_PER_WORKER:
-            self.forget(party)
-            return False
-        return True
+        return self._parts(known, batch.events)
 
-    def _apply_event(self, known: _Holding, event: KVEvent) -> None:
-        if event.kind == "stored":
-            self._put(known, event.hashes, event.tier)
+    def _parts(self, known: _Holding, events: Sequence[KVEvent]) -> Iterator[int]:
+        for event in events:
+            for begin in range(0, len(event.hashes), HASHES_AT_ONCE):
+                if known.is_forgotten:
+                    return
+                some = event.hashes[begin : begin + HASHES_AT_ONCE]
+                self._apply_event(known, event.kind == "stored", some, event.tier)
+                if self._forgotten:
+                    self.tidy(len(some))
+                yield len(some)
+
+    def _apply_event(self, known: _Holding, is_stored: bool, hashes: Sequence[bytes], tier: str) -> None:
+        if is_stored:
+            room = MAX_HASHES_PER_WORKER - sum(known.sizes.values())
+            self._put(known, hashes if len(hashes) <= room else hashes[: max(0, room)], tier)
             return
-        self._take(known, event.hashes, event.tier)
-        if event.tier == DEVICE:
-            self._sent.take(known.bit, event.hashes)
+        self._take(known, hashes, tier)
+        if tier == DEVICE:
+            self._sent.take(known.bit, hashes)
 
     def note_sent(self, party: Party, root_hash: bytes, prompt: PromptHashes, block_size: int, num_blocks: int) -> None:
         """Take a prompt into account that ``party``, which has ``num_blocks`` blocks, was sent or has computed."""
@@ -167,13 +190,31 @@ class PrefixView:
         """Forget all blocks of a worker."""
         known = self._holdings.pop(party, None)
         if known is not None:
+            known.is_forgotten = True
             del self._parties[known.bit]
             self._roots -= Counter([(known.root_hash, known.block_size)])
-            self._announced.forget(known.bit, known.blocks)
             self._sent.forget(known.bit)
+            self._forgotten[known.bit] = known.blocks
+            if len(known.blocks) <= HASHES_AT_ONCE:
+                self._remove(known.bit, len(known.blocks))
+
+    def tidy(self, most: int) -> None:
+        """Remove at most ``most`` blocks of forgotten workers from the index. No worker is found by them."""
+        while most > 0 and self._forgotten:
+            most -= self._remove(next(iter(self._forgotten)), most)
+
+    def _remove(self, bit: int, most: int) -> int:
+        """Remove at most ``most`` blocks of a forgotten worker; return their number."""
+        blocks = self._forgotten[bit]
+        some = [blocks.pop() for _ in range(min(most, len(blocks)))]
+        self._announced.forget(bit, some)
+        if not blocks:
+            del self._forgotten[bit]
+        return len(some)
 
     def _hold(self, party: Party, root_hash: bytes, block_size: int) -> _Holding:
-        bit = next(1 << number for number in itertools.count() if 1 << number not in self._parties)
+        taken = self._parties.keys() | self._forgotten.keys()
+        bit = next(1 << number for number in itertools.count() if 1 << number not in taken)
         self._parties[bit] = party
         self._roots[root_hash, block_size] += 1
         known = self._holdings[party] = _Holding(bit, root_hash, block_size)
@@ -228,7 +269,8 @@ class PrefixView:
             chain = prompt.chain(root_hash, block_size, self._chains)
             sent = [(len(chain), 0)] if certain else self._sent.stretches(chain)
             for bit, (count, worth) in self._announced.leading(chain, sent).items():
-                found[self._parties[bit]] = PrefixMatch(count * block_size, round(worth * block_size))
+                if bit in self._parties:  # else of a forgotten worker
+                    found[self._parties[bit]] = PrefixMatch(count * block_size, round(worth * block_size))
         return found
 
 

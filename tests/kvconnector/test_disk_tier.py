@@ -10,22 +10,26 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 
 from serving import complete_all, transformers_greedy, wait_until_quiet
 from small_clusters import BLOCK_SIZE, body, cluster
 from splitserve.common.errors import ConfigError
+from splitserve.kvconnector.blocks.pool import BlockPool
 from splitserve.kvconnector.layout.memory import KVMemory
 from splitserve.kvconnector.tiers import disk as module
-from splitserve.kvconnector.tiers.copies import PartialCopyError, TierStore
+from splitserve.kvconnector.tiers.copies import LocalTierCopier, PartialCopyError, TierFullError, TierStore
 from splitserve.kvconnector.tiers.disk import DiskStore, disk_tier, keep_common, rank_folder
 from splitserve.kvconnector.tiers.slot_folder import HEADER_BYTES, Header, SlotFolder
 from splitserve.kvconnector.tiers.tier import Tier
+from splitserve.kvconnector.tiers.tiers import Tiers
 from splitserve.protocol.block_hash import shard_root
 from splitserve.protocol.config import EngineConfig
 from splitserve.protocol.memory_records import LayoutRecord
 from tier_chats import BLOCK_BYTES
+from waiting import PATIENCE_SECONDS
 
 LAYOUT = LayoutRecord("m", "w", "float32", 16, 2, 2, 8)
 ROOT, OTHER_ROOT = b"r" * 16, b"o" * 16
@@ -176,13 +180,38 @@ def test_a_full_disk_fails_the_store_and_leaves_nothing_half(tmp_path: Path, mon
             raise OSError(errno.ENOSPC, "No space left on device")
 
         monkeypatch.setattr(module.os, "posix_fallocate", full)
-        with pytest.raises(OSError, match="No space left"):
-            store.store([4, 5], [0, 1], HASHES[4:6])
+        with pytest.raises(TierFullError, match="No space left"):
+            store.store([4, 5], [1, 2], HASHES[4:6])
         monkeypatch.setattr(module.os, "posix_fallocate", real)
         assert sorted(path.name for path in tmp_path.iterdir()) == ["00000000.kv", "lock"]
         store.load([0], [0], [HASHES[0]])
         assert torch.equal(memory.blocks[0], before[3])
         store.store([4, 5], [0, 1], HASHES[4:6])
+
+
+def test_on_a_disk_smaller_than_the_tier_the_latest_blocks_take_the_place_of_the_oldest(small_disk: Path) -> None:
+    memory, pool = KVMemory(LAYOUT, 8), BlockPool(np.zeros(8, dtype=np.uint64), first_generation=1)
+    tier, store, _ = disk_tier(memory, small_disk / "w", 10 << 20, ROOT)
+    tiers, woken = Tiers(pool, [tier]), threading.Semaphore(0)
+    copies, hashes = LocalTierCopier({"disk": store}, woken.release), [n.to_bytes(16, "big") for n in range(800)]
+    for begin in range(0, len(hashes), 8):
+        block_ids = pool.allocate(8)
+        assert block_ids is not None
+        for block_id, block_hash in zip(block_ids, hashes[begin : begin + 8], strict=True):
+            pool.publish(block_id, block_hash)
+            tiers.on_complete(block_id, block_hash, is_prompt=True)
+        pool.release(block_ids)
+        tiers.start_stores()
+        [command] = tiers.take_commands()
+        copies.start(command)
+        assert woken.acquire(timeout=PATIENCE_SECONDS)
+        [result] = copies.results()
+        tiers.on_result(result)
+        tiers.check_invariants()
+    found = [block_hash in tier.index for block_hash in hashes]
+    assert all(found[-8:]) and not any(found[:8]) and sum(found) > 100
+    assert 0 < tiers.counters.tier_failures < 8, "it tries again whether there is more room, but rarely"
+    copies.close(PATIENCE_SECONDS)
 
 
 @pytest.fixture

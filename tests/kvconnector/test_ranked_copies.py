@@ -29,6 +29,12 @@ def test_a_copy_that_one_rank_has_dropped_says_nothing_about_its_content() -> No
     assert join.add(CopyResult(7, 5, None, 0.2)) == CopyResult(7, 0, None, 0.2, was_dropped=True)
 
 
+def test_a_tier_that_is_full_on_one_rank_is_full() -> None:
+    join = CopyJoin(2)
+    assert join.add(CopyResult(7, 0, "full", 0.2, is_full=True)) is None
+    assert join.add(CopyResult(7, 5, None, 0.1)) == CopyResult(7, 0, "full", 0.2, is_full=True)
+
+
 def test_a_shared_tier_is_there_once_it_is_for_every_rank() -> None:
     join, away = StateJoin(2), TierState("lmcache", False)
     there, larger = TierState("lmcache", True, 64), TierState("lmcache", True, 128)

@@ -15,6 +15,7 @@ from splitserve.kvconnector.blocks.pool import BlockPool, BlockState
 from splitserve.kvconnector.tiers.commands import CancelCommand, CopyCommand, CopyResult
 from splitserve.kvconnector.tiers.index import TierIndex
 from splitserve.kvconnector.tiers.policy import KeepAll, KeepPolicy, KeepPrompts, KeepSecondUse, make_policy
+from splitserve.kvconnector.tiers.stores import STORES_UNTIL_RETRY
 from splitserve.kvconnector.tiers.tier import Tier
 from splitserve.kvconnector.tiers.tiers import Tiers
 from splitserve.prefill.scheduler import PrefillScheduler
@@ -122,6 +123,30 @@ def test_the_end_of_a_chain_goes_before_its_beginning() -> None:
     assert evicted == [HASHES[2], HASHES[1], HASHES[0]]
 
 
+def test_stores_search_through_pinned_content_once() -> None:
+    index = TierIndex(4)
+    for block_hash in HASHES[:4]:
+        place = index.begin_store(block_hash)
+        assert place is not None
+        index.finish_store(block_hash, place.slot, is_good=True)
+    slots = index.pin(HASHES[:3])
+    place = index.begin_store(HASHES[4])
+    assert place is not None and place.evicted == HASHES[3]
+    index.finish_store(HASHES[4], place.slot, is_good=True)
+    assert index.hashes() == [*HASHES[:3], HASHES[4]]
+    index.touch([HASHES[4]])
+    index.unpin(slots[:1])
+    place = index.begin_store(HASHES[5])
+    assert place is not None and place.evicted == HASHES[0]
+    index.finish_store(HASHES[5], place.slot, is_good=True)
+    place = index.begin_store(HASHES[6])
+    assert place is not None and place.evicted == HASHES[4]
+    assert index.hashes() == [HASHES[5], *HASHES[1:3]], "pinned content is where the next store finds it last"
+    index.pin([HASHES[5]])
+    assert index.begin_store(HASHES[7]) is None, "all is pinned"
+    index.check_invariants()
+
+
 # ---- what is kept ----
 
 
@@ -214,6 +239,36 @@ def test_a_failed_store_is_not_found() -> None:
     tiers.on_result(CopyResult(command.copy_id, 1, "disk full"))
     assert tiers.may_find(0, HASHES[:1]) and not tiers.may_find(1, HASHES[1:3])
     assert tiers.counters.tier_failures == 1
+
+
+def test_a_full_tier_replaces_what_it_has_and_now_and_then_tries_to_hold_more() -> None:
+    pool, tiers = make_tiers(num_slots=6)
+    index, hashes = tiers.tiers[0].index, [bytes([n]) * 8 for n in range(200)]
+
+    def store(block_hash: bytes, **result: bool) -> None:
+        pool.release(complete(pool, tiers, [block_hash]))
+        tiers.start_stores()
+        [command] = tiers.take_commands()
+        tiers.on_result(CopyResult(command.copy_id, int(not result), "full" if result else None, **result))
+        tiers.check_invariants()
+
+    store(hashes[0], is_full=True)
+    store(hashes[1], is_full=True)
+    assert index.hashes() == [], "nothing can be replaced: free slots are tried on"
+    for block_hash in hashes[2:4]:
+        store(block_hash)
+    store(hashes[4], is_full=True)
+    for number in range(5, 5 + STORES_UNTIL_RETRY):
+        store(hashes[number])
+        assert len(index) == 2, "the latest ones take the place of the oldest"
+    store(hashes[199])
+    assert len(index) == 3, "there is more room"
+    store(hashes[198], is_full=True)
+    tiers.clear()
+    tiers.take_commands()
+    for number in range(100, 106):
+        store(hashes[number])
+    assert len(index) == 6, "a reset tries on as well"
 
 
 def test_a_damaged_block_ends_the_load_and_is_forgotten() -> None:
