@@ -48,6 +48,7 @@ from splitserve.benchmarks.goodput.search import Search, Sweep
 from splitserve.benchmarks.goodput.suites import SUITES
 from splitserve.benchmarks.goodput.twins import Twins
 from splitserve.benchmarks.goodput.verdict import losing_region, sentence
+from splitserve.benchmarks.twin.loads import check_arrivals
 from splitserve.common.errors import ConfigError
 from splitserve.models.config import load_model_config
 from splitserve.orchestration.cli.command_parser import CommandParser
@@ -71,6 +72,9 @@ def main(argv: Sequence[str]) -> int:
     options.rates = sorted(set(options.rates))
     arms = arms_of(options)
     sources = [parse_workload(text, options.max_tokens) for text in options.workloads]
+    for source in sources:
+        if reason := check_arrivals(source.at(options.first_rate, options.num_requests, options.seed)):
+            raise ConfigError(reason)
     if options.folder and len(sources) > 1:
         raise ConfigError("--continue takes one folder: name its workload with --workloads")
     require_matplotlib()

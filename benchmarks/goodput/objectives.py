@@ -18,6 +18,10 @@ from splitserve.common.errors import ConfigError
 MAX_PRESSURE = 100.0
 """Pressure of a load with more failures than the percentile allows: finite, for logarithms."""
 
+LASTING_TTFTS = 20
+"""Duration of a load in terms of the TTFT objective, at least: where requests come a twentieth faster than they can be
+served, the last ones wait for as long as the objective."""
+
 
 @dataclass(frozen=True, slots=True)
 class Objectives:
@@ -33,6 +37,11 @@ class Objectives:
                 f"objectives must be above 0 ms, at a percentile between 0 and 100; got TTFT {self.ttft_ms} ms, ITL "
                 f"{self.itl_ms} ms, p{self.percentile:g}"
             )
+
+    @property
+    def lasting_seconds(self) -> float:
+        """The duration of a load in which a queue that grows by a twentieth of the time shows."""
+        return LASTING_TTFTS * self.ttft_ms / 1e3
 
     @property
     def words(self) -> str:

@@ -88,6 +88,7 @@ class ProbeResult(msgspec.Struct, kw_only=True):
     gaps_ms: list[list[float | None]]  # None: a token that a failed request lacks
     figures: dict[str, Any]  # as of `splitserve bench serve`
     num_kills: int = 0
+    num_short: int = 0  # judged requests whose answers had fewer tokens than asked, without an error
     stages: dict[str, dict[str, float]] = {}  # stages of TTFT: mean and p99
     slowest: list[dict[str, Any]] = []  # timelines, as of `splitserve trace`
     routes: dict[str, int] = {}  # of its last 1,024 requests, judged or not: "disaggregated prefill-0 decode-0"
@@ -188,6 +189,7 @@ def result_of(arm_name: str, rate: float, seed: int, workload: Workload, turns: 
         ttft_ms=[_finite(value) for value in outcome.ttft_ms.tolist()],
         gaps_ms=[[_finite(value) for value in gaps.tolist()] for gaps in outcome.gaps_ms],
         figures=summarise(records, None),
+        num_short=sum(not turn.record.error and turn.record.output_tokens < turn.num_output_tokens for turn in judged),
     )
 
 

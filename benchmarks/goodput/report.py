@@ -7,9 +7,10 @@ from string import Template
 from typing import Any
 
 from splitserve.benchmarks.goodput.charts import Charts
+from splitserve.benchmarks.goodput.objectives import LASTING_TTFTS
 from splitserve.benchmarks.goodput.probe import ProbeResult
 from splitserve.benchmarks.goodput.result import SIMULATED, Conditions
-from splitserve.benchmarks.goodput.verdict import Difference, Verdict, crossing, losing_region, sentence
+from splitserve.benchmarks.goodput.verdict import Difference, Verdict, crossing, losing_region, ranked, sentence
 
 CAPTIONS = {
     "goodput by ITL objective": "Goodput per device against the ITL objective. Hollow: at least so much, since all "
@@ -66,16 +67,36 @@ def notes(probes: Sequence[ProbeResult], verdict: Verdict) -> list[str]:
         for arm in verdict.arms
         if verdict.sweep and arm.fills_gaps
     ]
+    found += _short_loads(probes, verdict)
     for probe in probes:
         if not probe.kept_the_rate:
             found.append(
                 f"{probe.arm} at {probe.rate:g}/s: the client offered {probe.offered_rate:.3g}/s; use "
                 "--client-processes, or another machine for the client"
             )
+        if probe.num_short:
+            found.append(
+                f"{probe.arm} at {probe.rate:g}/s: {probe.num_short} of {len(probe.ttft_ms)} answers were shorter than "
+                "asked, so the load was lighter: the endpoint must take ignore_eos, and have room for whole answers"
+            )
         if failed := probe.figures["failed"]:
             reasons = ", ".join(f"{count} x {reason}" for reason, count in failed.items())
             found.append(f"{probe.arm} at {probe.rate:g}/s: requests failed: {reasons}")
     return found
+
+
+def _short_loads(probes: Sequence[ProbeResult], verdict: Verdict) -> Iterable[str]:
+    """Yield a note on each arm whose highest load that held is too short to show a queue that grows slowly."""
+    objectives = verdict.objectives
+    held = [probe for probe in probes if probe.outcome.pressure(objectives) <= 1]
+    highest = {probe.arm: probe for probe in sorted(held, key=lambda probe: probe.rate)}
+    for arm, probe in highest.items():
+        if probe.seconds < objectives.lasting_seconds:
+            yield (
+                f"{arm} at {probe.rate:g}/s: the load took {probe.seconds:.3g} s, less than {LASTING_TTFTS} times the "
+                "TTFT objective: a queue that grows slowly would not show, so goodput may be lower; give --min-seconds "
+                f"{objectives.lasting_seconds:g}"
+            )
 
 
 def _crossings(verdict: Verdict) -> Iterable[str]:
@@ -86,10 +107,11 @@ def _crossings(verdict: Verdict) -> Iterable[str]:
 
 
 def _arms_table(verdict: Verdict, simulated: Mapping[str, float | None]) -> str:
-    best = max((arm.goodput.rate for arm in verdict.arms), default=0.0)
+    held = {arm.name: arm.goodput.rate for arm in verdict.arms if arm.goodput.kind != "below"}
+    best = max(held.values(), default=0.0)
     rows = []
-    for arm in sorted(verdict.arms, key=lambda arm: -arm.goodput.rate):
-        share = arm.goodput.rate / best if best else 0.0
+    for arm in ranked(verdict.arms):
+        share = held.get(arm.name, 0.0) / best if best else 0.0
         per_device = f"{arm.goodput.rate / verdict.num_devices:.3g}" if verdict.num_devices else "-"
         bar = f'<span class="bar" style="width:{100 * share:.1f}%"></span>'
         of_twin = simulated[arm.name]

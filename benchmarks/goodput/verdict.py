@@ -170,6 +170,11 @@ def crossing(sweep: Sequence[SweepPoint], ratio: float) -> float | None:
     return max((point.itl_ms for point in sweep if point.is_known and point.ratio >= ratio), default=None)
 
 
+def ranked(arms: Sequence[ArmResult]) -> list[ArmResult]:
+    """Return the arms from the highest goodput down. Those that held no rate come last: theirs are upper bounds."""
+    return sorted(arms, key=lambda arm: (arm.goodput.kind == "below", -arm.goodput.rate))
+
+
 def _best(names: Sequence[str], goodputs: Mapping[str, Goodput]) -> str:
     """Return the arm with the highest goodput; of one that held no rate none is known."""
     return max(names, key=lambda name: (goodputs[name].kind != "below", goodputs[name].rate))

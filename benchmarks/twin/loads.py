@@ -1,7 +1,7 @@
 """Loads on the twin, as records like those of a real load: the same code computes the figures of both."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from splitserve.benchmarks.common.stats import RequestRecord
 from splitserve.benchmarks.goodput.arms import Arm
@@ -13,10 +13,12 @@ from splitserve.protocol.request import Role
 from splitserve.simulation.twin.cluster import TwinCluster, TwinResult, TwinSpec
 from splitserve.simulation.twin.models import Calibration
 from splitserve.simulation.twin.worker import WorkerSetup
-from splitserve.workloads.conversation import Workload
+from splitserve.workloads.conversation import Conversation, Workload
 from splitserve.workloads.named import Source
 
 Workers = Callable[[Arm], Sequence[WorkerSetup]]
+APART = 3.0
+"""Time between requests that come one at a time, in terms of what the slowest worker's step model says of one."""
 
 
 def records_of(result: TwinResult) -> list[TurnRecord]:
@@ -99,6 +101,53 @@ def check_lengths(workload: Workload, longest: LongestSequence) -> str:
     )
 
 
+def left_out_words(source: Source) -> str:
+    """Return a note on the conversations of a trace that are too long to be taken from it; "" if there are none."""
+    if source.trace is None or not source.max_tokens:
+        return ""
+    found = source.trace.conversations
+    totals = [sum(turn.num_new_tokens + turn.num_output_tokens for turn in each.turns) for each in found]
+    num_longer = sum(total > source.max_tokens for total in totals)
+    if not num_longer:
+        return ""
+    return (
+        f"{num_longer} of {len(totals)} conversations of the trace {source.name} have more than {source.max_tokens} "
+        f"tokens, up to {max(totals)}, and are left out; --max-tokens sets that bound"
+    )
+
+
+def check_arrivals(workload: Workload) -> str:
+    """Return why no rate can be offered, where all requests come at the same time, as those of a trace of one line or
+    without timestamps do; "" if they don't."""
+    begins = {conversation.start_seconds for conversation in workload.conversations}
+    if len(begins) > 1 or len(workload.conversations) == 1:
+        return ""
+    return (
+        f"all {len(workload.conversations)} requests of the trace {workload.name} come at the same time, at any rate: "
+        "give its lines timestamps that differ, or a workload like 1024/128"
+    )
+
+
+def one_at_a_time(workload: Workload, workers: Sequence[WorkerSetup]) -> Workload:
+    """Return the same conversations, each of which begins long after the one before has ended."""
+    conversations, begin = [], 0.0
+    for each in workload.conversations:
+        conversations.append(replace(each, start_seconds=begin))
+        begin += 1.0 + APART * max(_seconds_of(each, worker) for worker in workers)
+    return Workload(workload.name, tuple(conversations))
+
+
+def _seconds_of(conversation: Conversation, worker: WorkerSetup) -> float:
+    """Return the seconds that a conversation takes a worker that has no other one."""
+    context, seconds = 0, 0.0
+    for turn in conversation.turns:
+        seconds += turn.think_seconds
+        seconds += worker.model.prefill_seconds(0, context + turn.num_new_tokens, worker.engine.max_num_batched_tokens)
+        context += turn.num_new_tokens + turn.num_output_tokens
+        seconds += turn.num_output_tokens * worker.model.decode_seconds(1, context)
+    return seconds
+
+
 class TwinProber:
     """Prober of arms on the twin, as :mod:`splitserve.benchmarks.goodput.comparison` calls it."""
 
@@ -120,6 +169,15 @@ class TwinProber:
     def __call__(self, name: str, arm: Arm | None, rate: float, seed: int) -> ProbeResult:
         """Run the workload at ``rate`` on the arm's twin."""
         assert arm is not None, "an endpoint has no twin"
+        workload = self._source.at(rate, self._num_requests(rate), seed)
+        return self._result(name, arm, rate, seed, workload)
+
+    def alone(self, name: str, arm: Arm, rate: float, seed: int) -> ProbeResult:
+        """Run the requests of the load at ``rate`` one at a time: no load's latencies are lower."""
+        workload = self._source.at(rate, self._num_requests(rate), seed)
+        return self._result(name, arm, 0.0, seed, one_at_a_time(workload, self._workers(arm)))
+
+    def _result(self, name: str, arm: Arm, rate: float, seed: int, workload: Workload) -> ProbeResult:
         spec = TwinSpec(
             workers=self._workers(arm),
             calibration=self._calibration,
@@ -127,6 +185,5 @@ class TwinProber:
             ttft_ms=self._objectives.ttft_ms,
             tpot_ms=self._objectives.itl_ms,
         )
-        workload = self._source.at(rate, self._num_requests(rate), seed)
         result = TwinCluster(spec, seed).run(workload, seed)
         return result_of(name, rate, seed, workload, records_of(result))

@@ -50,6 +50,7 @@ def setups_of_arm(
             max_model_len=plan.max_model_len,
             vocab_size=config.vocab_size,
             model=calibration.step_model(role),
+            law=calibration.law(role),
             host_slots=host_slots,
         )
         for role, count in numbers.items()
@@ -108,6 +109,8 @@ def described(setups: Sequence[WorkerSetup]) -> str:
 def _memory(engine: EngineConfig, config: ModelConfig, cache: CacheLayout, gpu: str) -> MemoryPlan:
     if gpu != CPU and not engine.kv_memory_bytes:
         weights = decode_bytes(config, 0, 0, 2)
+        if not config.tie_word_embeddings:  # no step reads the whole embedding, but it takes its memory
+            weights += 2 * config.vocab_size * config.hidden_size
         left = engine.tensor_parallel_size * (GPU_BYTES[gpu] * engine.gpu_memory_utilization - STEP_BYTES) - weights
         if left <= 0:
             raise ConfigError(

@@ -26,8 +26,16 @@ from splitserve.benchmarks.engine.engine_options import add_engine_options, add_
 from splitserve.benchmarks.goodput.arms import FORMS, parse_arm
 from splitserve.benchmarks.twin.calibration import CPU, of_cluster, of_roofline, read_calibration, report_of
 from splitserve.benchmarks.twin.export import WORKLOAD_FILE, export, spec_of
-from splitserve.benchmarks.twin.loads import LongestSequence, check_lengths, longest_of, records_of
+from splitserve.benchmarks.twin.loads import (
+    LongestSequence,
+    check_arrivals,
+    check_lengths,
+    left_out_words,
+    longest_of,
+    records_of,
+)
 from splitserve.benchmarks.twin.setups import described, setups_of_arm, setups_of_cluster
+from splitserve.common.errors import ConfigError
 from splitserve.models.config import ModelConfig, load_model_config
 from splitserve.models.roofline import DEVICE_RATES
 from splitserve.orchestration.cli.command_parser import CommandParser
@@ -97,13 +105,15 @@ def _begin(options: argparse.Namespace, source: Source, clusters: Sequence[Clust
     """Check the first run's requests, export them if that is wanted, and print the model and notes on requests that
     are too long. Raises :class:`ConfigError`."""
     workload = source.at(options.rate, options.num_requests, options.seed)
-    notes = [check_lengths(workload, cluster.longest) for cluster in clusters]
+    notes = [check_lengths(workload, cluster.longest) for cluster in clusters] + [check_arrivals(workload)]
     if options.export:
         specs = {each.name: each.spec for each in clusters if each.spec is not None}
         rate = export(Path(options.export), specs, workload)
         print(f"specs and requests are in {options.export}; {WORKLOAD_FILE} has {rate:.6g} requests per second")
     if not options.against:
         print(f"model: {model_words(options)}")
+    if words := left_out_words(source):
+        print(f"note: {words}")
     for note in dict.fromkeys(filter(None, notes)):
         print(f"note: in the first run {note}")
 
@@ -310,7 +320,14 @@ def served_engine(options: argparse.Namespace, engine: EngineConfig) -> EngineCo
 def calibration_of(options: argparse.Namespace, config: ModelConfig) -> Calibration:
     """Return the saved calibration, or the roofline of the device. Raises :class:`ConfigError`."""
     if options.calibration:
-        return read_calibration(options.calibration)
+        found = read_calibration(options.calibration)
+        if found.num_ranks not in (0, options.tensor_parallel_size):
+            raise ConfigError(
+                f"--calibration {options.calibration} was fitted by workers of {found.num_ranks} ranks, whose steps "
+                f"take other times than those of {options.tensor_parallel_size}: give --tensor-parallel-size "
+                f"{found.num_ranks}, or calibrate such workers"
+            )
+        return found
     return of_roofline(config, options.gpu, options.tensor_parallel_size, max(1, options.threads))
 
 

@@ -9,6 +9,7 @@ from splitserve.protocol.config import EngineConfig, ProtocolConfig
 from splitserve.protocol.memory_records import LayoutRecord
 from splitserve.protocol.placement.step_model import StepModel
 from splitserve.protocol.request import Role
+from splitserve.simulation.twin import cluster
 from splitserve.simulation.twin.cluster import TwinCluster, TwinResult, TwinSpec
 from splitserve.simulation.twin.models import Calibration, CopyModel, HostModel, LinkModel
 from splitserve.simulation.twin.worker import WorkerSetup
@@ -140,3 +141,18 @@ def test_leaping_over_unchanged_batches_changes_no_time(workers, policy: str) ->
         assert (one.conversation, one.number, one.error) == (other.conversation, other.number, other.error)
         assert one.token_times == pytest.approx(other.token_times, abs=1e-6)
         assert one.num_cached_tokens == other.num_cached_tokens
+
+
+def test_a_request_that_runs_when_the_simulation_is_cut_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would count as complete, with the tokens that it has got."""
+    monkeypatch.setattr(cluster, "MAX_EXTRA_SECONDS", 0.05)
+    result = run(MIXED, single(100, 1000))
+    [turn] = result.turns
+    assert turn.error == cluster.CUT
+    assert result.seconds == turn.ended_at >= 0.05 and len(turn.token_times) < 1000
+
+
+def test_a_pause_longer_than_the_cut_is_simulated() -> None:
+    turns = (Turn((Piece("one", 50),), 3), Turn((Piece("two", 50),), 3, cluster.MAX_EXTRA_SECONDS + 9))
+    result = run(MIXED, Workload("patient", (Conversation("0", 0.0, turns),)))
+    assert [len(turn.token_times) for turn in result.turns] == [3, 3]

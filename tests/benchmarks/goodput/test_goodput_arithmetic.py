@@ -13,9 +13,11 @@ from splitserve.benchmarks.goodput.charts import Charts
 from splitserve.benchmarks.goodput.comparison import PROPOSED_STEP, Comparison
 from splitserve.benchmarks.goodput.estimate import Probe, block_indices, goodput_of, interval, resampled_goodputs
 from splitserve.benchmarks.goodput.objectives import MAX_PRESSURE, Objectives, Outcome, percentile
-from splitserve.benchmarks.goodput.probe import ProbeResult, Setup, held_of
+from splitserve.benchmarks.goodput.probe import ProbeResult, Setup, held_of, result_of
+from splitserve.benchmarks.goodput.report import _arms_table, notes
 from splitserve.benchmarks.goodput.search import Search, Sweep
-from splitserve.benchmarks.goodput.verdict import crossing, judge, losing_region, sentence
+from splitserve.benchmarks.goodput.verdict import crossing, judge, losing_region, ranked, sentence
+from splitserve.benchmarks.serving.conversations import TurnRecord
 from splitserve.common.errors import ConfigError
 from splitserve.router.admin.metrics import RouterMetrics
 from splitserve.router.placement.modes.serving_mode import Held
@@ -282,3 +284,31 @@ def test_the_rates_that_a_router_predicts_are_read_from_its_metrics() -> None:
     assert held_of(metrics.render().decode()) == {}
     metrics.watch_mode(lambda: True, lambda: Held(disaggregated=14.5, aggregated=16.25))
     assert held_of(metrics.render().decode()) == {"disaggregated": 14.5, "aggregated": 16.25}
+
+
+def test_an_arm_that_held_no_rate_is_ranked_last() -> None:
+    """The rate that it is known to be below may be higher than what others hold."""
+    arms = ("2M", "1P1D", "1P1D:cost")
+    loads = dict(zip(arms, [((9.0, 3.0),), ((2.0, 0.5), (4.0, 2.0)), ((5.0, 0.5),)], strict=True))
+    probes = {name: [Probe(rate, outcome(100 * to, 9.0)) for rate, to in found] for name, found in loads.items()}
+    verdict = judge({name: parse_arm(name) for name in arms}, probes, OBJECTIVES, seed=0)
+    assert [arm.name for arm in ranked(verdict.arms)] == ["1P1D:cost", "1P1D", "2M"]
+    rows = _arms_table(verdict, dict.fromkeys(arms)).split("<tr>")[2:]
+    assert "less than 9" in rows[2] and "width:0.0%" in rows[2]
+    assert "at least 5" in rows[0] and "width:100.0%" in rows[0]
+
+
+def test_short_answers_and_short_loads_are_noted() -> None:
+    """An endpoint that ends answers early has a lighter load than the others; a short load shows no growing queue."""
+    workload = parse_workload("9/3").at(1.0, 2, 0)
+    turns = [
+        TurnRecord(str(number), 0, 9, 3, RequestRecord(number, number, number + 0.1, times, output_tokens=len(times)))
+        for number, times in enumerate([[0.01, 0.02, 0.03], [1.01, 1.02]])
+    ]
+    probe = result_of("2M:least-loaded", 1.0, 0, workload, turns)
+    verdict = judge({probe.arm: parse_arm(probe.arm)}, {probe.arm: [Probe(1.0, probe.outcome)]}, OBJECTIVES, seed=0)
+    assert any("1 of 2 answers were shorter than asked" in note for note in notes([probe], verdict))
+    words = "the load took 1.1 s, less than 20 times the TTFT objective"  # of 100 ms
+    assert any(words in note and "--min-seconds 2" in note for note in notes([probe], verdict))
+    probe.seconds = 2.0
+    assert not any(words[:13] in note for note in notes([probe], verdict))

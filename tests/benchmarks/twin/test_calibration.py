@@ -1,9 +1,10 @@
 """When a cluster's own step times calibrate a twin."""
 
+import msgspec
 import pytest
 
 from cluster_reports import cluster_report, worker_report
-from splitserve.benchmarks.twin.calibration import MEASURED_STEPS, measures_each_role
+from splitserve.benchmarks.twin.calibration import MEASURED_STEPS, measures_each_role, of_cluster
 from splitserve.protocol.placement.step_model import StepModel
 from splitserve.protocol.request import Role
 
@@ -25,3 +26,12 @@ def test_one_worker_of_each_role_needs_enough_steps(steps: list[tuple[Role, int]
         for number, (role, num_steps) in enumerate(steps)
     ]
     assert measures_each_role(cluster_report(*workers)) is is_enough
+
+
+def test_a_calibration_knows_the_ranks_of_its_workers() -> None:
+    model = StepModel(base=1e-3, num_steps=ENOUGH)
+    workers = [worker_report(f"{role}-0", role, step_model=model) for role in (Role.PREFILL, Role.DECODE)]
+    assert of_cluster(cluster_report(*workers), "http://127.0.0.1:8000").num_ranks == 1
+    wide = msgspec.structs.replace(workers[0].info.layout, tensor_parallel_size=2)
+    workers[0] = msgspec.structs.replace(workers[0], info=msgspec.structs.replace(workers[0].info, layout=wide))
+    assert of_cluster(cluster_report(*workers), "http://127.0.0.1:8000").num_ranks == 0

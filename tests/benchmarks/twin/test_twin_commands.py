@@ -72,6 +72,8 @@ def test_a_plan_ranks_both_kinds_and_writes_the_best_one(tmp_path: Path, capsys:
         "400",
         "--num-requests",
         "8",
+        "--min-seconds",
+        "0",
         "--output",
         str(spec),
     ]
@@ -96,6 +98,8 @@ def test_written_specs_load_the_checkpoint_that_was_named(tiny_qwen3: Path, tmp_
         "30/5",
         "--num-requests",
         "4",
+        "--min-seconds",
+        "0",
         "--output",
         str(tmp_path / "best.yaml"),
     ]

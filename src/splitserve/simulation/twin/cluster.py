@@ -32,7 +32,8 @@ HEARTBEAT_SECONDS = 1.0
 START_SECONDS = 3.0
 """Time before the first arrival, in which workers register and connect."""
 MAX_EXTRA_SECONDS = 3600.0
-"""Time after the last arrival at which a run that doesn't end is cut."""
+"""Time after the last arrival, and the longest pauses of a conversation, at which a run that doesn't end is cut."""
+CUT = "the request still ran when the simulation was cut"
 FILLER_TOKEN = 9
 NUM_NAME_TOKENS = 16
 _FILLER = array("i", [FILLER_TOKEN])
@@ -138,8 +139,11 @@ class TwinCluster:
         for talk in talks:
             self.clock.at(START_SECONDS + talk.conversation.start_seconds, talk.begin)
         last = workload.conversations[-1].start_seconds
-        ends_at = START_SECONDS + last + MAX_EXTRA_SECONDS
+        pauses = max(sum(turn.think_seconds for turn in each.turns) for each in workload.conversations)
+        ends_at = START_SECONDS + last + pauses + MAX_EXTRA_SECONDS
         self.clock.run(lambda: not self._num_running or self.clock.now > ends_at)
+        for talk in talks:
+            talk.cut()
         turns = sorted((turn for talk in talks for turn in talk.turns), key=lambda turn: turn.arrived_at)
         names = {worker.setup.name: worker for worker in self.workers.values()}
         seconds = max((turn.ended_at for turn in turns), default=0.0)
@@ -286,6 +290,11 @@ class _Talk:
         received = self.turns[-1].token_times
         later = self._twin.host.deliver_seconds - START_SECONDS
         received.extend(time + later for time in times[len(received) : len(received) + count])
+
+    def cut(self) -> None:
+        """Let the turn that still runs at the run's end fail."""
+        if self.turns and not self.turns[-1].ended_at:
+            self.turns[-1].error, self.turns[-1].ended_at = CUT, self._twin.load_seconds
 
     def on_refused(self, reason: str) -> None:
         """End with a refused turn."""

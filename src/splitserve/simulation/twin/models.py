@@ -6,6 +6,7 @@ import msgspec
 
 from splitserve.protocol.placement.step_model import StepModel, StepWork
 from splitserve.protocol.request import Role
+from splitserve.simulation.twin.step_times import ExpertLaw, ExpertReads, StepLaw
 
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=3600)]
 
@@ -65,6 +66,8 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True):
     host: HostModel = HostModel()
     copies: CopyModel = CopyModel()
     host_kv_bytes: Annotated[int, msgspec.Meta(ge=0)] = 0  # host tier of each worker
+    expert_reads: ExpertReads | None = None  # of steps that are estimates; None: steps are as their models say
+    num_ranks: Annotated[int, msgspec.Meta(ge=0)] = 0  # of each worker that the steps were fitted on; 0: not known
     source: str = ""
     is_measured: bool = False
 
@@ -73,3 +76,7 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True):
         if role in self.steps:
             return self.steps[role]
         return max(self.steps.values(), key=lambda model: model.num_steps)
+
+    def law(self, role: Role) -> StepLaw | None:
+        """Return the law of the role's steps, where they aren't as :meth:`step_model` says."""
+        return None if self.expert_reads is None else ExpertLaw(self.step_model(role), self.expert_reads)
