@@ -23,7 +23,7 @@ class ExpertLaunch:
     """
 
     block_m: int = 16  # pairs of a tile; 1: a program for each pair, without sorting
-    block_n: int = 32  # outputs of gate and of up
+    block_n: int = 32  # outputs: as many rows of gate, and as many of up
     block_k: int = 128
     down_block_n: int = 64
     down_block_k: int = 128
@@ -43,7 +43,7 @@ class _Defaults:
 
 
 _PAIRS = ExpertLaunch(1, 4, 1024, 2, 1024)
-_PLAIN = _Defaults(
+_PLAIN = _Defaults(  # tiles measured on an H200, as those of FP8: docs/decisions/043
     4,
     _PAIRS,
     (
@@ -80,8 +80,6 @@ _PACKED = _Defaults(
         (inf, ExpertLaunch(64, 128, 128, 256, 128, 8)),
     ),
 )
-
-
 _BY_DTYPE = {torch.float32: _FLOAT32, torch.float8_e4m3fn: _FP8, torch.uint8: _PACKED}
 
 
