@@ -73,7 +73,7 @@ def main(argv: Sequence[str]) -> int:
     arms = arms_of(options)
     sources = [parse_workload(text, options.max_tokens) for text in options.workloads]
     for source in sources:
-        if reason := check_arrivals(source.at(options.first_rate, options.num_requests, options.seed)):
+        if reason := check_arrivals(source, options.num_requests):
             raise ConfigError(reason)
     if options.folder and len(sources) > 1:
         raise ConfigError("--continue takes one folder: name its workload with --workloads")

@@ -8,7 +8,7 @@ from typing import Any
 
 from splitserve.benchmarks.goodput.charts import Charts
 from splitserve.benchmarks.goodput.objectives import LASTING_TTFTS
-from splitserve.benchmarks.goodput.probe import ProbeResult
+from splitserve.benchmarks.goodput.probe import SETTLED_SHARE, ProbeResult
 from splitserve.benchmarks.goodput.result import SIMULATED, Conditions
 from splitserve.benchmarks.goodput.verdict import Difference, Verdict, crossing, losing_region, ranked, sentence
 
@@ -91,7 +91,9 @@ def _short_loads(probes: Sequence[ProbeResult], verdict: Verdict) -> Iterable[st
     held = [probe for probe in probes if probe.outcome.pressure(objectives) <= 1]
     highest = {probe.arm: probe for probe in sorted(held, key=lambda probe: probe.rate)}
     for arm, probe in highest.items():
-        if probe.seconds < objectives.lasting_seconds:
+        # As many requests as come in that time on average are enough, even if those of this load came sooner
+        num_enough = int((1 - SETTLED_SHARE) * probe.rate * objectives.lasting_seconds)
+        if probe.seconds < objectives.lasting_seconds and len(probe.ttft_ms) < num_enough:
             yield (
                 f"{arm} at {probe.rate:g}/s: the load took {probe.seconds:.3g} s, less than {LASTING_TTFTS} times the "
                 "TTFT objective: a queue that grows slowly would not show, so goodput may be lower; give --min-seconds "

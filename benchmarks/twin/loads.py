@@ -116,14 +116,21 @@ def left_out_words(source: Source) -> str:
     )
 
 
-def check_arrivals(workload: Workload) -> str:
-    """Return why no rate can be offered, where all requests come at the same time, as those of a trace of one line or
-    without timestamps do; "" if they don't."""
-    begins = {conversation.start_seconds for conversation in workload.conversations}
-    if len(begins) > 1 or len(workload.conversations) == 1:
+def check_arrivals(source: Source, num_requests: int) -> str:
+    """Return why no rate can be offered with the first ``num_requests`` requests of a trace: all come at the same time,
+    as those of a single line or without timestamps do, or are turns of one conversation; "" if one can."""
+    if source.trace is None:
         return ""
+    conversations = source.at(1.0, max(2, num_requests), 0).conversations
+    if len({conversation.start_seconds for conversation in conversations}) > 1:
+        return ""
+    if len(conversations) == 1:
+        return (
+            f"the load of the trace {source.name} is one conversation, the same at any rate: raise --num-requests, or "
+            "use a trace of more conversations"
+        )
     return (
-        f"all {len(workload.conversations)} requests of the trace {workload.name} come at the same time, at any rate: "
+        f"all {len(conversations)} requests of the trace {source.name} come at the same time, at any rate: "
         "give its lines timestamps that differ, or a workload like 1024/128"
     )
 

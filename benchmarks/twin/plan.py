@@ -37,7 +37,7 @@ from splitserve.orchestration.spec.cluster_spec import ClusterSpec
 from splitserve.orchestration.spec.document import to_yaml
 from splitserve.workloads.conversation import Workload
 from splitserve.workloads.named import FORMS as WORKLOADS
-from splitserve.workloads.named import parse_workload
+from splitserve.workloads.named import Source, parse_workload
 
 DEFAULT_PERCENTILE = 99.0
 PRECISION = 0.1
@@ -66,9 +66,9 @@ def main(argv: Sequence[str]) -> int:
             setup for arm in arms.values() for setup in setups_of_arm(arm, engine, config, calibration, options.gpu)
         ]
         first = source.at(options.first_rate, options.num_requests, options.seed)
-        if words := left_out_words(source):
-            print(f"note: {words}", flush=True)
-        _check_first(first, longest_with(options, config, workers))
+        if reason := check_arrivals(source, options.num_requests):
+            raise ConfigError(reason)
+        _print_notes(source, first, longest_with(options, config, workers))
         seconds = options.min_seconds if options.min_seconds is not None else lasting_seconds(first, objectives)
         prober = TwinProber(
             lambda arm: setups_of_arm(arm, engine, config, calibration, options.gpu),
@@ -110,11 +110,11 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _check_first(workload: Workload, longest: LongestSequence) -> None:
-    """Check the first load, and print a note on requests that are too long. Raises :class:`ConfigError`."""
-    if reason := check_arrivals(workload):
-        raise ConfigError(reason)
-    if note := check_lengths(workload, longest):
+def _print_notes(source: Source, first: Workload, longest: LongestSequence) -> None:
+    """Print notes on conversations that are left out, and on requests of the ``first`` load that are too long."""
+    if words := left_out_words(source):
+        print(f"note: {words}", flush=True)
+    if note := check_lengths(first, longest):
         print(f"note: in the first load {note}", flush=True)
 
 
@@ -155,7 +155,7 @@ def find_unable(
         name, least = min(unable.items(), key=lambda item: item[1].pressure(objectives))
         raise ConfigError(
             f"no arrangement holds the objectives, even with one request at a time: {arms[name].words} comes nearest, "
-            f"where {alone_words(least, objectives)}; {_remedy(least)}"
+            f"where {alone_words(least, objectives)}; {_remedy(least, objectives)}"
         )
     for name, outcome in unable.items():
         print(f"{name:24} not searched: with one request at a time {alone_words(outcome, objectives)}", flush=True)
@@ -172,8 +172,8 @@ def alone_words(outcome: Outcome, objectives: Objectives) -> str:
     return f"p{objectives.percentile:g} {each[0]} and {each[1]}"
 
 
-def _remedy(outcome: Outcome) -> str:
-    if outcome.num_failed:
+def _remedy(outcome: Outcome, objectives: Objectives) -> str:
+    if None in outcome.judged_ms(objectives).values():
         return "shorten the requests, or leave those out that are too long"
     return "raise --ttft-ms or --itl-ms, or choose a faster --gpu or a larger --tensor-parallel-size"
 

@@ -105,7 +105,9 @@ def _begin(options: argparse.Namespace, source: Source, clusters: Sequence[Clust
     """Check the first run's requests, export them if that is wanted, and print the model and notes on requests that
     are too long. Raises :class:`ConfigError`."""
     workload = source.at(options.rate, options.num_requests, options.seed)
-    notes = [check_lengths(workload, cluster.longest) for cluster in clusters] + [check_arrivals(workload)]
+    notes = [check_lengths(workload, cluster.longest) for cluster in clusters]
+    if workload.num_requests > 1:
+        notes.append(check_arrivals(source, options.num_requests))
     if options.export:
         specs = {each.name: each.spec for each in clusters if each.spec is not None}
         rate = export(Path(options.export), specs, workload)

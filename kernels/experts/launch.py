@@ -89,12 +89,19 @@ def experts_key(dtype: torch.dtype, *, num_experts: int, top_k: int, hidden_size
 
 
 def expert_launch(
-    key: str, *, num_experts: int, top_k: int, num_tokens: int, dtype: torch.dtype, device: torch.device
+    key: str,
+    *,
+    num_experts: int,
+    top_k: int,
+    num_tokens: int,
+    dtype: torch.dtype,
+    down_dtype: torch.dtype,
+    device: torch.device,
 ) -> ExpertLaunch:
     """Return the tuned parameters, else a default: tiles about as high as an expert has pairs on average.
 
-    ``dtype``: of the weights; uint8 stands for MXFP4. Of tiles of other weights, parameters that ``device`` has no room
-    for are changed to the next that fit.
+    ``dtype``, ``down_dtype``: of the weights of both products; uint8 stands for MXFP4. Of tiles of other weights,
+    parameters that ``device`` has no room for are changed to the next that fit.
     """
     defaults = _BY_DTYPE.get(dtype, _PLAIN)
     average = num_tokens * top_k // num_experts
@@ -103,29 +110,45 @@ def expert_launch(
     else:
         default = next(launch for most, launch in defaults.tiles if average <= most)
     launch = tuned(default, OPERATION, key, num_tokens)
-    return launch if launch.block_m == 1 or dtype == torch.uint8 else fitted(launch, dtype, shared_bytes(device))
+    if launch.block_m == 1 or dtype == torch.uint8:
+        return launch
+    return fitted(launch, dtype, down_dtype, shared_bytes(device))
 
 
-def fitted(launch: ExpertLaunch, dtype: torch.dtype, num_shared_bytes: int) -> ExpertLaunch:
+@functools.cache
+def fitted(launch: ExpertLaunch, dtype: torch.dtype, down_dtype: torch.dtype, num_shared_bytes: int) -> ExpertLaunch:
     """Return the parameters, or those nearest to them with which the sums of a tile fit into registers, and the rows
-    that are loaded ahead into shared memory."""
-    # With scales each thread has a second sum, of the group at hand
-    most_sums = 32 * launch.num_warps * (64 if dtype == torch.float8_e4m3fn else 128)
-    while launch.block_n > 16 and 2 * launch.block_n * launch.block_m > most_sums:
+    that are loaded ahead into shared memory. ``dtype``, ``down_dtype``: of the weights of both products, which differ
+    where a rank's share of the inner size is not whole groups of FP8."""
+    while launch.block_n > 16 and 2 * launch.block_n * launch.block_m > _most_sums(launch, dtype):
         launch = replace(launch, block_n=launch.block_n // 2)
-    while launch.down_block_n > 16 and launch.down_block_n * launch.block_m > most_sums:
+    while launch.down_block_n > 16 and launch.down_block_n * launch.block_m > _most_sums(launch, down_dtype):
         launch = replace(launch, down_block_n=launch.down_block_n // 2)
-    while launch.num_stages > 2 and _loaded_bytes(launch, dtype) > num_shared_bytes:
+    while launch.num_stages > 2 and max(_loaded_bytes(launch, dtype, down_dtype)) > num_shared_bytes:
         launch = replace(launch, num_stages=launch.num_stages - 1)
+    while launch.block_k > 16 and _loaded_bytes(launch, dtype, down_dtype)[0] > num_shared_bytes:
+        launch = replace(launch, block_k=launch.block_k // 2)
+    while launch.down_block_k > 16 and _loaded_bytes(launch, dtype, down_dtype)[1] > num_shared_bytes:
+        launch = replace(launch, down_block_k=launch.down_block_k // 2)
     return launch
 
 
-def _loaded_bytes(launch: ExpertLaunch, dtype: torch.dtype) -> int:
-    columns = (FP8_GROUP, FP8_GROUP) if dtype == torch.float8_e4m3fn else (launch.block_k, launch.down_block_k)
-    rows = (launch.block_m + 2 * launch.block_n, launch.block_m + launch.down_block_n)
-    # Instructions of a warp, for tiles below 64 rows, have their operands in registers when they begin
+def _most_sums(launch: ExpertLaunch, dtype: torch.dtype) -> int:
+    # With scales each thread has a second sum, of the group at hand
+    return 32 * launch.num_warps * (64 if dtype == torch.float8_e4m3fn else 128)
+
+
+def _loaded_bytes(launch: ExpertLaunch, dtype: torch.dtype, down_dtype: torch.dtype) -> tuple[int, int]:
+    """Return the bytes that each of the two products has in shared memory."""
+    # Instructions of a warp, for tiles below 64 rows, have their operands in registers when they begin (before Hopper
+    # for all tiles, where one stage more would fit than is counted here)
     num_blocks = launch.num_stages - (launch.block_m < 64)
-    return num_blocks * dtype.itemsize * max(row * column for row, column in zip(rows, columns, strict=True))
+    row_bytes, down_row_bytes = (
+        FP8_GROUP if each == torch.float8_e4m3fn else block_k * each.itemsize
+        for each, block_k in ((dtype, launch.block_k), (down_dtype, launch.down_block_k))
+    )
+    gate_up_rows, down_rows = launch.block_m + 2 * launch.block_n, launch.block_m + launch.down_block_n
+    return num_blocks * gate_up_rows * row_bytes, num_blocks * down_rows * down_row_bytes
 
 
 @functools.cache

@@ -128,7 +128,7 @@ class ExpertsCase:
         if not best:
             default = expert_launch(
                 self._key, num_experts=self._router.num_experts, top_k=self._router.top_k, num_tokens=self._rows,
-                dtype=self._weights[0].gate_up.dtype, device=self._x.device,
+                dtype=self._weights[0].gate_up.dtype, down_dtype=self._weights[0].down.dtype, device=self._x.device,
             )  # fmt: skip
             starts = dict.fromkeys((default, *(_PACKED_STARTS if self._is_mxfp4 else _STARTS)))
             return [asdict(launch) for launch in starts if self._fits(launch)]
@@ -158,7 +158,8 @@ class ExpertsCase:
         blocks = (launch.block_n, launch.block_k, launch.down_block_n, launch.down_block_k)
         if not (16 <= launch.block_m <= 128 and all(16 <= block <= 256 for block in blocks)):
             return False
-        return fitted(launch, self._weights[0].gate_up.dtype, _MAX_SHARED_BYTES) == launch
+        one = self._weights[0]
+        return fitted(launch, one.gate_up.dtype, one.down.dtype, _MAX_SHARED_BYTES) == launch
 
     def _is_streamed(self, launch: ExpertLaunch) -> bool:
         return self._is_mxfp4 and launch.block_m <= MAX_STREAMED and self._x.dtype == torch.bfloat16

@@ -40,7 +40,8 @@ class Router(Protocol):
 class ExpertWeights:
     """The experts ``first`` to ``first + N - 1`` of a layer, all of each or the rank's share of its inner dimension I.
 
-    ``gate_up`` and ``down`` are in the model's dtype, or float8_e4m3fn with a scale for each row's groups of elements.
+    ``gate_up`` and ``down`` are in the model's dtype, or float8_e4m3fn with a scale for each row's groups of elements:
+    each by itself, since a rank's share of I may not be whole groups.
     In MXFP4 (:mod:`splitserve.kernels.experts.mxfp4`) they are uint8 with half as many columns; the Triton kernels make
     copies in another order, of which rows can't be taken.
     """
@@ -51,8 +52,8 @@ class ExpertWeights:
     first: int = 0
     gate_up_bias: Tensor | None = None  # [N, 2 * I]
     down_bias: Tensor | None = None  # [N, hidden]; where ranks share I, one of them has it and the others have zeros
-    gate_up_scales: Tensor | None = None  # float32 [N, 2 * I, S]; one for all of a row, or for each 128 elements;
-    # of MXFP4 uint8, for each 32
+    gate_up_scales: Tensor | None = None  # float32 [N, 2 * I, S], for each 128 elements; kernels that sort no pairs
+    # take one for all of a row, too. Of MXFP4 uint8, for each 32
     down_scales: Tensor | None = None  # [N, hidden, S], likewise
 
     @property

@@ -111,13 +111,14 @@ class GenerationResponse(Response):
             await send_json(send, error.status, self._format.error_body(error), error.headers())
         finally:
             watcher.cancel()
-            if self._submission is not None:
-                self._submission.cancel()
-            # Their errors will name frames that have this response: cycles for the garbage collector.
-            del self._watcher, self._submission
-            for request in self._requests:
-                self._dispatcher.cancel(request)
-            self._dispatcher.release(len(self._prompts), self._context.tenant)
+            try:
+                await self._end_submission()
+            finally:
+                # Their errors will name frames that have this response: cycles for the garbage collector.
+                del self._watcher, self._submission
+                for request in self._requests:
+                    self._dispatcher.cancel(request)
+                self._dispatcher.release(len(self._prompts), self._context.tenant)
 
     async def _send_in_time(self, send: Send) -> None:
         """Send the answer. Raises TimeoutError if the client doesn't read it although all requests have ended.
@@ -159,6 +160,12 @@ class GenerationResponse(Response):
         except ApiError as error:
             return error
         return None
+
+    async def _end_submission(self) -> None:
+        """Take the prompts that wait out of the queue: they would begin once those that run are cancelled."""
+        if self._submission is not None and not self._submission.done():
+            self._submission.cancel()
+            await asyncio.wait((self._submission,))
 
     async def _begin(self, index: int, prompt: Prompt) -> None:
         """Begin a prompt's choices, the first of which has this index, once workers have room for them."""

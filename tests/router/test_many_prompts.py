@@ -3,7 +3,7 @@
 import json
 
 from router_harness import ready
-from router_streams import Stream
+from router_streams import Stream, aborts
 from splitserve.benchmarks.router.worker_script import default_script
 from splitserve.protocol.config import RequestClass
 from splitserve.protocol.request import Role
@@ -35,3 +35,6 @@ def test_the_stream_of_a_prompt_does_not_wait_for_the_next_prompt(serve):
     stream.socket.close()  # the client leaves, while one of its prompts runs and the other one waits
     wait_until(lambda: router.metric("splitserve_requests_in_flight") == 0)
     wait_until(lambda: router.metric("splitserve_requests_queued") == 0)
+    after = Stream(router, max_tokens=4)
+    after.read_until("[50]")
+    assert len(worker.requests) == 2 and len(aborts(worker)) == 1, "the prompt that waited has begun"

@@ -83,6 +83,20 @@ def test_only_a_few_of_those_who_wait_for_a_worker_are_tried_at_others(monkeypat
     assert tried == {f"long{number}": 1 for number in range(TRIES_OF_TENANT)}
 
 
+def test_requests_that_begin_behind_one_that_waits_for_long_leave_nothing_in_the_queue() -> None:
+    full = FullWorker()
+    full.join(OTHER, max_model_len=4_000)
+    full.submit("runs", "batch", num_tokens=9_000)
+    full.submit("long", "batch", num_tokens=9_000)
+    for number in range(20):
+        full.submit(f"short{number}", "batch")
+    for request_id in [f"short{number}" for number in range(19)]:
+        full.finish(request_id)
+    assert queued(full) == ["long"] and full.begun[-1] == "short19"
+    (lane,) = (lane for lanes in full.core.gate.queue._lanes.values() for lane in lanes.values())
+    assert len(lane.heap) == 1
+
+
 def test_requests_keep_their_places_while_no_worker_decodes() -> None:
     full = FullWorker()
     full.submit("runs", "batch")
@@ -119,14 +133,54 @@ def test_a_deadline_in_the_queue_lets_others_begin(held: FullWorker) -> None:
     assert held.begun == ["runs", "second"] and held.refused.keys() == {"first"}
 
 
-def test_a_newcomer_that_finds_room_lets_those_before_it_begin_unless_an_end_will(
-    held: FullWorker, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_newcomer_that_finds_room_lets_those_before_it_begin(held: FullWorker) -> None:
     held.submit("third", "batch")
-    assert held.begun == ["runs"] and queued(held) == ["first", "second", "third"]
-    monkeypatch.setattr(held.core.gate, "_num_of_tenant", Counter())  # as if nothing ran here any more
-    held.submit("fourth", "batch")
-    assert held.begun == ["runs", "first"] and queued(held) == ["second", "third", "fourth"]
+    assert held.begun == ["runs", "first"] and queued(held) == ["second", "third"]
+
+
+def test_a_newcomer_that_finds_no_room_lets_those_before_it_begin_if_no_end_will(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    full = FullWorker(slots=2)
+    full.join(OTHER, max_model_len=20_000)
+    model = StepModel(base=8e-3, per_token=8e-4, num_steps=1000)
+    for worker in (WORKER, OTHER):
+        full.membership.heartbeat(worker, WorkerLoad(), full.now, step_model=model)
+    full.submit("elsewhere", "batch", num_tokens=15_000)
+    full.submit("runs", "batch", num_tokens=1_000)
+    full.submit("first", "batch")
+    full.now += 10.0
+    full.submit("second", "batch", num_tokens=15_000)
+    assert full.begun == ["elsewhere", "runs"] and queued(full) == ["first", "second"]
+    monkeypatch.setattr(full.core.gate, "_num_of_tenant", Counter())  # as if nothing ran here any more
+    full.submit("third", "batch", num_tokens=15_000)
+    assert full.begun == ["elsewhere", "runs", "first"] and queued(full) == ["second", "third"]
+
+
+def test_a_newcomer_begins_where_there_is_room_that_the_queue_does_not_take() -> None:
+    full = FullWorker()
+    full.join(OTHER, max_model_len=4_000, slots=8)
+    full.submit("runs", "batch", num_tokens=9_000)
+    full.submit("long", "batch", num_tokens=9_000)
+    for number in range(4):
+        full.submit(f"short{number}", "batch")
+    assert full.begun == ["runs", "short0", "short1", "short2", "short3"] and queued(full) == ["long"]
+
+
+def test_a_newcomer_that_begins_at_once_is_not_refused_for_the_queue_of_another_worker() -> None:
+    full = FullWorker()
+    full.join(OTHER, max_model_len=4_000, slots=8)
+    full.submit("runs", "batch", num_tokens=9_000, max_tokens=500)
+    full.submit("short", "batch")
+    for number in range(3):
+        full.submit(f"long{number}", "batch", num_tokens=9_000)
+    full.now += 10.0
+    full.finish("runs")
+    full.now += 10.0
+    full.submit("urgent", num_tokens=9_000)
+    full.submit("newcomer")
+    assert full.begun == ["runs", "short", "long0", "newcomer"] and not full.refused
+    assert queued(full) == ["long1", "long2", "urgent"]
 
 
 def test_a_request_begins_when_a_router_that_filled_the_worker_falls_silent() -> None:

@@ -59,6 +59,7 @@ class TritonExperts:
             top_k=top_k,
             num_tokens=num_tokens,
             dtype=own.gate_up.dtype,
+            down_dtype=own.down.dtype,
             device=x.device,
         )
 

@@ -25,6 +25,7 @@ def grouped_gate_up(
     num_pairs, inner_size, hidden_size = x.shape[0] * top_k, weights.inner_size, x.shape[1]
     out = torch.empty((num_pairs, inner_size), dtype=x.dtype, device=x.device)
     activation, scales = weights.activation, weights.gate_up_scales
+    assert scales is None or scales.shape[2] == triton.cdiv(hidden_size, FP8_GROUP), "tiles read a scale of each group"
     x, x_scales = quantise_rows(x, FP8_GROUP) if scales is not None else (x, x)
     grid = (triton.cdiv(inner_size, launch.block_n), ordered.tile_experts.shape[0])
     _gate_up_kernel[grid](
@@ -48,6 +49,7 @@ def grouped_down(
     hidden_size = weights.down.shape[1]
     out = torch.empty((num_pairs, hidden_size), dtype=inner.dtype, device=inner.device)
     scales = weights.down_scales
+    assert scales is None or scales.shape[2] == triton.cdiv(inner_size, FP8_GROUP), "tiles read a scale of each group"
     x, x_scales = quantise_rows(inner, FP8_GROUP) if scales is not None else (inner, inner)
     grid = (triton.cdiv(hidden_size, launch.down_block_n), ordered.tile_experts.shape[0])
     _down_kernel[grid](

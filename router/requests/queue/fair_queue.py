@@ -47,11 +47,24 @@ class _Lane:
 
     heap: list[tuple[float, int, Waiting]] = field(default_factory=list)  # by deadline, then by arrival
     cost: float = 0.0
+    num_gone: int = 0  # requests in the heap that wait no more
 
     def first(self) -> Waiting | None:
         while self.heap and self.heap[0][2].is_gone:
             heapq.heappop(self.heap)
+            self.num_gone -= 1
         return self.heap[0][2] if self.heap else None
+
+    def remove(self, waiting: Waiting) -> None:
+        """Take out a request. It stays in the heap until it comes first, or more than half of the heap is gone: the
+        first one may wait for long while others leave behind it."""
+        waiting.is_gone = True
+        self.cost -= waiting.cost
+        self.num_gone += 1
+        if 2 * self.num_gone > len(self.heap):
+            self.heap = [entry for entry in self.heap if not entry[2].is_gone]
+            heapq.heapify(self.heap)
+            self.num_gone = 0
 
     def in_order(self) -> Iterator[Waiting]:
         """Yield the requests by their deadlines. Only as much of the heap is ordered as is asked for."""
@@ -194,8 +207,7 @@ class FairQueue:
         if found is None:
             return False
         waiting, lane = found
-        waiting.is_gone = True
-        lane.cost -= waiting.cost
+        lane.remove(waiting)
         if lane.first() is None:
             self._drop_empty()
         return True
@@ -237,6 +249,9 @@ class FairQueue:
             for name, lane in lanes.items():
                 cost = lane.cost_before(math.inf)
                 assert math.isclose(lane.cost, cost, abs_tol=1e-6), f"{name} has {lane.cost} queued where {cost} are"
+                num_gone = sum(each.is_gone for _, _, each in lane.heap)
+                assert lane.num_gone == num_gone, f"{name} counts {lane.num_gone} gone requests where {num_gone} are"
+                assert 2 * num_gone <= len(lane.heap), f"{name} keeps {num_gone} gone requests of {len(lane.heap)}"
 
 
 def due_at(request: ActiveRequest) -> float:

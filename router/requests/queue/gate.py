@@ -68,23 +68,28 @@ class Gate:
             self._start(request, placement, now)
             return None
         self._enqueue(request, placement, now)
-        if not any(self._num_of_tenant.values()):  # no end of another request will let the first one begin
-            self.pump(now)
         return None
 
     def _enqueue(self, request: ActiveRequest, placement: Placed, now: float) -> None:
-        """Queue a request, or refuse it by its prediction."""
+        """Queue a request. Refuse it by its prediction, unless it begins at once: in its turn, or since those before it
+        wait for other workers."""
         seconds = self._compute_seconds(request, placement)
         interval = seconds / self._num_alike(placement, now)
         wait = self.queue.predicted_wait(request, now, self._cost(request), interval)
         waited = now - request.arrived_at
-        request.predicted_ttft_seconds = waited + wait + self._queue_seconds(placement, now) + seconds
-        objective = request.context.request_class.ttft_ms / 1e3
-        if objective and request.predicted_ttft_seconds > MISSED_OBJECTIVES * objective:
-            self._refuse(request, objective)
-            return
+        predicted = waited + wait + self._queue_seconds(placement, now) + seconds
         self.queue.put(request, self._cost(request), now)
         self._outbox.put(SetTimer(_timer(request.request_id), request.arrived_at + self._deadline_seconds))
+        # Without requests in flight, no end of one would let the first in the queue begin.
+        if not any(self._num_of_tenant.values()) or self._has_room(request, placement, now):
+            self.pump(now)
+        if self.queue.get(request.request_id) is None:
+            return
+        request.predicted_ttft_seconds = predicted
+        objective = request.context.request_class.ttft_ms / 1e3
+        if objective and predicted > MISSED_OBJECTIVES * objective:
+            self.leave(request.request_id)
+            self._refuse(request, objective)
 
     def pump(self, now: float) -> None:
         """Begin requests of the queue while workers have room. One that waits for its own worker lets those behind it
@@ -166,8 +171,8 @@ class Gate:
         return decode.num_requests_of_all < num_slots and prefill.queue_seconds(now) <= AHEAD_SECONDS
 
     def _may_begin_at_once(self, request: ActiveRequest, placement: Placed, now: float) -> bool:
-        """Return whether a newcomer finds room that none of those who wait wants: they leave no worker idle that they
-        could take."""
+        """Return whether a newcomer may begin before it is queued: at a worker with room, which must be idle if others
+        wait. They leave no worker idle that they could take."""
         is_idle = all(
             record is not None and not record.num_requests_of_all
             for record in map(self._membership.get, (prefill_party(placement), decode_party(placement)))

@@ -305,10 +305,11 @@ def test_short_answers_and_short_loads_are_noted() -> None:
         TurnRecord(str(number), 0, 9, 3, RequestRecord(number, number, number + 0.1, times, output_tokens=len(times)))
         for number, times in enumerate([[0.01, 0.02, 0.03], [1.01, 1.02]])
     ]
-    probe = result_of("2M:least-loaded", 1.0, 0, workload, turns)
-    verdict = judge({probe.arm: parse_arm(probe.arm)}, {probe.arm: [Probe(1.0, probe.outcome)]}, OBJECTIVES, seed=0)
+    probe = result_of("2M:least-loaded", 3.0, 0, workload, turns)
+    verdict = judge({probe.arm: parse_arm(probe.arm)}, {probe.arm: [Probe(3.0, probe.outcome)]}, OBJECTIVES, seed=0)
     assert any("1 of 2 answers were shorter than asked" in note for note in notes([probe], verdict))
     words = "the load took 1.1 s, less than 20 times the TTFT objective"  # of 100 ms
     assert any(words in note and "--min-seconds 2" in note for note in notes([probe], verdict))
-    probe.seconds = 2.0
-    assert not any(words[:13] in note for note in notes([probe], verdict))
+    for seconds, rate in ((2.0, 3.0), (1.1, 1.0)):  # 2 requests at 1/s take 2 s on average, if not here
+        probe.seconds, probe.rate = seconds, rate
+        assert not any(words[:13] in note for note in notes([probe], verdict))

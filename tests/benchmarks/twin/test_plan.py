@@ -96,6 +96,19 @@ def test_a_trace_whose_requests_all_come_at_once_has_no_rate(
     assert words in capsys.readouterr().out
 
 
+def test_a_trace_of_one_conversation_has_no_rate_either(tmp_path: Path) -> None:
+    """Nor has one request: loads at higher rates repeat it, at the same time."""
+    trace = tmp_path / "talk.jsonl"
+    lines = ({"timestamp": 1000 * turn, "input_length": 50, "output_length": 2, "session_id": "a"} for turn in range(9))
+    trace.write_text("\n".join(map(json.dumps, lines)))
+    arguments = ["--gpus", "1", *TINY, "--ttft-ms", "500", "--itl-ms", "30", "--trace", str(trace)]
+    with pytest.raises(ConfigError, match="the trace talk is one conversation, the same at any rate"):
+        plan.main(arguments)
+    trace.write_text('{"input_length": 50, "output_length": 2}\n')
+    with pytest.raises(ConfigError, match="all 2 requests of the trace talk come at the same time"):
+        plan.main([*arguments, "--num-requests", "1"])
+
+
 @pytest.mark.parametrize("rate", ["0", "-1", "nan"])
 def test_a_first_rate_that_is_no_rate_is_refused(rate: str) -> None:
     with pytest.raises(SystemExit):
@@ -105,6 +118,15 @@ def test_a_first_rate_that_is_no_rate_is_refused(rate: str) -> None:
 def test_requests_that_fail_alone_are_named_as_such() -> None:
     outcome = Outcome(np.array([1.0, np.inf]), (np.array([1.0]), np.array([np.inf])), 1)
     assert plan.alone_words(outcome, Objectives(500, 30)) == "1 of 2 requests fail"
+
+
+def test_few_failures_are_not_why_the_objectives_are_missed(tmp_path: Path) -> None:
+    trace = tmp_path / "one-long.jsonl"
+    lines = [{"timestamp": number, "input_length": 90_000 if number == 9 else 50} for number in range(150)]
+    trace.write_text("\n".join(map(json.dumps, lines)))
+    arguments = ["--gpus", "1", *TINY, "--num-requests", "150", "--trace", str(trace)]
+    with pytest.raises(ConfigError, match=r"TTFT is .* raise --ttft-ms"):
+        plan.main([*arguments, "--chunk-budgets", "8192", "--ttft-ms", "0.1", "--itl-ms", "30"])
 
 
 def test_the_memory_of_a_gpu_has_room_for_the_embedding_too() -> None:

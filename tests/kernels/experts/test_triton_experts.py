@@ -297,11 +297,33 @@ def test_fp8_in_blocks(block_m: int) -> None:
     assert float((actual - expected).abs().mean()) < 1e-3
 
 
+@pytest.mark.parametrize("matrix", ["gate_up", "down"])
+def test_tiles_refuse_one_scale_for_each_row(matrix: str) -> None:
+    """They would read beyond the scales."""
+    plain = weights_of(4, 256, 256, GatedActivation())
+    stored, scales = quantised(getattr(plain, matrix), 256)
+    weights = replace(plain, **{matrix: stored, f"{matrix}_scales": scales})
+    x, (experts, factors) = rand(5, 256), choices(5, 4, 2)
+    with tuning.forced("experts", {**TILES, **WIDE, "block_m": 16}), pytest.raises(AssertionError, match="each group"):
+        TritonExperts(weights)(x, experts, factors)
+
+
+@pytest.mark.parametrize("block_m", [1, 16])
+def test_fp8_beside_a_share_that_is_not_whole_groups(block_m: int) -> None:
+    plain = weights_of(4, 256, 96, GatedActivation())
+    gate_up, scales = quantised(plain.gate_up, GROUP)
+    wide = replace(plain, gate_up=dequantised(gate_up, scales))
+    x, (experts, factors) = dequantised(*quantise_rows(rand(5, 256), GROUP)), choices(5, 4, 2)
+    with tuning.forced("experts", {**TILES, **WIDE, "block_m": block_m}):
+        actual = TritonExperts(replace(plain, gate_up=gate_up, gate_up_scales=scales))(x, experts, factors)
+    assert_same(actual, reference.LoopedExperts(wide)(x, experts, factors), 1e-5)
+
+
 def test_few_tokens_are_not_sorted() -> None:
     from splitserve.kernels.experts.launch import expert_launch
 
     def sizes(counts: tuple[int, ...], dtype: torch.dtype) -> list[int]:
-        of_model = {"num_experts": 8, "top_k": 2, "dtype": dtype, "device": torch.device("cpu")}
+        of_model = {"num_experts": 8, "top_k": 2, "dtype": dtype, "down_dtype": dtype, "device": torch.device("cpu")}
         return [expert_launch("", num_tokens=count, **of_model).block_m for count in counts]
 
     assert sizes((1, 4, 5, 100, 200, 5000), torch.bfloat16) == [1, 1, 16, 64, 64, 128]
@@ -312,13 +334,20 @@ def test_few_tokens_are_not_sorted() -> None:
 def test_tiles_fit_into_a_device() -> None:
     from splitserve.kernels.experts.launch import ExpertLaunch, fitted
 
+    def of(launch: ExpertLaunch, dtype: torch.dtype, num_bytes: int) -> ExpertLaunch:
+        return fitted(launch, dtype, dtype, num_bytes)
+
     large = ExpertLaunch(128, 128, 64, 256, 64, num_warps=8, num_stages=4)
-    assert fitted(large, torch.bfloat16, 4 * 49152) == large
-    assert fitted(large, torch.bfloat16, 4 * 49152 - 1) == replace(large, num_stages=3)
-    assert fitted(large, torch.bfloat16, 99 << 10).num_stages == 2, "an L40S has so much"
-    few_threads = fitted(replace(large, num_warps=4), torch.bfloat16, 1 << 20)
+    assert of(large, torch.bfloat16, 4 * 49152) == large
+    assert of(large, torch.bfloat16, 4 * 49152 - 1) == replace(large, num_stages=3)
+    assert of(large, torch.bfloat16, 99 << 10).num_stages == 2, "an L40S has so much"
+    few_threads = of(replace(large, num_warps=4), torch.bfloat16, 1 << 20)
     assert (few_threads.block_n, few_threads.down_block_n) == (64, 128), "128 sums for each thread"
-    scaled = fitted(large, torch.float8_e4m3fn, 1 << 20)
+    scaled = of(large, torch.float8_e4m3fn, 1 << 20)
     assert (scaled.block_n, scaled.down_block_n) == (64, 128), "with scales, each thread has two of each sum"
     low = ExpertLaunch(16, 64, 256, 128, 128, num_stages=5)
-    assert fitted(low, torch.bfloat16, 227 << 10).num_stages == 4, "one of them is in registers"
+    assert of(low, torch.bfloat16, 227 << 10).num_stages == 4, "one of them is in registers"
+    deep = ExpertLaunch(64, 128, 256, 128, 128, num_stages=2)
+    assert of(deep, torch.bfloat16, 227 << 10) == replace(deep, block_k=128), "two stages are the least"
+    mixed = ExpertLaunch(64, 64, 128, 128, 128, num_stages=4)
+    assert fitted(mixed, torch.float8_e4m3fn, torch.bfloat16, 99 << 10) == replace(mixed, num_stages=2)
