@@ -32,7 +32,7 @@ HASHES = [number.to_bytes(LONG, "big") for number in range(MAX_MESSAGE_BYTES // 
 
 
 class Blocks:
-    """What the socket looks at of a worker's blocks."""
+    """The part of a worker's blocks that the socket looks at."""
 
     block_size, root_hash = 16, b"r" * 16
 

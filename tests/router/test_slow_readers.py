@@ -57,10 +57,10 @@ async def read_slowly(closing: str, pauses: Iterator[float]) -> int:
 
 @pytest.mark.parametrize("closing", ["", "Connection: close\r\n"])
 def test_a_client_that_reads_on_gets_its_whole_answer(closing: str) -> None:
-    """Which takes it longer than a connection may be idle."""
+    """A client that needs longer than a connection may be idle."""
     assert asyncio.run(read_slowly(closing, repeat(0.035))) >= len(BODY)
 
 
 def test_a_client_that_does_not_read_loses_its_connection() -> None:
-    """What the kernel takes counts as read, so that it may take twice the time."""
+    """A client that pauses; bytes that the kernel takes count as read, so that it may take twice the time."""
     assert asyncio.run(read_slowly("", chain([2.3], repeat(0.0)))) < len(BODY)
