@@ -68,7 +68,7 @@ def test_of_a_hidden_output_nothing_is_shown_as_text_or_as_a_message(tokenizer):
 
 
 def test_a_stream_has_the_log_probabilities_of_tokens_that_add_no_part(tokenizer):
-    """Tokens at the borders between reasoning, answer and calls, and white space there; the prompt's scores come first."""
+    """Borders between reasoning, answer and calls, and white space there; the prompt's scores come first."""
     text = '<think>\nfox\n</think>\n\n\n<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>\n'
     token_ids = tokenizer.encode(text, add_special_tokens=False).ids
     prompt_ids, of_prompt = scored(3)
