@@ -19,6 +19,7 @@ from splitserve.orchestration.spec.shorthand import simple_spec
 from splitserve.protocol.config import EngineConfig, ProtocolConfig
 from splitserve.protocol.request import Role
 from splitserve.router.placement.policies import session_rank
+from stopping import stop_process
 from waiting import wait_until
 from worker_views import view
 
@@ -141,7 +142,7 @@ def test_a_source_that_dies_before_the_read_costs_time_only(
     (answer,) = ask(pairs, tiny_qwen3, FIRST, turn)
     conversation, answers = [*turn, *answer, *new_turn(22)], []
     wait_until_quiet(pairs.url)  # its last heartbeat stays for a while
-    pairs.send_signal("decode-0", signal.SIGSTOP)
+    stop_process(pairs.pids["decode-0"])
     client = threading.Thread(target=lambda: answers.extend(ask(pairs, tiny_qwen3, SECOND, conversation)))
     client.start()
     wait_until(lambda: worker_metrics(pairs.url)["prefill-1"]["num_waiting"] == 1, "prefill waits for its prefix")

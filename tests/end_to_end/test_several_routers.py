@@ -19,6 +19,7 @@ from splitserve.orchestration.cluster.launcher import LocalCluster
 from splitserve.orchestration.spec.cluster_spec import SecretRef, SecretsSpec
 from splitserve.orchestration.spec.shorthand import simple_spec
 from splitserve.protocol.config import EngineConfig, ProtocolConfig
+from stopping import stop_process
 from waiting import PATIENCE_SECONDS, wait_until
 
 OWN_KEY = "key-of-the-cluster-itself-0123456789"
@@ -78,7 +79,7 @@ def client_of(cluster: LocalCluster, router: str) -> Iterator[Client]:
     """A connection to one router: the other one accepts none meanwhile."""
     other = next(name for name in ROUTERS if name != router)
     pid = cluster.pids[other]
-    os.kill(pid, signal.SIGSTOP)
+    stop_process(pid)
     try:
         client = Client(cluster.url)
     finally:

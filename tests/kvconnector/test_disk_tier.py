@@ -3,7 +3,6 @@
 import contextlib
 import errno
 import os
-import shutil
 import subprocess
 import threading
 from collections.abc import Iterator
@@ -216,15 +215,21 @@ def test_on_a_disk_smaller_than_the_tier_the_latest_blocks_take_the_place_of_the
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A real file system of 2 MiB, where one may be mounted."""
-    mount = shutil.which("mount")
+    """A real file system of 2 MiB, where one may be mounted. It goes with this process, however that ends: pytest can't
+    clean up around one that stays."""
     path = tmp_path / "small"
     path.mkdir()
-    options = ["-t", "tmpfs", "-o", "size=2m", "tmpfs", str(path)]
-    if mount is None or subprocess.run([mount, *options], capture_output=True, check=False).returncode:
-        pytest.skip("nothing can be mounted here")
-    yield path
-    subprocess.run(["umount", str(path)], check=True)
+    script = 'mount -t tmpfs -o size=2m tmpfs "$0" && echo mounted && cat; umount -l "$0"'
+    command = ["sh", "-c", script, str(path)]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(  # its standard input ends with this process
+        command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, start_new_session=True
+    ) as mounting:
+        assert mounting.stdin is not None and mounting.stdout is not None
+        if mounting.stdout.readline() != b"mounted\n":
+            pytest.skip("nothing can be mounted here")
+        yield path
+    assert not os.path.ismount(path)
 
 
 def test_a_full_disk_is_a_warning_and_every_request_is_right(

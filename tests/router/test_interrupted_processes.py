@@ -15,6 +15,7 @@ from splitserve.router.text.grammars import GrammarError, json_schema_grammar
 from splitserve.router.text.processes import grammar_checker
 from splitserve.router.text.processes.grammar_checker import CheckerBusyError, GrammarChecker
 from splitserve.router.text.processes.renderer import Renderer, TemplateSource, _State
+from stopping import stop_process
 from waiting import PATIENCE_SECONDS
 
 GRAMMAR = 'start: "b"'
@@ -30,7 +31,7 @@ def test_a_grammar_whose_check_was_interrupted_is_checked_again(
             await checker.check('start: "a"')
             assert checker._child is not None
             process = checker._child.process
-            process.send_signal(signal.SIGSTOP)
+            stop_process(process.pid)
             with monkeypatch.context() as patched:
                 if how == "killed":
                     asyncio.get_running_loop().call_later(0.1, process.kill)

@@ -27,6 +27,7 @@ from splitserve.worker.ranks.others import RankError, Ranks
 from splitserve.worker.ranks.runner import RankedRunner
 from splitserve.worker.start.clock import StartClock
 from splitserve.worker.start.served_model import load_served_model
+from stopping import stop_process
 from waiting import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -145,7 +146,7 @@ def test_a_killed_rank_is_named_while_idle_and_in_a_step(tiny_qwen3: Path) -> No
 def test_the_first_error_is_shown_not_what_it_led_to(tiny_qwen3: Path) -> None:
     """One of four ranks is killed within a step: the three others lose their connections, and report that first."""
     with team(tiny_qwen3, 4) as running:
-        os.kill(running.ranks.pids[1], signal.SIGSTOP)
+        stop_process(running.ranks.pids[1])
         threading.Timer(0.3, os.kill, (running.ranks.pids[1], signal.SIGKILL)).start()
         with pytest.raises(RankError, match="rank 2 was ended by SIGKILL") as caught:
             tokens_of(running.runner, [5, 6], 1)
