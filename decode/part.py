@@ -133,31 +133,32 @@ class SinkPart(Part):
 
     # ---- hand-overs ----
 
-    def _on_ready(self, sequence: Sequence, first_token: Draw, report: HandoverReport, now: float) -> None:
-        """Let a sequence decode, and its siblings begin: its KV is verified, and its first token came with it.
+    def _on_ready(self, sequence: Sequence, first_tokens: Draw, report: HandoverReport, now: float) -> None:
+        """Let a sequence decode, and its siblings begin: its KV is verified, and its first token came with it, or the
+        first two, of which it has one already.
 
         A peer's host tier has full blocks only: what follows them is computed here.
         """
         self._state.counters.prefix_hit_tokens += sequence.num_cached_tokens
         delta = TokenDelta(
             key=sequence.key,
-            position=sequence.num_output_tokens,
-            token_ids=[first_token.token_id],
-            finish_reason=sequence.finish_reason(first_token.token_id) if sequence.siblings else None,
+            position=sequence.num_output_tokens - len(first_tokens.token_ids) + 1,
+            token_ids=list(first_tokens.token_ids),
+            finish_reason=sequence.finish_reason(first_tokens.token_id) if sequence.siblings else None,
             num_cached_tokens=sequence.num_cached_tokens,
             handover=report,
-            logprobs=first_token.logprobs,
+            logprobs=first_tokens.logprobs,
             marks=[] if sequence.marks is None else sequence.marks.take(),
         )
         if not sequence.was_aborted:
             self._state.add_delta(sequence, delta)
         if sequence.siblings:
             sequence.handover = report
-            self._requests.fork(sequence, first_token, now)
+            self._requests.fork(sequence, first_tokens, now)
         if sequence.was_aborted or delta.finish_reason is not None:
             self._requests.end(sequence, "its first token was its last one", now)
             return
-        sequence.token_ids.append(first_token.token_id)
+        sequence.token_ids.append(first_tokens.token_ids[-1])
         if sequence.num_remaining == 1:
             self._scheduler.start_decoding(sequence, handed_over=True)
         else:

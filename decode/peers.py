@@ -64,10 +64,17 @@ class PeerTable:
         links = []
         for party, peer in self._peers.items():
             if peer.state is PeerState.READY and peer.link is not None:
-                link, count = peer.link, peer.prefix_blocks
-                links.append(PeerLink(party.engine_id, link.transport, link.bytes_per_second, link.problem, count))
+                link = PeerLink(
+                    party.engine_id,
+                    peer.link.transport,
+                    peer.link.bytes_per_second,
+                    peer.link.problem,
+                    peer.prefix_blocks,
+                    party.incarnation,
+                )
+                links.append(link)
             elif peer.state is PeerState.FAILED:
-                links.append(PeerLink(party.engine_id, "", 0.0, peer.failure))
+                links.append(PeerLink(party.engine_id, "", 0.0, peer.failure, incarnation=party.incarnation))
         return links
 
     def transport(self, party: Party) -> str:

@@ -10,8 +10,9 @@ from splitserve.engine.effects import Incident
 from splitserve.engine.sequence import Sequence
 from splitserve.engine.stage import Stage
 from splitserve.engine.state import EngineState
+from splitserve.protocol.handover.pull import Pull, PullSpan
 from splitserve.protocol.handover.reads import ReadResult
-from splitserve.protocol.handover.sink import Pull, PullSpan, SinkHandover, SinkState, SinkStatistics
+from splitserve.protocol.handover.sink import SinkHandover, SinkState, SinkStatistics
 from splitserve.protocol.messages.handover import MAX_HASHES, GrantDelayed, Offer, Release, Withdrawn
 from splitserve.protocol.messages.marks import MarkKind
 from splitserve.protocol.messages.requests import HandoverReport, PeerRef
@@ -22,10 +23,9 @@ from splitserve.protocol.step import Draw
 class SinkSide:
     """The decode side of all hand-overs.
 
-    Calls ``on_ready(sequence, first_token, report, now)`` when all KV is here and verified, and
-    ``on_failed(sequence, reason, now)`` when a hand-over failed; the sequence then holds no blocks, and no read in
-    flight targets its blocks. Calls ``on_prefix(sequence, now)`` when a prefix was read, or couldn't be read: in that
-    case the sequence holds no blocks.
+    Calls ``on_ready(sequence, first_tokens, report, now)`` when all KV is here and verified: the sequence has all but
+    the last token. Calls ``on_failed(sequence, reason, now)`` when a hand-over failed, ``on_prefix(sequence, now)``
+    when a prefix was read or couldn't be. After a failure it holds no blocks, and no read in flight targets them.
     """
 
     def __init__(
@@ -88,8 +88,8 @@ class SinkSide:
             peer = self._peers.get(sender)
             if peer is None or not peer.num_blocks:
                 return  # its welcome is late; until then nothing can be checked, and the offer comes again
-            if any(token_id >= self._state.vocab_size for token_id in offer.first_tokens):
-                incoming.handover.fail(f"prefill sent a first token outside the vocabulary of {self._state.vocab_size}")
+            if problem := incoming.problem_with_tokens(offer, self._state.vocab_size):
+                incoming.handover.fail(problem)
             incoming.handover.on_offer(offer, peer.num_blocks, now, has_host_tier=peer.has_host_tier)
             self._advance(incoming, now)
 
@@ -141,7 +141,7 @@ class SinkSide:
         while self._waiting and slots > 0:
             incoming = self._waiting[0]
             sequence = incoming.sequence
-            pulls = not incoming.is_prefix and incoming.first_token is None
+            pulls = not incoming.is_prefix and incoming.first_tokens is None
             forks = self._state.blocks.fork_headroom(sequence)
             if not self._state.blocks.reserve(sequence, headroom=headroom + forks, pulls=pulls):
                 return
@@ -186,7 +186,7 @@ class SinkSide:
 
     @property
     def is_landing(self) -> bool:
-        return any(incoming.is_landing for incoming in self._incoming.values())
+        return any(each.is_landing for each in self._incoming.values())
 
     @property
     def has_queue(self) -> bool:
@@ -286,7 +286,7 @@ class SinkSide:
         self._state.counters.peer_prefixes += 1
         self._state.counters.peer_prefix_blocks += handover.statistics.num_blocks
         self._peers.note_prefix(incoming.peer, handover.statistics.num_blocks)
-        if incoming.first_token is None:
+        if incoming.first_tokens is None:
             sequence.num_cached_tokens = min(sequence.num_computed, sequence.num_prompt_tokens)
             self._on_prefix(sequence, now)
         elif self._state.blocks.missing_hashes(sequence):
@@ -294,32 +294,32 @@ class SinkSide:
             self._state.counters.handover_failures += 1
             self._on_failed(sequence, "the blocks changed before they were read, and are offered nowhere else", now)
         else:
-            self._go_on_from_copies(incoming, incoming.first_token, handover.statistics, handover.first_block, now)
+            self._go_on_from_copies(incoming, incoming.first_tokens, handover.statistics, handover.first_block, now)
 
     def _end_without_read(self, incoming: Incoming, now: float) -> None:
         """End a read of a prefix before it begins: no full block is missing here."""
         sequence = incoming.sequence
         del self._incoming[sequence.key]
-        if incoming.first_token is None:
+        if incoming.first_tokens is None:
             self._on_prefix(sequence, now)
         else:
             first_block = sequence.num_computed // self._state.blocks.block_size
-            self._go_on_from_copies(incoming, incoming.first_token, SinkStatistics(complete_at=now), first_block, now)
+            self._go_on_from_copies(incoming, incoming.first_tokens, SinkStatistics(complete_at=now), first_block, now)
 
     def _go_on_from_copies(
-        self, incoming: Incoming, first_token: Draw, statistics: SinkStatistics, first_block: int, now: float
+        self, incoming: Incoming, first_tokens: Draw, statistics: SinkStatistics, first_block: int, now: float
     ) -> None:
         """Complete a hand-over whose full blocks are all here, though the peer's device had lost blocks of it."""
-        incoming.sequence.token_ids.pop()
+        incoming.sequence.token_ids.pop()  # as after any hand-over, the last token is to be delivered first
         self._state.counters.other_copies += 1
-        self._report(incoming, first_token, statistics, first_block, now)
+        self._report(incoming, first_tokens, statistics, first_block, now)
 
-    def _ask_for_other_copies(self, incoming: Incoming, first_token: Draw) -> None:
+    def _ask_for_other_copies(self, incoming: Incoming, first_tokens: Draw) -> None:
         """The peer's device has lost the blocks: maybe its host tier has them. What is verified is found again here."""
         sequence = incoming.sequence
         sequence.enter(Stage.UNADMITTED)
-        sequence.token_ids.append(first_token.token_id)
-        again = Incoming(sequence, incoming.peer, is_prefix=True, first_token=first_token)
+        sequence.token_ids.extend(first_tokens.token_ids)
+        again = Incoming(sequence, incoming.peer, is_prefix=True, first_tokens=first_tokens)
         self._incoming[sequence.key] = again
         self._waiting.appendleft(again)
 
@@ -337,10 +337,12 @@ class SinkSide:
         if incoming.is_prefix:
             self._complete_prefix(incoming, handover, now)
         else:
-            self._report(incoming, handover.first_draw, handover.statistics, handover.first_block, now)
+            draw = handover.first_draw
+            incoming.sequence.add_computed(draw.token_ids[:-1])
+            self._report(incoming, draw, handover.statistics, handover.first_block, now)
 
     def _report(
-        self, incoming: Incoming, first_token: Draw, statistics: SinkStatistics, first_block: int, now: float
+        self, incoming: Incoming, first_tokens: Draw, statistics: SinkStatistics, first_block: int, now: float
     ) -> None:
         """Report a hand-over whose KV has all arrived; the blocks before ``first_block`` were here already."""
         report = HandoverReport(
@@ -359,7 +361,7 @@ class SinkSide:
         self._state.counters.handovers += 1
         self._state.counters.reads_repeated += statistics.num_repeated
         self._state.counters.handover_bytes += report.bytes
-        self._on_ready(incoming.sequence, first_token, report, now)
+        self._on_ready(incoming.sequence, first_tokens, report, now)
 
     def _fail(self, incoming: Incoming, handover: SinkHandover, now: float) -> None:
         del self._incoming[handover.key]
@@ -369,14 +371,14 @@ class SinkSide:
         if handover.mismatches:
             self._report_mismatches(incoming, handover.mismatches)
         self._let_go(incoming)
-        if incoming.is_prefix and incoming.first_token is None:
+        if incoming.is_prefix and incoming.first_tokens is None:
             self._state.counters.peer_prefix_misses += handover.was_declined
             self._state.counters.peer_prefix_failures += not handover.was_declined
             self._on_prefix(incoming.sequence, now)
             return
         peer = self._peers.get(incoming.peer)
         can_ask = peer is not None and peer.has_host_tier and self._reads_host_tiers and not handover.mismatches
-        if handover.may_be_elsewhere and can_ask and incoming.first_token is None:
+        if handover.may_be_elsewhere and can_ask and incoming.first_tokens is None:
             self._ask_for_other_copies(incoming, handover.first_draw)
             return
         self._state.counters.handover_failures += 1

@@ -81,6 +81,10 @@ class PrefillScheduler:
         whose wait is nearly over has the step to itself.
         """
         planned: list[Planned] = []
+        if urgent := [sequence for sequence in self.active if sequence.draws_second and sequence.num_unplanned]:
+            for sequence in urgent:  # a decode worker waits for its second token, and has read its prompt by then
+                budget -= self._plan_chunk(sequence, budget, planned)
+            return planned
         most = (num_running and self._budget.max_prompts_beside_decode) or len(self.active) + len(self.waiting)
         for sequence in self.active:
             if len(planned) < most:

@@ -4,7 +4,6 @@ read it.
 Prompts without a grant wait in a :class:`splitserve.prefill.grant_queue.GrantQueue`, and hold nothing."""
 
 from collections.abc import Iterable, Mapping
-from itertools import takewhile
 
 from splitserve.common.bounded import ExpiringMap
 from splitserve.engine.effects import Incident, Serve
@@ -16,6 +15,7 @@ from splitserve.engine.state import DRAINING_REASON, Tombstone
 from splitserve.kvconnector.blocks.digest import LeadingDigests, no_digests
 from splitserve.kvconnector.layout.shape import num_blocks_for
 from splitserve.kvconnector.transfer.connector import ServedMemory
+from splitserve.prefill.first_tokens import FirstTokens
 from splitserve.prefill.grant_queue import GrantQueue, Ungranted
 from splitserve.prefill.host_offers import HostOffers
 from splitserve.prefill.prefix_source import PrefixSource
@@ -52,7 +52,7 @@ class SourcePart(Part):
         self._served = served
         self._leading_digests = leading_digests
         self._undigested: set[RequestKey] = set()  # hand-overs with computed blocks that wait for their digests
-        self._first_tokens: dict[RequestKey, Draw] = {}  # of prompts that are computed, until their last offer
+        self._first_tokens = FirstTokens(state, self._scheduler)
         self._ungranted = GrantQueue(state.protocol, self._scheduler.budget.max_num_batched_tokens)
         self._handovers: dict[RequestKey, SourceHandover] = {}
         self._parked_grants: ExpiringMap[RequestKey, tuple[Grant, Party]] = ExpiringMap(
@@ -188,10 +188,17 @@ class SourcePart(Part):
         if handover is not None and handover.state in (SourceState.GRANTED, SourceState.OFFERING):
             self._offer(sequence, handover, now)
 
+    def goes_on(self, sequence: Sequence, draw: Draw, now: float) -> bool:
+        """Let a prompt draw its second token here, if no other one waits, and offer the rest of its full blocks."""
+        if self._ungranted or not self._first_tokens.goes_on(sequence, draw):
+            return False
+        self._offer(sequence, self._handovers[sequence.key], now)
+        return True
+
     def on_token(self, sequence: Sequence, draw: Draw, now: float) -> None:
-        """Offer the rest, with the first token, and keep the blocks until decode releases them."""
+        """Offer the rest, with the tokens drawn here, and keep the blocks until decode releases them."""
         sequence.enter(Stage.OFFERED)
-        self._first_tokens[sequence.key] = draw
+        self._first_tokens.add(sequence.key, draw)
         self._offer(sequence, self._handovers[sequence.key], now)
 
     def on_end(self, sequence: Sequence, reason: str, now: float, *, attempt_over: bool) -> None:
@@ -284,7 +291,7 @@ class SourcePart(Part):
         self._ungranted.check_invariants()
         for sequence in self.waiting:
             assert sequence.stage is Stage.UNGRANTED, f"{sequence.key} waits for its grant, but is {sequence.stage}"
-        stray = self._undigested | self._first_tokens.keys()
+        stray = self._undigested | self._first_tokens.keys
         assert stray <= self._handovers.keys(), f"{stray} are to be offered without a hand-over"
         for key, handover in self._handovers.items():
             stage = self._state.sequences[key].stage
@@ -345,18 +352,23 @@ class SourcePart(Part):
     def _offer(self, sequence: Sequence, handover: SourceHandover, now: float) -> None:
         """Offer what is computed, as far as its digests are known; :meth:`poll` tries again with the rest."""
         block_size, key = self._state.blocks.block_size, sequence.key
-        first_token = self._first_tokens.get(key)
+        draws = self._first_tokens.of(key)
         num_full = min(sequence.num_computed, len(sequence.token_ids) - 1) // block_size
-        end = num_full if first_token is None else num_blocks_for(sequence.num_computed, block_size)
+        end = num_blocks_for(sequence.num_computed, block_size) if draws else num_full
         blocks, is_whole = self._digested(sequence, handover, end)
-        if first_token is not None and not is_whole:  # one group may be: its last block still goes with the last offer
+        if draws and not is_whole:  # one group may be: its last block still goes with the last offer
             blocks, _ = self._digested(sequence, handover, num_full)
         (self._undigested.discard if is_whole else self._undigested.add)(key)
-        if first_token is not None and is_whole:
-            draws = [first_token, *takewhile(lambda draw: not draw.error, first_token.others)]
-            logprobs = [draw.logprobs for draw in draws if draw.logprobs is not None]
-            handover.offer_last(blocks, sequence.num_computed, [draw.token_id for draw in draws], now, logprobs)
-            del self._first_tokens[key]
+        if draws and is_whole:
+            handover.offer_last(
+                blocks,
+                sequence.num_computed,
+                [draw.token_ids[0] for draw in draws],
+                now,
+                first_logprobs=[draw.logprobs for draw in draws if draw.logprobs is not None],
+                second_token=next(iter(draws[0].token_ids[1:]), None),
+            )
+            self._first_tokens.drop(key)
         elif any(blocks):
             handover.offer(blocks, (handover.num_offered_blocks() + len(blocks[0])) * block_size, now)
 
@@ -380,7 +392,7 @@ class SourcePart(Part):
 
     def _stop_offering(self, key: RequestKey) -> None:
         self._undigested.discard(key)
-        self._first_tokens.pop(key, None)
+        self._first_tokens.drop(key)
 
     def _serve(self, readers: Readers) -> None:
         if readers is not self._readers:

@@ -15,7 +15,7 @@ from splitserve.orchestration.cli.option_types import bytes_option
 from splitserve.protocol.config import EngineConfig
 from splitserve.protocol.engine_config import DEVICE_DEFAULTS
 
-_SWITCHES = ("late_launch", "map_peer_memory", "keep_cores_awake")
+_SWITCHES = ("late_launch", "map_peer_memory", "keep_cores_awake", "second_token_at_prefill")
 
 
 def add_engine_options(parser: argparse.ArgumentParser, *, shape: str, dtype: str, kv_memory: str) -> None:

@@ -16,6 +16,7 @@ SMALL_LAST_CHUNK_UNTIL = "2026-11-23T05:26:06"
 SWITCHES = {
     "--enforce-eager": "launched kernel by kernel",
     "--keep-cores-awake": "cores kept awake",
+    "--second-token-at-prefill": "second token at prefill",
     "--one-rank": "one rank of decode alone on its GPU",
     "--profile": "profiled after timing",
 }

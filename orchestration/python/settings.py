@@ -103,6 +103,8 @@ class Settings(TypedDict, total=False):
     max_prefill_tokens_within_objective: int
     # sequences that run at once in a worker; 0: 256 on a GPU, 64 on CPU
     max_num_seqs: int
+    # let a prefill worker without other prompts draw the second token, too, while KV is read
+    second_token_at_prefill: bool
     # directory on the worker's machine for profiles that POST /admin/profile asks for; empty: none
     profile_dir: str | os.PathLike[str]
     # tokens per KV block; 0: 64 on a GPU, 16 on CPU
@@ -136,5 +138,5 @@ class Settings(TypedDict, total=False):
     lmcache: str
     # blocks that are worth keeping beyond the device
     kv_keep: Literal["all", "second-use", "prompt"]
-    # how long a request waits for its KV to be onboarded before it computes it
+    # how long a request waits for KV from a tier before it computes it
     kv_load_seconds: float

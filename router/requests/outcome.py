@@ -11,6 +11,9 @@ from splitserve.router.requests.state import RequestPhase, RequestState
 from splitserve.router.requests.timeline.stages import handover_stages, read_times, ttft_stages
 from splitserve.router.requests.timeline.timeline import AttemptTimeline, Timeline
 
+_AT_PREFILL = {0: "ended_with_first_token", 1: "ended_with_first_token", 2: "ended_with_second_token"}
+"""The reasons why decode had nothing to do, by the number of tokens."""
+
 
 def outcome(state: RequestState) -> tuple[str, str, str]:
     """Return ``(intended, actual, reason)`` of a request that has ended.
@@ -28,7 +31,7 @@ def outcome(state: RequestState) -> tuple[str, str, str]:
     if not isinstance(state.placement, Disaggregated):
         return intended, "local", f"after_{state.history[-1].failure.reason}" if state.history else "no_prefill_worker"
     if state.handover is None:
-        return intended, "local", "ended_with_first_token" if state.num_attempt_tokens <= 1 else "no_handover_report"
+        return intended, "local", _AT_PREFILL.get(state.num_attempt_tokens, "no_handover_report")
     if state.handover.blocks == 0:
         return intended, "local", "cached_on_decode"
     return intended, "disaggregated", "ok"

@@ -17,6 +17,7 @@ SIBLING = RequestKey("r0 choice 1")
 FULL_BLOCKS = len(PROMPT) // BLOCK_SIZE
 FIRST_TOKENS = [3, 5]  # of the request and of its sibling
 GENERATION = 100
+BLOCKS = [OfferedBlock(block_id, GENERATION) for block_id in range(FULL_BLOCKS + 1)]
 
 
 def deltas(effects: list[Effect]) -> dict[RequestKey, list[TokenDelta]]:
@@ -37,25 +38,32 @@ def read(decode: Worker, offer: Offer, *, moved: bool) -> list[Effect]:
     return decode.event(ReadResult(start.command.read_id, None, generations))
 
 
-@pytest.mark.parametrize("siblings", [[], [SIBLING]], ids=["alone", "with a sibling"])
-def test_only_the_partial_last_block_was_lost(siblings: list[RequestKey]) -> None:
-    """No tier has it, and all others are verified: decode computes its tokens, and delivers the first token itself."""
+def make_decode() -> Worker:
+    """A decode worker that is connected to a prefill worker with a host tier."""
     decode = Worker(Role.DECODE, DECODE, num_slots=8)
     decode.hear(ROUTER, Introduce(PeerRef(PREFILL, "tcp://prefill-0")))
     decode.hear(PREFILL, SimConnector(PREFILL, NUM_BLOCKS, num_slots=8).welcome())
     decode.event(PeerConnected(PREFILL, None, Link("sim", 1e9)))
-    decode.hear(ROUTER, msgspec.structs.replace(decode_request(), siblings=siblings))
-    blocks = [OfferedBlock(block_id, GENERATION) for block_id in range(FULL_BLOCKS + 1)]
-    full = Offer(KEY, [OfferedSpan(0, 0, blocks[:FULL_BLOCKS])], FULL_BLOCKS * BLOCK_SIZE)
-    last = Offer(
-        KEY, [OfferedSpan(0, FULL_BLOCKS, blocks[FULL_BLOCKS:])], len(PROMPT), True, FIRST_TOKENS[: 1 + len(siblings)]
-    )
+    return decode
+
+
+def lose_the_last_block(decode: Worker, last: Offer) -> dict[RequestKey, list[TokenDelta]]:
+    """Offer the full blocks, then the last one, which is lost before it is read; return what the request gets."""
+    full = Offer(KEY, [OfferedSpan(0, 0, BLOCKS[:FULL_BLOCKS])], FULL_BLOCKS * BLOCK_SIZE)
     read(decode, full, moved=False)
     effects = read(decode, last, moved=True)
     effects += decode.hear(PREFILL, Withdrawn(KEY, "the lease expired"))
     assert not sent(effects, PrefixGrant), "the peer has nothing to give"
-    effects += decode.run()
-    found = deltas(effects)
+    return deltas(effects + decode.run())
+
+
+@pytest.mark.parametrize("siblings", [[], [SIBLING]], ids=["alone", "with a sibling"])
+def test_only_the_partial_last_block_was_lost(siblings: list[RequestKey]) -> None:
+    """No tier has it, and all others are verified: decode computes its tokens, and delivers the first token itself."""
+    decode = make_decode()
+    decode.hear(ROUTER, msgspec.structs.replace(decode_request(), siblings=siblings))
+    spans = [OfferedSpan(0, FULL_BLOCKS, BLOCKS[FULL_BLOCKS:])]
+    found = lose_the_last_block(decode, Offer(KEY, spans, len(PROMPT), True, FIRST_TOKENS[: 1 + len(siblings)]))
     assert list(found) == [KEY, *siblings]
     for key, first_token in zip(found, FIRST_TOKENS, strict=False):
         assert [delta.position for delta in found[key]] == list(range(5)), "each position once, from the first on"
@@ -64,4 +72,16 @@ def test_only_the_partial_last_block_was_lost(siblings: list[RequestKey]) -> Non
         assert report is not None and (report.blocks, report.cached_tokens) == (0, FULL_BLOCKS * BLOCK_SIZE)
     load = decode.core.load()
     assert (load.handovers, load.other_copies, load.handover_failures) == (1, 1, 0)
+    decode.assert_idle()
+
+
+def test_only_the_block_with_the_first_token_was_lost() -> None:
+    """Prefill has drawn two tokens: decode computes the KV of the first one, too."""
+    decode = make_decode()
+    decode.hear(ROUTER, decode_request())
+    spans = [OfferedSpan(0, FULL_BLOCKS, BLOCKS[FULL_BLOCKS:])]
+    found = lose_the_last_block(decode, Offer(KEY, spans, len(PROMPT) + 1, True, [3], second_token=4))
+    assert [(delta.position, delta.token_ids) for delta in found[KEY]][:2] == [(0, [3, 4]), (2, [3])]
+    assert [delta.position for delta in found[KEY]] == [0, 2, 3, 4]
+    assert decode.core.load().other_copies == 1
     decode.assert_idle()

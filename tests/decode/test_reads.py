@@ -11,8 +11,9 @@ from splitserve.engine.effects import Disconnect, StartRead
 from splitserve.engine.stage import Stage
 from splitserve.kvconnector.blocks.pool import BlockState
 from splitserve.kvconnector.transfer.connector import PeerConnected
+from splitserve.protocol.handover.pull import Pull, PullSpan
 from splitserve.protocol.handover.reads import ReadCommand, ReadPath, ReadResult
-from splitserve.protocol.handover.sink import Pull, PullSpan, SinkHandover
+from splitserve.protocol.handover.sink import SinkHandover
 from splitserve.protocol.messages.handover import Offer, OfferedBlock, OfferedSpan
 from splitserve.protocol.messages.requests import Introduce, PeerRef
 from splitserve.protocol.request import Role

@@ -16,8 +16,9 @@ from splitserve.kvconnector.layout.memory import KVMemory
 from splitserve.orchestration.cluster.launcher import Entries, LocalCluster
 from splitserve.orchestration.spec.shorthand import simple_spec
 from splitserve.protocol.config import EngineConfig
+from splitserve.protocol.handover.pull import Pull, PullSpan
 from splitserve.protocol.handover.reads import ReadResult
-from splitserve.protocol.handover.sink import Pull, PullSpan, SinkHandover, SinkState
+from splitserve.protocol.handover.sink import SinkHandover, SinkState
 from splitserve.protocol.memory_records import LayoutRecord
 from splitserve.protocol.messages.handover import Offer, OfferAck, OfferedBlock, OfferedSpan, Release
 from splitserve.protocol.messages.requests import Abort, StepTokens

@@ -6,8 +6,9 @@ import pytest
 
 from both_sides import BLOCK_SIZE, CONFIG, DECODE, KEY, PREFILL, blocks, poll, verified
 from splitserve.protocol.config import ProtocolConfig
+from splitserve.protocol.handover.pull import Pull, PullSpan
 from splitserve.protocol.handover.reads import ReadCommand, ReadResult
-from splitserve.protocol.handover.sink import Pull, PullSpan, SinkHandover, SinkState
+from splitserve.protocol.handover.sink import SinkHandover, SinkState
 from splitserve.protocol.handover.source import SourceHandover, SourceState
 from splitserve.protocol.messages.handover import Grant, Offer, OfferAck, OfferedBlock, OfferedSpan
 

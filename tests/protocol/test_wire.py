@@ -120,7 +120,7 @@ EXAMPLES: list[Body] = [
             resident_bytes=2**40,
             tiers=[TierLoad(name="host", slots=9, blocks=3, hits=2, load_seconds=0.5)],
         ),
-        [PeerLink("p", "cma", 3e9, "slow", 12)],
+        [PeerLink("p", "cma", 3e9, "slow", 12, 2**63 - 1)],
         1.8e9,
     ),
     Draining(),

@@ -58,6 +58,14 @@ def test_first_token_that_ends_the_request_aborts_decode():
     assert outcome(state) == ("disaggregated", "local", "ended_with_first_token")
 
 
+def test_a_second_token_from_prefill_may_end_the_request():
+    state = begin(max_tokens=2)
+    assert list(state.on_delta(P, delta(state, 0, [2])).token_ids) == [2]
+    update = state.on_delta(P, delta(state, 1, [3], LENGTH))
+    assert update.ended and update.aborts == (D,)
+    assert outcome(state) == ("disaggregated", "local", "ended_with_second_token")
+
+
 def test_a_gap_is_held_until_it_is_filled():
     state = begin()
     assert state.on_delta(D, delta(state, 2, [7])) is NOTHING

@@ -64,7 +64,7 @@ FALSE_STARTS = {"faults": Faults(kills=3, read_error=0.2, rounding=True, step_se
         (plants.digests_unchecked, DAMAGE, WRONG_TOKENS),
         (plants.no_quarantine, BAD_READS, "blocks that aren't quarantined"),
         (plants.quarantine_ends_with_the_deadline, LATE_READS, "aren't those of the hand-overs"),
-        (plants.offered_before_the_step_completed, QUIET, "another content than its hash names"),
+        (plants.offered_before_the_step_completed, QUIET, WRONG_TOKENS),
         (plants.offers_sent_once, LOSSY, HANDOVERS_FAILED),
         (plants.offered_with_the_step_before, LONG_PROMPTS, WRONG_TOKENS),
         (plants.completed_on_one_rank, LONG_PROMPTS, WRITTEN),

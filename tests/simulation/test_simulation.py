@@ -47,7 +47,7 @@ bounded = settings(max_examples=NUM_SCHEDULES)
 @bounded
 def test_a_quiet_schedule_hands_every_request_over(seed: int, shape: Shape) -> None:
     sim = run_schedule(Schedule(seed=seed, shape=shape))
-    assert sim.num_handovers == num_handed_over(sim), "a first token that ends its request cancels the hand-over"
+    check_handovers(sim)
     assert sim.num_handover_failures == 0
     assert sim.router.failures == []
 
@@ -57,13 +57,19 @@ def test_a_quiet_schedule_hands_every_request_over(seed: int, shape: Shape) -> N
 def test_lost_messages_cost_time_only(seed: int, shape: Shape) -> None:
     sim = run_schedule(Schedule(seed=seed, faults=LOSSY, shape=shape, protocol=LONG_WAITS))
     assert sim.num_handover_failures == 0
-    assert sim.num_handovers == num_handed_over(sim)
+    check_handovers(sim)
 
 
-def num_handed_over(sim: Simulator) -> int:
-    """Return how many requests a pair of workers finished together; until both are there, one computes all."""
-    requests = [client.request for client in sim.router.clients.values() if len(client.output) > 1]
-    return sum(isinstance(request.state.placement, Disaggregated) for request in requests if request is not None)
+def check_handovers(sim: Simulator) -> None:
+    """Check that all requests of a pair of workers were handed over, but for those that ended at prefill, with the
+    first token or the second one. Until both workers are there, one computes all."""
+    by_pairs = [
+        len(client.output)
+        for client in sim.router.clients.values()
+        if client.request is not None and isinstance(client.request.state.placement, Disaggregated)
+    ]
+    at_least, at_most = (sum(length > shortest for length in by_pairs) for shortest in (2, 1))
+    assert at_least <= sim.num_handovers <= at_most
 
 
 @given(seed=seeds, prefill=st.integers(1, 2))

@@ -3,8 +3,9 @@
 import random
 
 from splitserve.protocol.config import ProtocolConfig
+from splitserve.protocol.handover.pull import Pull, PullSpan
 from splitserve.protocol.handover.reads import ReadCommand, ReadResult
-from splitserve.protocol.handover.sink import Pull, PullSpan, SinkHandover
+from splitserve.protocol.handover.sink import SinkHandover
 from splitserve.protocol.handover.source import SourceHandover, SourceState
 from splitserve.protocol.messages.handover import Grant, Offer, OfferAck, OfferedBlock
 from splitserve.protocol.request import Party, RequestKey

@@ -1,5 +1,7 @@
 """Drives one worker's core by hand: messages in, effects out, every invariant checked after each event."""
 
+from typing import Any
+
 import numpy as np
 
 from splitserve.engine.core import EngineCore
@@ -40,10 +42,13 @@ class Worker:
         num_blocks: int = NUM_BLOCKS,
         num_slots: int = 0,
         layout: LayoutRecord = LAYOUT,
+        **options: Any,
     ) -> None:
+        """``options``: further settings of the engine."""
         self.me = me
         slots = np.full(num_slots, 7, dtype=np.uint64)
-        engine = EngineConfig(model="m", max_num_batched_tokens=8, max_num_seqs=4, tail_chunk_tokens=4).on("cpu")
+        sizes = {"max_num_batched_tokens": 8, "max_num_seqs": 4, "tail_chunk_tokens": 4}
+        engine = EngineConfig(model="m", **{**sizes, **options}).on("cpu")
         config = WorkerConfig(engine_id=me.engine_id, role=role, engine=engine, membership="", protocol=PROTOCOL)
         self.core: EngineCore = build_core(
             config,

@@ -10,7 +10,7 @@ MIN_FAILURES = 3
 MIN_FAILED_SHARE = 0.05
 MIN_FALLBACK_SHARE = 0.2
 OPEN_BREAKER = 0.6
-HARMLESS = ("cached_on_decode", "ended_with_first_token")
+HARMLESS = ("cached_on_decode", "ended_with_first_token", "ended_with_second_token")
 """Reasons of a local path that are no fallback."""
 
 

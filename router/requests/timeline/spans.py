@@ -29,6 +29,7 @@ PREFILL_SPANS = {
     MarkKind.BEGUN: ("prefill_queue", "Wait for the prompt's first step"),
     MarkKind.CHUNK: ("chunk", "Computation of one chunk of the prompt, of so many tokens, with the wait for its step"),
     MarkKind.DRAWN: ("first_token", "Draw of the first token"),
+    MarkKind.SECOND: ("second_token", "Draw of the second token, while decode reads the prompt's KV"),
 }
 """Spans of the worker that computes the prompt, by the mark that ends them, with their meanings; each begins at the
 mark before."""

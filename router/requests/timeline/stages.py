@@ -30,7 +30,7 @@ TTFT_STAGES = {
 """Stages of the time to first token, in their order, with their meanings."""
 
 HANDOVER_STAGES = {
-    "offer": "First token drawn until the last offer has arrived at decode",
+    "offer": "Prefill's last token drawn until the last offer has arrived at decode",
     "post": "Arrival of the last offer until the last read is posted",
     "wire": "Last read posted until its bytes have arrived",
     "verify": "Bytes arrived until all blocks are verified",
@@ -97,13 +97,13 @@ def _worker_boundaries(attempt: AttemptTimeline, times: tuple[Times, Times]) -> 
 
 
 def handover_stages(attempt: AttemptTimeline) -> dict[str, float]:
-    """Return the seconds of each stage from prefill's token to decode's first one; {} if either is unknown."""
+    """Return the seconds of each stage from prefill's last token to decode's first one; {} if either is unknown."""
     return _handover_stages(attempt.by_kind())
 
 
 def _handover_stages(times: tuple[Times, Times]) -> dict[str, float]:
     at, at_decode = times
-    begin, end = at.get(MarkKind.DRAWN), at_decode.get(MarkKind.DRAWN)
+    begin, end = at.get(MarkKind.SECOND, at.get(MarkKind.DRAWN)), at_decode.get(MarkKind.DRAWN)
     if begin is None or end is None or MarkKind.VERIFIED not in at_decode:
         return {}
     boundaries: list[Boundary] = [("offer", at_decode.get(MarkKind.OFFERED))]

@@ -68,14 +68,15 @@ class BlockManager:
         The last known token is never taken from the cache, since its logits must be computed.
         ``headroom`` blocks must remain available. Returns False, and holds nothing, if there's no room in some group.
         ``pulls``: a peer fills the blocks, so only the first group's cached prefix counts, and of a window the tail
-        suffices. Else every group must have the cached prefix.
+        suffices; there is room for one more token, whose KV may come with the rest. Else every group must have the
+        cached prefix.
         """
         assert not sequence.block_ids, "the sequence holds blocks already"
         hashes = self._reusable_hashes(sequence)
         cached = self.pool.match(hashes)
         if self.others and not pulls:
             cached = cached[: resume_point(self.others, hashes[: len(cached)])]
-        num_fresh = num_blocks_for(len(sequence.token_ids), self.block_size) - len(cached)
+        num_fresh = num_blocks_for(len(sequence.token_ids) + pulls, self.block_size) - len(cached)
         if self._num_missing(cached, num_fresh, headroom) > 0:
             return False
         if self.others and not self._reserve_others(sequence, hashes, len(cached), headroom, pulls=pulls):
@@ -316,7 +317,8 @@ class BlockManager:
         for group, table in zip(self.others, sequence.other_tables, strict=True):
             if not sequence.keeps_to_itself:
                 group.publish(table, sequence.block_hashes, num_full)
-            group.trim(table, sequence.num_computed)
+            # What decode was granted of a window is what the first token after the known ones attends to.
+            group.trim(table, sequence.num_computed - sequence.draws_second)
 
     def quarantine(self, sequence: Sequence, group: int, block_ids: ListLike[int]) -> None:
         """Take blocks of a group from a sequence that a read in flight may still write to."""

@@ -81,9 +81,10 @@ class GroupPool:
         return Hold(first, cached, num_blocks_for(num_tokens, self.rule.block_size) - num_resumed)
 
     def hold_to_pull(self, num_tokens: int) -> Hold:
-        """Return the blocks that a peer fills: those that the token after ``num_tokens`` others attends to."""
+        """Return the blocks that a peer fills: those that the token after ``num_tokens`` others attends to, with its
+        own."""
         first = self.rule.first_needed(num_tokens)
-        return Hold(first, [], num_blocks_for(num_tokens, self.rule.block_size) - first)
+        return Hold(first, [], num_blocks_for(num_tokens + 1, self.rule.block_size) - first)
 
     def has_room(self, hold: Hold, headroom: int) -> bool:
         wanted = hold.num_fresh + headroom + self.pool.num_unheld(hold.cached)

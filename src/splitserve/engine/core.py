@@ -222,7 +222,7 @@ class EngineCore:
         elif sequence.decodes_here:
             sequence.token_ids.append(token_id)
             self.scheduler.start_decoding(sequence)
-        else:
+        elif sequence.draws_second or not self._requests.owner(sequence).goes_on(sequence, draw, now):
             self.scheduler.remove(sequence)
             self._requests.owner(sequence).on_token(sequence, draw, now)
 

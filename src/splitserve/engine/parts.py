@@ -40,8 +40,15 @@ class Part:
     def on_computed(self, sequence: Sequence, now: float) -> None:
         """Take note that KV of a sequence's prompt has been computed."""
 
+    def goes_on(self, sequence: Sequence, draw: Draw, now: float) -> bool:
+        """Return whether a sequence that this part is to take over draws its second token before that. If so, it has
+        the first one, which is in ``draw``, and room for its KV."""
+        del sequence, draw, now
+        return False
+
     def on_token(self, sequence: Sequence, draw: Draw, now: float) -> None:
-        """Take over a sequence that has left the scheduler: its first token is drawn, and is not the last."""
+        """Take over a sequence that has left the scheduler: the last token that it draws here is drawn, and is not its
+        last one."""
 
     def on_loaded(self, sequence: Sequence, now: float) -> None:
         """Continue with a sequence whose load from a tier is over."""

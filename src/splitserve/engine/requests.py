@@ -136,6 +136,8 @@ class Requests:
         if sequence.marks is not None:
             sequence.marks.add(MarkKind.DRAWN, now)
             marks, sequence.marks = sequence.marks.take(), None
+        elif sequence.draws_second:
+            marks.append(Mark(MarkKind.SECOND, now))
         position, num_cached_tokens = sequence.num_output_tokens, sequence.num_cached_tokens
         delta = TokenDelta(
             sequence.key,

@@ -34,6 +34,7 @@ class StepBudget:
     max_num_seqs: int  # sequences of a step
     beside_decode: ChunkBounds  # prompt tokens of a step that also decodes
     tail_chunk_tokens: int = 0  # last chunk of a long prompt, so that little is left to move after it; 0: no bound
+    draws_second_tokens: bool = False  # of prompts that are handed over, where no other prompt waits
     max_prompts_beside_decode: int = 0  # of a step that also decodes: more have no CUDA graph; 0: no bound
 
 

@@ -1,5 +1,6 @@
 """A request inside a worker: its tokens, its blocks, how much of its KV is computed, its stage."""
 
+from collections.abc import Sequence as ListLike
 from dataclasses import dataclass, field
 
 import msgspec
@@ -71,6 +72,7 @@ class Sequence:
     # Marks for the next message; None after its first token here.
     marks: MarkList | None = field(default_factory=MarkList)
     decodes_here: bool = True  # False: after the first token a decode worker takes over
+    draws_second: bool = False  # or after the second one, which is drawn here as soon as can be
     stage: Stage = Stage.NEW  # its state in the worker; changed by :meth:`enter` alone
     block_ids: list[int] = field(
         default_factory=list
@@ -243,6 +245,11 @@ class Sequence:
         """Return the reason to end with the next token, ``token_id``, or None."""
         finish_reason = self.sampling.finish_reason(token_id, self.num_output_tokens + 1)
         return FinishReason.LENGTH if finish_reason is None and not self.may_go_on else finish_reason
+
+    def add_computed(self, token_ids: ListLike[int]) -> None:
+        """Append output tokens whose KV is in the blocks, as is that of all tokens before them."""
+        self.token_ids.extend(token_ids)
+        self.num_computed = len(self.token_ids)
 
     def on_launched(self, chunk: ScheduledChunk, index: int) -> None:
         """Note that a step is launched whose chunk number ``index`` is this sequence's ``chunk``."""

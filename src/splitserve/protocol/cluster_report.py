@@ -118,7 +118,7 @@ class RequestSummary(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     handover_bytes: int  # that decode read
     handover_read_seconds: float  # sum of its reads' durations
     ttft_stages: dict[str, float]  # seconds by stage, in order; their sum is ``ttft_seconds``
-    handover_stages: dict[str, float]  # from prefill's token to decode's first one
+    handover_stages: dict[str, float]  # from prefill's last token to decode's first one
     request_class: str = ""  # the request's class
     tenant: str = ""  # the tenant whose key it had
     predicted_ttft_seconds: float | None = None  # as predicted at its arrival

@@ -223,6 +223,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             "the first token; 0: 1024 on a GPU, 64 on CPU."
         ),
     ] = 0
+    second_token_at_prefill: Annotated[
+        bool,
+        Meta(description="Let a prefill worker without other prompts draw the second token, too, while KV is read."),
+        Setting(flags=("--second-token-at-prefill",), group=ENGINE),
+    ] = False
     profile_dir: Annotated[
         str,
         Meta(
@@ -336,11 +341,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = KeepPolicyName.ALL.value
     kv_load_seconds: Annotated[
         float,
-        Meta(
-            gt=0,
-            le=MAX_SECONDS,
-            description="How long a request waits for its KV to be onboarded before it computes it.",
-        ),
+        Meta(gt=0, le=MAX_SECONDS, description="How long a request waits for KV from a tier before it computes it."),
         Setting(flags=("--kv-load-seconds",), metavar="S", group=KV_TIERS),
     ] = 5.0
 

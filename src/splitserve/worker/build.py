@@ -92,6 +92,7 @@ def step_budget(config: WorkerConfig) -> StepBudget:
         ),
         max_prompts_beside_decode=MAX_MIXED_CHUNKS if has_graphs else 0,
         tail_chunk_tokens=engine.tail_chunk_tokens if config.role is Role.PREFILL else 0,
+        draws_second_tokens=engine.second_token_at_prefill,
     )
 
 

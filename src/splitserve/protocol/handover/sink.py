@@ -9,6 +9,7 @@ import msgspec
 
 from splitserve.protocol.config import ProtocolConfig
 from splitserve.protocol.handover.offered_blocks import DiscardedRead, OfferedBlocks
+from splitserve.protocol.handover.pull import Pull, problem_with, problem_with_groups
 from splitserve.protocol.handover.reads import ReadCommand, ReadResult
 from splitserve.protocol.messages.handover import Grant, Offer, OfferAck, OfferedBlock, PrefixGrant
 from splitserve.protocol.messages.logprobs import Logprobs
@@ -72,34 +73,6 @@ class SinkActions:
     reads: list[ReadCommand] = field(default_factory=list)
 
 
-@dataclass(frozen=True, slots=True)
-class PullSpan:
-    """Destinations of one group's blocks, from prompt block ``first_block`` to the prompt's end."""
-
-    first_block: int
-    local_blocks: Sequence[int]  # held by the request and written by its reads
-    block_bytes: int  # of one block on one rank
-
-
-@dataclass(frozen=True, slots=True)
-class Pull:
-    """The blocks that a hand-over is to read, and their destinations."""
-
-    num_prompt_tokens: int  # known to both sides
-    num_cached_tokens: int  # of the first group's whole blocks, which are here already; fewer than the prompt's
-    block_size: int  # tokens
-    spans: Sequence[PullSpan]  # by group; the first one's begins after the cached tokens
-    hashes: Sequence[
-        bytes
-    ] = ()  # of the first group's blocks: reads what the peer has of them already, and nothing more
-    reads_host_tier: bool = False  # the peer may move what it offers to its host tier, if it has one
-
-    def __post_init__(self) -> None:
-        assert self.num_cached_tokens % self.block_size == 0 and self.num_cached_tokens < self.num_prompt_tokens
-        assert self.spans[0].first_block * self.block_size == self.num_cached_tokens
-        assert not self.hashes or len(self.hashes) == len(self.spans[0].local_blocks)
-
-
 class SinkHandover:
     """Decode's side of one request, from its grant to the last verified block.
 
@@ -119,6 +92,7 @@ class SinkHandover:
         self.mismatches: list[str] = []
         self.first_tokens: list[int] = []
         self.first_logprobs: list[Logprobs] = []
+        self.second_token: int | None = None
         self.statistics = SinkStatistics()
         self.first_block = pull.spans[0].first_block  # of the first group
         self._pull = pull
@@ -145,7 +119,7 @@ class SinkHandover:
             return
         self._last_heard_at = now
         self._may_move = has_host_tier and self._pull.reads_host_tier and not self._pull.hashes
-        problem = self._problem_with_groups(offer)
+        problem = problem_with_groups(offer, self._pull)
         if not problem:
             if self._is_early_or_late(offer):
                 return  # an earlier offer was lost, and will be sent again; or this one was overtaken
@@ -161,6 +135,7 @@ class SinkHandover:
             self._last_offer_seen = True
             self.first_tokens = offer.first_tokens
             self.first_logprobs = offer.first_logprobs
+            self.second_token = offer.second_token
             self.statistics.last_offer_at = now
         self._complete_if_all_verified(now)
 
@@ -254,9 +229,11 @@ class SinkHandover:
 
     @property
     def first_draw(self) -> Draw:
-        """The first token, with those of the other choices, as the last offer brought them."""
+        """The first token, with those of the other choices, or with the second one, as the last offer brought them."""
         pairs = zip_longest(self.first_tokens, self.first_logprobs[: len(self.first_tokens)])
         first, *others = (Draw((token_id,), logprobs) for token_id, logprobs in pairs)
+        if self.second_token is not None:
+            return Draw((first.token_id, self.second_token), first.logprobs)
         return msgspec.structs.replace(first, others=tuple(others))
 
     def _make_grant(self) -> Grant | PrefixGrant:
@@ -269,12 +246,6 @@ class SinkHandover:
         ends = [span.first_block + len(had) for span, had in zip(self._pull.spans, self._groups, strict=True)]
         return OfferAck(self.key, ends, self._last_offer_seen, self._groups[0].revision)
 
-    def _problem_with_groups(self, offer: Offer) -> str | None:
-        groups = [span.group for span in offer.spans]
-        if groups != list(range(len(self._groups))):
-            return f"it has spans of the groups {groups}; the cache has {len(self._groups)} groups"
-        return None
-
     def _is_early_or_late(self, offer: Offer) -> bool:
         """Return whether the offer leaves a gap in some group, or has an older revision than a received one."""
         starts = zip(offer.spans, self._pull.spans, self._groups, strict=True)
@@ -282,16 +253,7 @@ class SinkHandover:
         return has_gap or offer.revision < self._groups[0].revision
 
     def _problem_with(self, offer: Offer, num_peer_blocks: Sequence[int]) -> str | None:
-        for span, wanted in zip(offer.spans, self._pull.spans, strict=True):
-            if span.first_block < wanted.first_block:
-                return f"it starts at block {span.first_block}, before the granted one, {wanted.first_block}"
-            end = span.first_block + len(span.blocks)
-            if end > wanted.first_block + len(wanted.local_blocks):
-                return f"it names {end} blocks of a prompt of {self._pull.num_prompt_tokens} tokens"
-            num_blocks = num_peer_blocks[span.group]
-            if any(not 0 <= block.block_id < num_blocks for block in span.blocks):
-                return f"it names a block outside the {num_blocks} that prefill registered"
-        problem = self._problem_with_tokens(offer)
+        problem = problem_with(offer, self._pull, num_peer_blocks)
         if problem:
             return problem
         triples = zip(offer.spans, self._pull.spans, self._groups, strict=True)
@@ -300,26 +262,6 @@ class SinkHandover:
             for span, wanted, had in triples
         )
         return next((problem for problem in problems if problem), None)
-
-    def _problem_with_tokens(self, offer: Offer) -> str | None:
-        first = offer.spans[0]
-        end_block = first.first_block + len(first.blocks)
-        end_tokens = end_block * self._pull.block_size
-        if offer.last and not self._pull.hashes:
-            if offer.num_tokens != self._pull.num_prompt_tokens:
-                return f"the last one covers {offer.num_tokens} of {self._pull.num_prompt_tokens} prompt tokens"
-            if not offer.first_tokens:
-                return "the last one lacks the first token"
-            end_tokens = min(end_tokens, self._pull.num_prompt_tokens)
-        if end_tokens != offer.num_tokens or offer.num_tokens > self._pull.num_prompt_tokens:
-            return f"its blocks hold {end_tokens} tokens, but it says {offer.num_tokens}"
-        for span, wanted in zip(offer.spans[1:], self._pull.spans[1:], strict=True):
-            end, wanted_end = span.first_block + len(span.blocks), wanted.first_block + len(wanted.local_blocks)
-            if offer.last and not self._pull.hashes and end != wanted_end:
-                return f"the last one ends at block {end} of group {span.group}, not at {wanted_end}"
-            if span.blocks and not offer.last and end > end_block:
-                return f"it names {end} blocks of group {span.group}, but {end_block} of the first"
-        return None
 
     def _discard(self, read: ReadInFlight, generations: Sequence[int], now: float) -> None:
         """Discard a read some of whose blocks were overwritten meanwhile. If the peer has moved them, its current offer
@@ -394,5 +336,7 @@ class SinkHandover:
 
     def _is_group_verified(self, group: int) -> bool:
         offered = self._groups[group]
-        num_wanted = len(offered) if self._pull.hashes else len(self._pull.spans[group].local_blocks)
-        return offered.num_verified == num_wanted
+        if self._pull.hashes:
+            return offered.num_verified == len(offered)
+        end = self._pull.end_block(has_second_token=self.second_token is not None)
+        return offered.num_verified == end - self._pull.spans[group].first_block

@@ -65,6 +65,7 @@ class SourceHandover:
         self._revision = 0
         self._first_tokens: list[int] = []
         self._first_logprobs: list[Logprobs] = []
+        self._second_token: int | None = None
         self._lease_seconds = grant.lease_seconds
         self.lease_expires_at = now + grant.lease_seconds
         self._offer_due_at = now
@@ -102,14 +103,18 @@ class SourceHandover:
         num_tokens: int,
         first_tokens: list[int],
         now: float,
+        *,
         first_logprobs: Sequence[Logprobs] = (),
+        second_token: int | None = None,
     ) -> None:
-        """The rest of the prompt, which may end inside a block, with the first token of each choice."""
+        """The rest of the prompt, which may end inside a block, with the first token of each choice; or the rest of
+        prompt and first token, with the second one, too."""
         assert self.state in (SourceState.GRANTED, SourceState.OFFERING), self.state
         self._add(blocks)
         self._num_tokens = num_tokens
         self._first_tokens = first_tokens
         self._first_logprobs = list(first_logprobs)
+        self._second_token = second_token
         self.all_offered_at = now
         self.state = SourceState.OFFERED
         self._offer_due_at = now
@@ -171,6 +176,7 @@ class SourceHandover:
             last=self.state is SourceState.OFFERED,
             first_tokens=self._first_tokens,
             first_logprobs=self._first_logprobs,
+            second_token=self._second_token,
             revision=self._revision,
         )
 

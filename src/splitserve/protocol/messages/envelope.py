@@ -44,7 +44,7 @@ from splitserve.protocol.messages.requests import (
 from splitserve.protocol.messages.routers import AskRouter, RouterAnswer, RouterReport, SentPrefixes
 from splitserve.protocol.request import Party
 
-SCHEMA_VERSION = 26
+SCHEMA_VERSION = 27
 
 Body: TypeAlias = (
     Register

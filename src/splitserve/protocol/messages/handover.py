@@ -109,9 +109,10 @@ class Offer(Message, frozen=True):
     """Blocks of the prompt whose KV is complete: all that decode hasn't acknowledged, a span for each cache group in
     their order. The span of a window group begins with the first block that the prompt's last token attends to.
 
-    ``num_tokens`` counts the prompt's tokens that are covered up to the end of this offer; only the ``last`` one may
-    end inside a block. ``first_tokens`` holds the first output token of each choice, in the last offer only,
-    and ``first_logprobs`` their log-probabilities if the request wants them.
+    ``num_tokens`` counts the tokens that are covered up to the end of this offer; only the ``last`` one may end inside
+    a block. ``first_tokens`` holds the first output token of each choice, in the last offer only, and
+    ``first_logprobs`` their log-probabilities if the request wants them. ``second_token``: prefill has drawn another
+    one of the only choice, whose log-probabilities are a second row; the offer covers the KV of the first one, too.
     ``revision`` grows when blocks that were offered have moved: the offer with the highest one is valid.
     """
 
@@ -122,6 +123,7 @@ class Offer(Message, frozen=True):
     first_tokens: list[TokenId] = []
     revision: Count = 0
     first_logprobs: list[Logprobs] = []
+    second_token: TokenId | None = None
 
 
 class OfferAck(Message, frozen=True):

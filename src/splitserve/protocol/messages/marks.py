@@ -25,6 +25,7 @@ class MarkKind(StrEnum):
     READ = "read"  # its bytes had arrived
     VERIFIED = "verified"  # every block was verified
     DRAWN = "drawn"  # the request's first token here was drawn
+    SECOND = "second"  # prefill has drawn the second token, too
 
 
 class Mark(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):

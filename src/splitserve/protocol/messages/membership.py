@@ -9,7 +9,7 @@ from splitserve.protocol.memory_records import LayoutRecord
 from splitserve.protocol.messages.base import Message
 from splitserve.protocol.placement.step_model import StepModel
 from splitserve.protocol.request import Party, Role
-from splitserve.protocol.wire_numbers import Count, NonNegative, Size
+from splitserve.protocol.wire_numbers import Count, NonNegative, Size, Unsigned
 
 MAX_CPUS = 4096
 
@@ -25,8 +25,8 @@ MAX_TOKEN = 64
 class WorkerSetup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A worker's machine and limits, for diagnosis. ``machine`` is its host's name; ``cpus`` the hardware threads that
     it may use, on ``num_cores`` physical cores (a CPU quota counted in), ``num_threads`` the number that compute. It
-    has ``kv_bytes`` of KV memory and a host tier of ``host_kv_bytes``; ``remote_bytes`` of both lie on another NUMA
-    node than they should.
+    has, on each rank, ``kv_bytes`` of KV memory and a host tier of ``host_kv_bytes``; ``remote_bytes`` of both on its
+    first rank lie on another NUMA node than they should.
     ``memlock_bytes`` is how much memory it may lock (None: any amount, or not known), ``max_open_files`` how many files
     it may open.
     ``ucx_tls``: transports that UCX may choose from, set by the environment; "" for UCX's own choice. ``rdma_devices``:
@@ -94,7 +94,8 @@ class RegisterRefused(Message, frozen=True):
 
 
 class PeerLink(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The link by which KV travels from ``peer`` (an engine id) to the sender, measured when connecting.
+    """The link by which KV travels from ``peer`` (an engine id), in this ``incarnation``, to the sender, measured when
+    connecting.
 
     ``transport`` in the connector's words; ``bytes_per_second`` of one thread's large read; ``problem`` explains an
     unsuitable transport, and is empty for a suitable one. A peer that can't be reached has no transport, and a problem.
@@ -106,6 +107,7 @@ class PeerLink(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     bytes_per_second: NonNegative
     problem: str = ""
     prefix_blocks: Count = 0
+    incarnation: Unsigned = 0
 
 
 class Heartbeat(Message, frozen=True):

@@ -70,6 +70,7 @@ class SimWorker:
             tail_chunk_tokens=4,
             kv_load_seconds=0.5,
             kv_events=True,
+            second_token_at_prefill=bool(self.party.incarnation // 4 % 4),
         ).on("cpu")
         self.below = SimTiers(self, sim.tier_slots)
         config = WorkerConfig(engine_id=name, role=role, engine=engine, membership="", protocol=sim.protocol)
