@@ -166,9 +166,11 @@ def follow(
         status = status_of(client)
         now = time.monotonic()
         phases = {worker.name: worker.phase for worker in status.workers}
-        for name, phase in phases.items():
+        for worker in status.workers:
+            name, phase = worker.name, worker.phase
             if shown.get(name, phase) != phase or (name not in shown and shown):
-                say(f"  {name:<10} {phase}")
+                why = f": {worker.last_words}" if phase is WorkerPhase.WAITING and worker.last_words else ""
+                say(f"  {name:<10} {phase}{why}")
         for name in shown.keys() - phases.keys():
             say(f"  {name:<10} gone")
         shown = phases

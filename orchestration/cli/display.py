@@ -64,6 +64,9 @@ def describe_status(status: ClusterStatus) -> str:
     lines = [f"{status.name}: {status.state}, {status.model} at {status.url or 'no address yet'}"]
     processes = (status.router, *status.more_routers, *status.workers)
     lines += [_describe_process(process, status.revision) for process in processes]
+    for each in status.abandoned:
+        counts = f"{each.pool} has {status.counts.get(each.pool, 0)}"
+        lines.append(f"  {each.name:<12} abandoned {each.last_words}; {counts}: `splitserve scale` starts another one")
     if status.upgrade is not None:
         upgrade = status.upgrade
         problem = f": {upgrade.problem}" if upgrade.problem else ""
@@ -76,6 +79,7 @@ def describe_status(status: ClusterStatus) -> str:
 def _describe_process(process: ProcessStatus, revision: int) -> str:
     facts = [
         f"{process.seconds_ready:.0f} s" if process.seconds_ready is not None else "",
+        f"starts in {process.due_in_seconds:.0f} s" if process.due_in_seconds is not None else "",
         f"pid {process.pid}" if process.pid else "",
         process.runs_on,
         f"restarted {process.num_restarts} time{'s' * (process.num_restarts > 1)}" if process.num_restarts else "",

@@ -53,7 +53,6 @@ from splitserve.orchestration.control.requests import (
 from splitserve.orchestration.control.status import cluster_status
 from splitserve.orchestration.lmcache.keeper import LMCacheKeeper, is_lmcache
 from splitserve.orchestration.spec.cluster_spec import ClusterSpec
-from splitserve.orchestration.spec.expansion import ROUTER
 
 START_TIMEOUT_SECONDS = 900.0
 ROUTER_READY_TIMEOUT_SECONDS = 30.0
@@ -95,6 +94,7 @@ class Cluster:
         self._workers = WorkerKeeper(
             self._supervisor, self._children, host, emit=self._events.put, on_gone=self._lmcache.leave
         )
+        self._has_served = False
         self._remembered: Memory | None = None
 
     def __enter__(self) -> Self:
@@ -168,22 +168,22 @@ class Cluster:
         Raises :class:`LaunchError`, or :class:`LaunchInterruptedError` after :meth:`request_stop`.
         """
         deadline = time.monotonic() + START_TIMEOUT_SECONDS
-        start = ClusterStart(self._events, self._children, self._note_progress, self._reply, self._not_ready)
+        start = self._new_start()
         try:
             self._host.prepare(self.spec)
+            self._remember()  # before any process runs: another launcher takes over those that it finds
             self._routers.start()
             start.wait(lambda: self._routers.membership != "", "the router's membership endpoint", deadline)
             self._supervisor.want_all(time.monotonic())
             self._do_what_is_due()
-            start.wait(lambda: self._all_ready() and self.url != "", "all workers", deadline)
-            start.wait_for_router(self.url, time.monotonic() + ROUTER_READY_TIMEOUT_SECONDS)
-            self.state = "serving"
+            self._wait_for_all(start, deadline)
         except BaseException:
             self.stop()
             raise
 
     def come_back(self, memory: Memory, adopt: Callable[[Callable[[Event], None]], Mapping[str, Child]]) -> None:
-        """Take over the cluster of a launcher that was lost, instead of :meth:`start`.
+        """Take over the cluster of a launcher that was lost, instead of :meth:`start`; if it was lost while the cluster
+        started, go on with that.
 
         ``adopt`` returns the processes that the lost launcher has left running, by name; they repeat their progress
         from the beginning. Raises :class:`LaunchError` if no router can be started.
@@ -206,8 +206,21 @@ class Cluster:
             self._handle(self._next_event(min(deadline, self._routers.due_at)))
             if time.monotonic() > deadline:
                 raise LaunchError("gave up waiting for the router")
-        self.state = "serving"
+        self._has_served = memory.has_served
+        self.state = "serving" if memory.has_served else "starting"
         self._do_what_is_due()
+        if not memory.has_served:
+            self._wait_for_all(self._new_start(), deadline)
+
+    def _new_start(self) -> ClusterStart:
+        return ClusterStart(self._events, self._children, self._note_progress, self._reply, self._not_ready)
+
+    def _wait_for_all(self, start: ClusterStart, deadline: float) -> None:
+        """Wait until all workers are ready, and the router as well: from then on the cluster serves."""
+        start.wait(lambda: not self._not_ready() and self.url != "", "all workers", deadline)
+        start.wait_for_router(self.url, time.monotonic() + ROUTER_READY_TIMEOUT_SECONDS)
+        self.state, self._has_served = "serving", True
+        self._remember()
 
     def watch(self) -> int:
         """Serve until :meth:`request_stop`; returns the exit status: 1 if the router died or no worker is left."""
@@ -270,7 +283,7 @@ class Cluster:
             case ChildExited(name, returncode):
                 words = self._children.take_leave(name, returncode)
                 if name in self._routers:
-                    self._routers.on_exit(name, time.monotonic())
+                    self._routers.on_exit(name, words, time.monotonic())
                 elif is_lmcache(name):
                     self._host.release(name)
                     self._lmcache.on_exit(name, time.monotonic())
@@ -317,11 +330,11 @@ class Cluster:
     def _remember(self) -> None:
         """Have the host store the present state, for a launcher that takes over if this one is lost."""
         snapshot = self._supervisor.snapshot()
-        memory = Memory(snapshot, self._routers.membership, self.url)
+        memory = Memory(snapshot, self._routers.membership, self.url, self._has_served)
         if memory != self._remembered:
             self._host.remember(memory)
             snapshot = msgspec.structs.replace(snapshot, upgrade=copy(snapshot.upgrade))
-            self._remembered = Memory(snapshot, self._routers.membership, self.url)
+            self._remembered = msgspec.structs.replace(memory, snapshot=snapshot)
 
     # ---- the router ----
 
@@ -351,11 +364,9 @@ class Cluster:
 
     # ---- the start ----
 
-    def _all_ready(self) -> bool:
-        return len(self._supervisor.names(WorkerPhase.READY)) == len(self._supervisor.workers)
-
     def _not_ready(self) -> list[str]:
-        return sorted(self._supervisor.workers.keys() - self.ready) or [ROUTER]
+        """Return the names of the workers and LMCache servers that aren't ready."""
+        return sorted(self._supervisor.workers.keys() - self.ready) + self._lmcache.not_ready()
 
     # ---- requests ----
 

@@ -10,9 +10,11 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
+from typing import IO
 
 import msgspec
 
@@ -27,6 +29,8 @@ from splitserve.orchestration.hosts.log_files import keep_short, open_log
 from splitserve.orchestration.hosts.process import progress_of
 from splitserve.orchestration.spec.cluster_spec import ClusterSpec
 from splitserve.orchestration.spec.conversion import convert_spec
+
+_PROCESS = "process"  # key of the process's name in a detail; details have a "name" of their own
 
 
 class Order(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,16 +52,15 @@ def start_detached(
     """
     if folder.is_claimed():
         raise NameTakenError(folder.name)
-    folder.logs.mkdir(mode=0o700, parents=True, exist_ok=True)
-    read_fd, write_fd = os.pipe()
-    order = Order(
-        spec=msgspec.to_builtins(spec),
-        folder=str(folder.path),
-        status_fd=write_fd,
-        log_level=log_level,
-        restart=restart,
-    )
-    with open_log(folder.logs / "launcher.log") as log:
+    with _launcher_log(folder) as log:
+        read_fd, write_fd = os.pipe()
+        order = Order(
+            spec=msgspec.to_builtins(spec),
+            folder=str(folder.path),
+            status_fd=write_fd,
+            log_level=log_level,
+            restart=restart,
+        )
         process = subprocess.Popen(
             [sys.executable, "-m", "splitserve.orchestration.cluster.detached"],
             stdin=subprocess.PIPE,
@@ -79,6 +82,18 @@ def start_detached(
         raise
 
 
+@contextmanager
+def _launcher_log(folder: StateFolder) -> Iterator[IO[bytes] | None]:
+    """Open the launcher's log. Raises :class:`ConfigError` if it can't be created."""
+    with ExitStack() as stack:
+        try:
+            folder.logs.mkdir(mode=0o700, parents=True, exist_ok=True)
+            log = stack.enter_context(open_log(folder.logs / "launcher.log"))
+        except OSError as error:
+            raise folder.refusal(error) from error
+        yield log
+
+
 def _follow(read_fd: int, show: Callable[[ChildProgress], None], logs: Path) -> str:
     with os.fdopen(read_fd, "rb") as status:
         for progress in progress_of(status):
@@ -86,9 +101,15 @@ def _follow(read_fd: int, show: Callable[[ChildProgress], None], logs: Path) -> 
                 return progress.detail["url"]
             if progress.stage == "error":
                 raise LaunchError(progress.detail["message"])
-            name = progress.detail.pop("name")
-            show(ChildProgress(name, progress.stage, progress.detail))
+            process = progress.detail.pop(_PROCESS)
+            show(ChildProgress(process, progress.stage, progress.detail))
     raise LaunchError(f"the launcher ended without giving a reason (logs: {logs})")
+
+
+def _pass_on(status: StatusPipe, progress: ChildProgress) -> None:
+    """Report a child's progress to the process that follows the start."""
+    if progress.stage != "error":  # an error ends the start and is reported then
+        status.report(progress.stage, {**progress.detail, _PROCESS: progress.name})
 
 
 def main() -> int:
@@ -97,10 +118,6 @@ def main() -> int:
     order = msgspec.json.decode(sys.stdin.buffer.readline(), type=Order)
     status = StatusPipe(order.status_fd)
     set_up_logging("launcher", order.log_level)
-
-    def show(progress: ChildProgress) -> None:
-        if progress.stage != "error":  # an error ends the start and is reported then
-            status.report(progress.stage, {**progress.detail, "name": progress.name})
 
     def announce(cluster: LocalCluster) -> None:
         status.report("serving", {"url": cluster.url})
@@ -116,7 +133,7 @@ def main() -> int:
             folder,
             order.log_level,
             restart=order.restart,
-            show=show,
+            show=partial(_pass_on, status),
             announce=announce,
             log_folder=folder.logs,
         )

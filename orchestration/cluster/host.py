@@ -58,6 +58,7 @@ class Memory(msgspec.Struct, frozen=True):
     snapshot: Snapshot
     membership: str  # "": the router didn't listen yet
     url: str  # likewise
+    has_served: bool = False  # all of it was ready: its start is over
 
 
 class Child(Protocol):

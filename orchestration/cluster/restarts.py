@@ -33,6 +33,14 @@ class StartTimes(msgspec.Struct, frozen=True):
         return StartTimes(*(None if at is None else at + seconds for at in times))
 
 
+class AbandonedWorker(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Worker that ended and isn't started again."""
+
+    name: str
+    pool: str
+    last_words: str  # reason of its end
+
+
 @dataclass(slots=True)
 class RestartPolicy:
     """History of one worker's deaths."""
@@ -62,6 +70,10 @@ class Revival:
     _policy: RestartPolicy = field(default_factory=RestartPolicy)
     _ready_since: float | None = None
     _chosen: random.Random = field(default_factory=random.Random)
+
+    @property
+    def is_ready(self) -> bool:
+        return self._ready_since is not None
 
     def on_ready(self, now: float) -> None:
         self._ready_since = now

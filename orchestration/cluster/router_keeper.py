@@ -18,7 +18,8 @@ _log = logging.getLogger(__name__)
 
 class RouterKeeper:
     """Keeper of the router. ``membership`` and ``url``: its addresses, or its last ones; "" before the first start.
-    ``listening_since``: None unless it listens; ``due_at``: time of its next start."""
+    ``listening_since``: None unless it listens; ``due_at``: time of its next start; ``last_words``: reason of its
+    predecessor's end."""
 
     def __init__(self, restart: bool) -> None:
         self.membership = ""
@@ -27,6 +28,7 @@ class RouterKeeper:
         self._restart = restart
         self._policy = RestartPolicy()
         self.num_restarts = 0
+        self.last_words = ""
         self.listening_since: float | None = None
         self._chosen = random.Random()
 
@@ -55,8 +57,9 @@ class RouterKeeper:
     def on_listening(self, url: str, now: float) -> None:
         self.url, self.listening_since = url, now
 
-    def on_exit(self, now: float) -> None:
+    def on_exit(self, words: str, now: float) -> None:
         """Schedule the restart of a router that has ended or couldn't be started."""
+        self.last_words = words
         seconds = None if self.listening_since is None else now - self.listening_since
         self.listening_since = None
         delay_seconds = self._policy.on_death(seconds, self._chosen) if self._restart else None
@@ -128,12 +131,12 @@ class Routers:
                 error = self._children.try_start(launch)
                 if error is not None:
                     _log.error("the %s can't be started: %s", name, error)
-                    self.on_exit(name, now)
+                    self.on_exit(name, str(error), now)
 
-    def on_exit(self, name: str, now: float) -> None:
+    def on_exit(self, name: str, words: str, now: float) -> None:
         """Schedule the restart of a router, unless its end is the cluster's."""
         keeper = self.keepers[name]
-        keeper.on_exit(now)
+        keeper.on_exit(words, now)
         if keeper.is_due_some_time:
             _log.warning("the %s is started again in %.1f s", name, keeper.due_at - now)
 

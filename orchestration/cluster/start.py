@@ -9,6 +9,8 @@ from splitserve.orchestration.cluster.host import Asked, ChildExited, ChildProgr
 from splitserve.orchestration.cluster.launch_errors import LaunchError, LaunchInterruptedError
 from splitserve.orchestration.cluster.router_keeper import probe_ready
 from splitserve.orchestration.control.requests import AnyReply, AnyRequest, GetStatus, Refused, Stop
+from splitserve.orchestration.lmcache.keeper import is_lmcache
+from splitserve.orchestration.spec.expansion import ROUTER
 
 _READY_POLL_SECONDS = 0.05
 
@@ -37,7 +39,7 @@ class ClusterStart:
             try:
                 event = self._events.get(timeout=max(0.0, deadline - time.monotonic()))
             except Empty:
-                missing = ", ".join(self._not_ready())
+                missing = ", ".join(self._not_ready()) or ROUTER
                 raise LaunchError(f"gave up waiting for {awaited}; not ready: {missing}") from None
             self._handle(event)
 
@@ -61,6 +63,11 @@ class ClusterStart:
             case ChildExited(name, returncode):
                 child = self._children.by_name[name]
                 raise LaunchError(f"{name}: {child.describe_exit(returncode)}")
+            case ChildProgress(name, "down", {"reason": reason}) if is_lmcache(name):
+                raise LaunchError(
+                    f"{name}: its server {reason}; the log of {name} has the server's own messages: mend what they "
+                    "name, or start without the part lmcache of the spec"
+                )
             case ChildProgress() as progress:
                 self._note_progress(progress)
             case Asked(request, answer):

@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection
 import msgspec
 
 from splitserve.common.errors import ConfigError
-from splitserve.orchestration.cluster.restarts import StartTimes
+from splitserve.orchestration.cluster.restarts import AbandonedWorker, StartTimes
 from splitserve.orchestration.cluster.rolling_upgrade import RollingUpgrade, Upgrade
 from splitserve.orchestration.cluster.roster import MAX_WORKERS_PER_POOL, Action, Roster, Worker, WorkerPhase
 from splitserve.orchestration.spec.cluster_spec import ClusterSpec, PoolSpec
@@ -59,6 +59,7 @@ class Supervisor:
         self._upgrades = RollingUpgrade(self._roster, has_room)
         self._restart = restart
         self._chosen = chosen or random.Random()
+        self._abandoned: dict[str, AbandonedWorker] = {}
 
     @property
     def spec(self) -> ClusterSpec:
@@ -80,6 +81,11 @@ class Supervisor:
         """Last upgrade; None before the first."""
         return self._upgrades.upgrade
 
+    @property
+    def abandoned(self) -> list[AbandonedWorker]:
+        """Workers that ended and aren't started again, although no operator has dismissed them."""
+        return [each for name, each in self._abandoned.items() if name not in self.workers]
+
     # ---- what is wanted ----
 
     def want_all(self, now: float) -> None:
@@ -100,6 +106,7 @@ class Supervisor:
             raise ConfigError(f"without {pool_name} the cluster couldn't serve; use `splitserve down` to end it")
         for _ in range(count - len(present)):
             self._roster.add(pool, now)
+        self._abandoned = {name: each for name, each in self._abandoned.items() if each.pool != pool_name}
         return self._roster.dismiss(present[count:], now)
 
     def drain(self, name: str, now: float, *, force: bool = False) -> list[Action]:
@@ -171,6 +178,8 @@ class Supervisor:
                 delay_seconds = 0.0  # its successor starts in its place, however often it died
         if delay_seconds is None:
             del self.workers[name]
+            if worker.wanted:
+                self._abandoned[name] = AbandonedWorker(name, worker.pool.name, words)
         else:
             worker.due_at = now + delay_seconds
             worker.num_restarts += 1

@@ -10,7 +10,7 @@ from typing import TypeAlias
 import msgspec
 
 from splitserve.common.errors import ConfigError, WireError
-from splitserve.orchestration.cluster.restarts import StartTimes
+from splitserve.orchestration.cluster.restarts import AbandonedWorker, StartTimes
 from splitserve.orchestration.cluster.rolling_upgrade import UpgradeState
 from splitserve.orchestration.cluster.roster import WorkerPhase
 from splitserve.orchestration.spec.cluster_spec import ClusterSpec
@@ -76,6 +76,7 @@ class ProcessStatus(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     seconds_ready: float | None = None  # None unless it is ready
     wanted: bool = True
     last_words: str = ""  # reason of its predecessor's end
+    due_in_seconds: float | None = None  # time until its next start; None unless it waits for one
     times: StartTimes = StartTimes()  # of its last start, in seconds since 1970 by the clock of the cluster's launcher
 
 
@@ -100,6 +101,7 @@ class ClusterStatus(Reply, frozen=True, kw_only=True):
     workers: list[ProcessStatus]
     upgrade: UpgradeStatus | None = None
     more_routers: list[ProcessStatus] = []  # further router processes on the port
+    abandoned: list[AbandonedWorker] = []  # until their pool is scaled
 
     @property
     def is_upgrading(self) -> bool:

@@ -106,10 +106,14 @@ class StateFolder:
             self.path.chmod(0o700)
             return os.open(self.path / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
         except OSError as error:
-            raise ConfigError(
-                f"can't keep the cluster's state in {self.path}: {error.strerror or error}; set {_ROOT_VARIABLE} to a "
-                "folder that you may write to"
-            ) from error
+            raise self.refusal(error) from error
+
+    def refusal(self, error: OSError) -> ConfigError:
+        """Return an error for people, after one of the folder's file system."""
+        return ConfigError(
+            f"can't keep the cluster's state in {self.path}: {error.strerror or error}; set {_ROOT_VARIABLE} to a "
+            "folder that you may write to, on a disk with some space"
+        )
 
     def _is_lock(self, lock_fd: int) -> bool:
         try:
@@ -138,10 +142,13 @@ class StateFolder:
             self._lock_fd = None
 
     def write(self, record: Record) -> None:
-        """Write the record atomically."""
+        """Write the record atomically. Raises :class:`ConfigError` if that can't be done."""
         draft = self.path / f"{_RECORD}.new"
-        draft.write_bytes(msgspec.json.encode(record))
-        draft.replace(self.path / _RECORD)
+        try:
+            draft.write_bytes(msgspec.json.encode(record))
+            draft.replace(self.path / _RECORD)
+        except OSError as error:
+            raise self.refusal(error) from error
 
     def read(self) -> Record | None:
         """Return the record; None if there is none. Raises :class:`ConfigError` for one that can't be read: its cluster
@@ -177,7 +184,7 @@ class StateFolder:
         """Remove the claim and the record of a cluster that didn't start; only its logs stay."""
         if self._lock_fd is None:
             return
-        for path in (self.socket, self.path / _RECORD, self.path / "lock"):
+        for path in (self.socket, self.path / f"{_RECORD}.new", self.path / _RECORD, self.path / "lock"):
             path.unlink(missing_ok=True)
         self.release()
 

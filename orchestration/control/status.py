@@ -33,19 +33,23 @@ def cluster_status(
         more_routers=[_router_status(name, children, routers, now) for name in router_names(supervisor.spec)[1:]],
         workers=[_worker_status(worker, children.get(worker.name), now) for worker in supervisor.workers.values()],
         upgrade=None if supervisor.upgrade is None else _upgrade_status(supervisor.upgrade),
+        abandoned=supervisor.abandoned,
     )
 
 
 def _router_status(name: str, children: Mapping[str, Child], routers: Routers, now: float) -> ProcessStatus:
     router, keeper = children.get(name), routers.keepers[name]
-    since, is_up = keeper.listening_since, bool(routers.url) and router is not None and not keeper.is_due_some_time
+    since = keeper.listening_since
+    phase = WorkerPhase.STARTING if since is None else WorkerPhase.READY
     return ProcessStatus(
         name=name,
-        phase=WorkerPhase.READY if is_up else WorkerPhase.STARTING,
+        phase=WorkerPhase.WAITING if keeper.is_due_some_time else phase,
         pid=router.pid if router else 0,
         runs_on=router.runs_on if router else "",
         num_restarts=keeper.num_restarts,
         seconds_ready=None if since is None else now - since,
+        last_words=keeper.last_words,
+        due_in_seconds=max(0.0, keeper.due_at - now) if keeper.is_due_some_time else None,
     )
 
 
@@ -62,6 +66,7 @@ def _worker_status(worker: Worker, child: Child | None, now: float) -> ProcessSt
         seconds_ready=None if worker.ready_since is None else now - worker.ready_since,
         wanted=worker.wanted,
         last_words=worker.last_words,
+        due_in_seconds=max(0.0, worker.due_at - now) if now < worker.due_at < float("inf") else None,
         times=worker.times.moved(time.time() - now),
     )
 

@@ -80,7 +80,7 @@ def check_worker_memory(report: ClusterReport) -> Check:
         for worker in report.workers
         if worker.info.setup.remote_bytes > MAX_REMOTE_SHARE * _on_host(worker.info.setup)
     ]
-    total = sum(worker.info.setup.kv_bytes for worker in report.workers)
+    total = sum(worker.info.setup.kv_bytes * worker.info.layout.tensor_parallel_size for worker in report.workers)
     return check("worker memory", f"{format_bytes(total)} of KV", problems)
 
 

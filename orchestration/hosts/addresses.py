@@ -89,6 +89,18 @@ def free_port(address: str = LOOPBACK) -> int:
         return port_of(held)
 
 
+def can_listen(address: str, port: int) -> bool:
+    """Return whether a process could listen on the port now."""
+    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((address, port))
+            listener.listen()
+        except OSError:
+            return False
+    return True
+
+
 def port_of(bound: socket.socket) -> int:
     """Return the port that a socket is bound to."""
     port: int = bound.getsockname()[1]

@@ -1,5 +1,6 @@
 """Host of processes on this machine: children of this process, each with a share of its cores and GPUs."""
 
+import logging
 import os
 import socket
 from collections.abc import Callable, Mapping
@@ -42,6 +43,8 @@ class Entries:
 
 
 ENTRIES = Entries()
+_log = logging.getLogger(__name__)
+
 FORK_RANKS = "splitserve.worker.ranks.forks:fork_ranks"
 """Entry that a worker calls that a fork server starts: see :attr:`splitserve.orchestration.hosts.child.Order.forks`."""
 BEGIN_ON_GPU = "splitserve.worker.start.early:begin_on_gpu"
@@ -58,9 +61,14 @@ class _Slot:
     """Planned cores for a worker of ``pool``. A successor shares them while its predecessor still drains."""
 
     plan: WorkerPlan
-    pool: str
+    pool: PoolSpec
     holders: set[str] = field(default_factory=set)
     taken_at: int = 0
+
+    def suits(self, pool: PoolSpec) -> bool:
+        """Return whether a worker of ``pool`` may have the cores: another pool's only if neither names its own."""
+        is_alike = self.pool.affinity == pool.affinity and not pool.affinity.cores
+        return self.pool.name == pool.name or is_alike
 
 
 class LocalHost:
@@ -116,7 +124,7 @@ class LocalHost:
         on_cpu = {name: pool for name, pool in pools.items() if not self._needs_gpus(pool)}
         wanted = [wanted_affinity(name, pool, ()) for name, pool in on_cpu.items()]
         plans = plan_workers(self._machine(), wanted, self._num_cores)
-        self._slots = [_Slot(plans[name], pool.name) for name, pool in on_cpu.items()]
+        self._slots = [_Slot(plans[name], pool) for name, pool in on_cpu.items()]
         if can_fork():
             for pool in filter(self._preloaded, spec.pools):  # now, so that they import while the router starts
                 added = {**worker_environment(spec, pool), **self._environment}
@@ -176,6 +184,9 @@ class LocalHost:
         if spec.keeps_lmcache_for(pool):
             emit(ChildProgress(name, LMCACHE, {"server": LMCACHE}))
         text = plan.describe(keeps_awake=config.engine.keep_cores_awake)
+        if others := self._others_there(name, plan):
+            text += f", shared with {others}"
+            _log.info("%s shares cores with %s", name, others)
         emit(ChildProgress(name, "plan", {"text": text}))
         try:
             return ChildProcess(
@@ -254,19 +265,25 @@ class LocalHost:
         return "" if self._needs_gpus(pool) else _module_of(self._entries.worker, ENTRIES.worker)
 
     def _plan_of(self, name: str, pool: PoolSpec, gpus: list[Gpu]) -> WorkerPlan:
-        """Plan a worker. A GPU determines the cores of its worker; a CPU worker takes the pool's emptiest slot, which
-        another worker may be about to leave."""
+        """Plan a worker. A GPU determines the cores of its worker; a CPU worker takes the emptiest slot, preferably of
+        its pool, which another worker may be about to leave."""
         wanted = wanted_affinity(name, pool, tuple(gpu.pci_bus_id for gpu in gpus))
         if gpus:
             return plan_workers(self._machine(), [wanted], self._num_cores)[name]
-        slots = [slot for slot in self._slots if slot.pool == pool.name]
+        slots = [slot for slot in self._slots if slot.suits(pool)]
         if not slots:
             return plan_workers(self._machine(), [replace(wanted, pin=False)])[name]
-        slot = min(slots, key=lambda slot: (len(slot.holders), slot.taken_at))
+        slot = min(slots, key=lambda slot: (len(slot.holders), slot.pool.name != pool.name, slot.taken_at))
         self._num_starts += 1
         slot.taken_at = self._num_starts
         slot.holders.add(name)
         return slot.plan
+
+    def _others_there(self, name: str, plan: WorkerPlan) -> str:
+        """Return the names of the other workers that have the cores of a CPU worker's plan; "" if none has, or if it
+        binds nothing."""
+        holders: set[str] = next((slot.holders for slot in self._slots if name in slot.holders), set())
+        return ", ".join(sorted(holders - {name})) if plan.affinity.cpus else ""
 
     def _num_threads(self, name: str, spec: ClusterSpec, plan: WorkerPlan) -> int:
         """Return the number of the worker's threads: as many as it has cores of its own, else an even share of the

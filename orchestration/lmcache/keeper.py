@@ -65,5 +65,9 @@ class LMCacheKeeper:
         if server in self._servers:
             self._servers[server].on_exit(now)
 
+    def not_ready(self) -> list[str]:
+        """Return the names of the servers that don't answer yet, or not any more."""
+        return sorted(server for server, revival in self._servers.items() if not revival.is_ready)
+
     def next_due(self) -> float:
         return min((revival.due_at for revival in self._servers.values()), default=float("inf"))

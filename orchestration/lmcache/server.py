@@ -25,7 +25,7 @@ import zmq
 from splitserve.common.errors import ConfigError
 from splitserve.common.parents import PR_SET_PDEATHSIG
 from splitserve.orchestration.cluster.restarts import RestartPolicy
-from splitserve.orchestration.hosts.addresses import LOOPBACK, free_port
+from splitserve.orchestration.hosts.addresses import LOOPBACK, can_listen, free_port
 from splitserve.orchestration.hosts.shared_memory import SHARED_MEMORY
 from splitserve.orchestration.lmcache.environment import interpreter
 from splitserve.protocol.config import LMCacheConfig
@@ -136,7 +136,7 @@ class LMCacheServer:
                 now = time.monotonic()
                 status = self.process.poll()
                 if status is not None:
-                    return f"ended with status {status}", None if ready_at is None else now - ready_at
+                    return self._reason_of_end(status, ready_at), None if ready_at is None else now - ready_at
                 if greeter.has_answer():
                     last_answer = now
                     if ready_at is None:
@@ -150,6 +150,12 @@ class LMCacheServer:
                 if now - last_answer > (HANG_SECONDS if ready_at is not None else START_SECONDS):
                     return "doesn't answer", None if ready_at is None else last_answer - ready_at
         return "was stopped", None
+
+    def _reason_of_end(self, status: int, ready_at: float | None) -> str:
+        """Return the reason in words; a server that was never ready may have found its port in use."""
+        if ready_at is None and not can_listen(LOOPBACK, self._port):
+            return f"can't listen on {LOOPBACK} port {self._port}, which another process uses; choose another port"
+        return f"ended with status {status}"
 
     def _arguments(self, segment: str) -> list[str]:
         config = self._config

@@ -1,5 +1,6 @@
 """Offline batches: :class:`LLM`."""
 
+import json
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from operator import index as whole
@@ -214,6 +215,7 @@ def _check_parameters(method: str, parameters: Mapping[str, object]) -> None:
     for name, value in parameters.items():
         try:
             msgspec.json.encode(value)
+            json.dumps(msgspec.to_builtins(value), allow_nan=False)  # the line before writes null for NaN
         except (TypeError, ValueError, RecursionError) as error:
             raise TypeError(f"{name} must be a value of JSON, got {_brief(value)}: {error}") from None
     if parameters.get("stream"):
@@ -238,9 +240,18 @@ def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[str | list[int]]:
     if isinstance(prompts, _NO_LISTS) or not isinstance(prompts, Iterable):
         raise TypeError(f"prompts must be a text, token ids, or a list of texts or token ids, got {_brief(prompts)}")
     each = list(prompts)
-    if each and not isinstance(each[0], str) and not hasattr(each[0], "__len__"):
+    if each and not isinstance(each[0], str) and not _has_length(each[0]):
         return [_as_prompt(0, cast(Prompt, each))]
     return [_as_prompt(index, cast(Prompt, prompt)) for index, prompt in enumerate(each)]
+
+
+def _has_length(value: object) -> bool:
+    """Return whether a value is a sequence; an element of a tensor or an array has a ``__len__`` that raises."""
+    try:
+        len(cast(Sequence[object], value))
+    except TypeError:
+        return False
+    return True
 
 
 def _as_prompt(index: int, prompt: Prompt) -> str | list[int]:

@@ -176,7 +176,7 @@ def create_controller(spec: ClusterSpec, log_level: str, *, restart: bool, entri
         restart=restart,
         entries=astuple(entries),
     )
-    ray.remote(Controller).options(
+    controller = ray.remote(Controller).options(
         name=controller_name(spec.name),
         namespace=NAMESPACE,
         lifetime="detached",
@@ -185,7 +185,14 @@ def create_controller(spec: ClusterSpec, log_level: str, *, restart: bool, entri
         num_cpus=0,
         memory=SOME_MEMORY_BYTES,
         scheduling_strategy=NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True),
-    ).remote(msgspec.json.encode(order))
+    )
+    try:
+        controller.remote(msgspec.json.encode(order))
+    except ValueError as error:  # Ray's word for a name that is taken
+        raise ConfigError(
+            f"another `splitserve up` or `splitserve upgrade` has just created the controller of {spec.name}: choose "
+            "another --name, or end that cluster first"
+        ) from error
 
 
 class RayClient:
@@ -201,10 +208,12 @@ class RayClient:
         return decode_reply(data)
 
     def bring_code(self) -> None:
-        """Replace the controller by one with this driver's code; agents inherit it."""
+        """Replace the controller by one with this driver's code; agents inherit it. Raises :class:`ConfigError`, before
+        anything has changed, if that code couldn't take over the cluster."""
         import ray
 
         from splitserve.orchestration.ray.controller import ControllerOrder
+        from splitserve.orchestration.ray.host import recall
 
         connect(self._address, with_code=True)
         order = msgspec.json.decode(self._call(lambda controller: controller.order.remote()), type=ControllerOrder)
@@ -213,6 +222,7 @@ class RayClient:
             raise ConfigError(
                 "workers are still starting or leaving: wait until `splitserve status` shows all of them ready"
             )
+        recall(self._name)
         ray.kill(self._controller())
         while self._controller() is not None:
             time.sleep(0.05)
@@ -232,12 +242,16 @@ class RayClient:
         return self._controller() is not None
 
     def follow_start(self, show: Callable[[ChildProgress], None]) -> str:
-        """Show the progress until the cluster serves; returns its URL. Raises :class:`LaunchError`."""
+        """Show the progress until the cluster serves; returns its URL. Shows the steps of a controller that Ray has
+        restarted meanwhile from the beginning. Raises :class:`LaunchError`."""
         from splitserve.orchestration.ray.controller import Step
 
-        num_seen = 0
+        life, num_seen = "", 0
         while True:
-            for data in self._call(partial(_steps, after=num_seen)):
+            before = life
+            life, steps = self._call(partial(_steps, life=life, after=num_seen))
+            num_seen = num_seen if life == before else 0
+            for data in steps:
                 num_seen += 1
                 step = msgspec.json.decode(data, type=Step)
                 if step.name:
@@ -332,5 +346,5 @@ class RayClient:
                 time.sleep(0.2)
 
 
-def _steps(controller: Any, after: int) -> Any:
-    return controller.steps.remote(after)
+def _steps(controller: Any, life: str, after: int) -> Any:
+    return controller.steps.remote(life, after)

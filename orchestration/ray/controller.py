@@ -5,6 +5,7 @@ workers continue without it. Ray restarts it when it dies, and it takes over the
 """
 
 import logging
+import secrets
 import threading
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
@@ -55,6 +56,7 @@ class Controller:
         self._log_file = _logs_folder() / f"splitserve-{spec.name}-{LAUNCHER}.log"
         set_up_logging(LAUNCHER, given.log_level)
         logging.getLogger().addHandler(_file_handler(self._log_file))
+        self._life = secrets.token_hex(4)
         self._steps: list[Step] = []
         self._has_failed = False  # set before the failure is announced: no loop answers requests from then on
         self._changed = threading.Condition()
@@ -88,11 +90,13 @@ class Controller:
         """Return the order that the controller was created with."""
         return self._order
 
-    def steps(self, after: int) -> list[bytes]:
-        """Return steps from index ``after`` on, as JSON; waits for one, for a limited time."""
+    def steps(self, life: str, after: int) -> tuple[str, list[bytes]]:
+        """Return steps from index ``after`` on, as JSON, and the name of this life of the controller; waits for a step,
+        for a limited time. If ``life`` is an earlier one, whose steps are gone, ``after`` counts as 0."""
+        first = after if life == self._life else 0
         with self._changed:
-            self._changed.wait_for(lambda: len(self._steps) > after, POLL_SECONDS)
-            return [msgspec.json.encode(step) for step in self._steps[after:]]
+            self._changed.wait_for(lambda: len(self._steps) > first, POLL_SECONDS)
+            return self._life, [msgspec.json.encode(step) for step in self._steps[first:]]
 
     def is_over(self) -> bool:
         return not self._thread.is_alive()

@@ -248,9 +248,8 @@ class RayHost:
         internal_kv._internal_kv_put(memory_key(self._cluster), msgspec.json.encode(memory))
 
     def recall(self) -> Memory | None:
-        """Return the state that the previous controller stored."""
-        data = internal_kv._internal_kv_get(memory_key(self._cluster))
-        return None if data is None else msgspec.json.decode(data, type=Memory)
+        """Return the state that the previous controller stored. Raises :class:`ConfigError`."""
+        return recall(self._cluster)
 
     def adopt(self, spec: ClusterSpec, known: Collection[str], emit: Callable[[Event], None]) -> dict[str, RayChild]:
         """Return the cluster's processes by name and remove the rest: processes that aren't ``known``, LMCache servers
@@ -309,6 +308,18 @@ class RayHost:
             if node_id:
                 placed.setdefault(node_id, Counter())[pool] += 1
         return placed
+
+
+def recall(cluster: str) -> Memory | None:
+    """Return the state that a cluster's controller stored. Raises :class:`ConfigError` if this code can't read it."""
+    data = internal_kv._internal_kv_get(memory_key(cluster))
+    try:
+        return None if data is None else msgspec.json.decode(data, type=Memory)
+    except msgspec.DecodeError as error:
+        raise ConfigError(
+            f"the state of cluster {cluster} is one of another version of Splitserve ({error}): end the cluster with "
+            "`splitserve down` and start it anew, or take that version"
+        ) from error
 
 
 def _agent_class(

@@ -20,7 +20,7 @@ from splitserve.models.config import ModelConfig, load_model_config
 from splitserve.models.declared import check_tensor_parallel_size
 from splitserve.models.weights.checkpoint import weight_files
 from splitserve.models.weights.sizes import activation_bytes, kv_token_bytes, logits_bytes
-from splitserve.orchestration.hosts.addresses import LOOPBACK, own_address
+from splitserve.orchestration.hosts.addresses import LOOPBACK, can_listen, own_address
 from splitserve.orchestration.hosts.gpus import Gpu, check_enough_gpus, has_driver
 from splitserve.orchestration.spec.cluster_spec import ClusterSpec, PoolSpec, SecretRef, SpecError, set_fields
 from splitserve.orchestration.spec.contradictions import location_of
@@ -286,6 +286,13 @@ def address_problems(spec: ClusterSpec) -> Iterator[Problem]:
         problem := _refusal(lambda: check_exposure(own_address(spec.network, LOOPBACK), resolve_shared_secret(spec)))
     ):
         yield location, problem
+    lmcache = spec.lmcache_config()
+    if lmcache is not None and lmcache.port and not can_listen(LOOPBACK, lmcache.port):
+        yield (
+            "lmcache.port",
+            f"can't listen on {LOOPBACK} port {lmcache.port}: another process uses it; choose another one, or 0 for a "
+            "free one; if it is an LMCache server, give its `endpoint` instead",
+        )
     host, port = spec.router.host, spec.router.port
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as listener:

@@ -9,7 +9,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import zmq
 
@@ -23,6 +23,7 @@ from splitserve.protocol.messages.membership import (
     Draining,
     Heartbeat,
     Leave,
+    PeerLink,
     Register,
     Registered,
     RegisterRefused,
@@ -70,6 +71,7 @@ class Fleet:
         self.on_router: Callable[[Party, Body], bool] = lambda _sender, _body: False  # takes messages of other routers
         self.membership = Membership(protocol.dead_after_seconds, protocol.tombstone_seconds)
         self._dead_after_seconds = protocol.dead_after_seconds
+        self._living_seconds = 2 * protocol.dead_after_seconds
         self._metrics = metrics
         self._on_messages = on_messages
         self._on_lost = on_lost
@@ -79,6 +81,7 @@ class Fleet:
         self.prefixes = PrefixView()
         self._kv_event_links: dict[Party, KVEventLink] = {}
         self._clock_asked_at: dict[Party, float] = {}
+        self._peers_due_at: dict[Party, float] = {}  # time from which a worker's peers are to be checked
         self._stale_log = RateLimitedLog(log, logging.INFO)  # stale messages are normal after an abort
         self._wire_log = RateLimitedLog(log, logging.WARNING)
         self._refusal_log = RateLimitedLog(log, logging.WARNING)
@@ -194,9 +197,21 @@ class Fleet:
             log.info("worker %s is heard again", sender)
             self._redial(sender)
         self._read_clock(sender)
+        self._check_peers(sender, body.links)
         record = self.membership.get(sender)
         if record is not None and record.is_linked:
             self._follow(record.info)
+
+    def _check_peers(self, worker: Party, links: Sequence[PeerLink]) -> None:
+        """Report those peers of a worker that are gone: they were lost while this router, or its link to the worker,
+        was down. Once per link, after the time that living workers have to register."""
+        if self._loop.time() < self._peers_due_at.get(worker, float("inf")):
+            return
+        del self._peers_due_at[worker]
+        for peer in (Party(link.peer, link.incarnation) for link in links):
+            record = self.membership.get(peer)
+            if record is None or record.state is WorkerState.LOST:
+                self.send(worker, PeerGone(peer))
 
     def _on_stranger(self, address: str) -> None:
         """Record a connection without the shared secret: usually a worker with another one, which can't report it."""
@@ -258,6 +273,7 @@ class Fleet:
 
     def _on_link_up(self, link: WorkerLink) -> None:
         self.membership.link_up(link.party)
+        self._peers_due_at[link.party] = self._loop.time() + self._living_seconds
         self._on_ready(link.party)
         log.info("worker %s is ready", link.party)
         self._read_clock(link.party)
@@ -330,6 +346,7 @@ class Fleet:
         if link is None:
             return
         self._clock_asked_at.pop(worker, None)
+        self._peers_due_at.pop(worker, None)
         link.close()
         events = self._kv_event_links.pop(worker, None)
         if events is not None:

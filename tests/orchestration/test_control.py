@@ -18,6 +18,7 @@ from splitserve.orchestration.cli.client import LocalClient, OperationError, fol
 from splitserve.orchestration.cli.display import describe_status
 from splitserve.orchestration.cli.serve import FOLDER_VARIABLE
 from splitserve.orchestration.cluster.launcher import LocalCluster
+from splitserve.orchestration.cluster.restarts import AbandonedWorker
 from splitserve.orchestration.cluster.rolling_upgrade import UpgradeState
 from splitserve.orchestration.cluster.roster import WorkerPhase
 from splitserve.orchestration.control.requests import (
@@ -76,6 +77,7 @@ STATUS = ClusterStatus(
         )
     ],
     upgrade=UpgradeStatus(state=UpgradeState.FAILED, num_replaced=1, num_workers=3, problem="no memory"),
+    abandoned=[AbandonedWorker("decode-0", "decode", "no such file")],
 )
 
 
@@ -132,6 +134,7 @@ def test_status_for_people() -> None:
         "  router       ready     pid 7",
         "  prefill-0    leaving   pid 8, GPU 3, restarted 2 times, revision 1, won't come back, "
         "before: was ended by SIGKILL",
+        "  decode-0     abandoned no such file; decode has 0: `splitserve scale` starts another one",
         "  upgrade failed, 1 of 3 workers replaced: no memory",
     ]
 
@@ -348,10 +351,13 @@ def test_a_successor_that_fails_ends_the_upgrade(cluster: LocalCluster, monkeypa
 def test_a_worker_that_is_given_up_ends_the_wait(cluster: LocalCluster, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("splitserve.orchestration.cluster.restarts.MAX_QUICK_DEATHS", 1)
     monkeypatch.setenv("SPLITSERVE_TEST_BEHAVIOUR", "decode-2=refuse")
-    client = Client(cluster)
+    client, said = Client(cluster), list[str]()
     assert client.ask(Scale("decode", 3)) == Accepted()
     with pytest.raises(OperationError, match=r"was abandoned.*model\.norm\.weight is missing"):
-        follow(client, lambda _line: None, lambda status: status.is_settled and status.counts["decode"] == 3, 4)
+        follow(client, said.append, lambda status: status.is_settled and status.counts["decode"] == 3, 4)
+    assert any("decode-2   waiting: model.norm.weight is missing" in line for line in said)
+    [abandoned] = status_of(client).abandoned
+    assert abandoned.name == "decode-2" and "model.norm.weight is missing" in abandoned.last_words
 
 
 def test_logs_are_kept_and_followed(cluster: LocalCluster, tmp_path: Path) -> None:

@@ -108,6 +108,7 @@ def test_the_status_counts_restarts_of_the_router(make_cluster) -> None:
             wait_until(lambda: cluster.pids.get("router", pid) != pid and status_of(cluster).router.seconds_ready)
             router = status_of(cluster).router
             assert (router.num_restarts, router.phase) == (1, WorkerPhase.READY)
+            assert router.last_words == "was ended by SIGKILL" and router.due_in_seconds is None
         finally:
             cluster.request_stop("test")
             watch.join(PATIENCE_SECONDS)

@@ -68,6 +68,20 @@ def test_one_that_is_about_to_end_comes_back_for_a_new_worker() -> None:
     assert keeper.take_due(keeper.next_due(), ()) == [A]
 
 
+def test_the_ones_that_a_start_waits_for() -> None:
+    keeper = LMCacheKeeper()
+    assert keeper.not_ready() == []
+    keeper.use("w-0", B, 0.0)
+    keeper.use("w-1", A, 0.0)
+    keeper.take_due(0.0, ())
+    assert keeper.not_ready() == [A, B]
+    keeper.on_ready(A, 1.0)
+    assert keeper.not_ready() == [B]
+    keeper.on_exit(A, 2.0)
+    keeper.on_ready(B, 2.0)
+    assert keeper.not_ready() == [A]
+
+
 def test_servers_of_a_launcher_before_this_one_go_on() -> None:
     keeper = LMCacheKeeper()
     assert keeper.adopt(["router", "w-0", A]) == {A}

@@ -1,6 +1,7 @@
 """Batches of requests against an endpoint that refuses, breaks off, and counts what is in flight."""
 
 import asyncio
+import math
 import signal
 import threading
 import time
@@ -8,11 +9,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from aiohttp import web
 
 from splitserve.common.errors import SplitserveError
-from splitserve.orchestration.python import batch
+from splitserve.orchestration.python import batch, llm
 from splitserve.orchestration.python.batch import Batch, ClusterGoneError
 from splitserve.orchestration.python.llm import LLM
 from splitserve.orchestration.python.results import PromptError
@@ -223,9 +226,9 @@ CHATS = r"^chats must be a list of messages, or a list of such lists, got "
 )
 @pytest.mark.parametrize("return_errors", [False, True])
 def test_arguments_of_a_wrong_type_are_named(method: str, given: Any, words: str, return_errors: bool) -> None:
-    llm = object.__new__(LLM)  # without a cluster: nothing is sent
+    offline = object.__new__(LLM)  # without a cluster: nothing is sent
     with pytest.raises(TypeError, match=words):
-        getattr(llm, method)(given, return_errors=return_errors)
+        getattr(offline, method)(given, return_errors=return_errors)
 
 
 @pytest.mark.parametrize(
@@ -236,6 +239,8 @@ def test_arguments_of_a_wrong_type_are_named(method: str, given: Any, words: str
         ({"prompt": "b"}, r"^prompt must be left out"),
         ({"messages": []}, r"^messages must be left out"),
         ({"stop": ["\ud800"]}, r"^stop must be a value of JSON, got \['\\ud800'\]: .*surrogates not allowed"),
+        ({"temperature": math.nan}, r"^temperature must be a value of JSON, got nan: "),
+        ({"logit_bias": {"5": math.inf}}, r"^logit_bias must be a value of JSON, got \{'5': inf\}: "),
         ({"response_format": object()}, r"^response_format must be a value of JSON, got <object object at "),
     ],
 )
@@ -244,7 +249,25 @@ def test_arguments_of_a_wrong_type_are_named(method: str, given: Any, words: str
 def test_parameters_of_whole_answers_cannot_be_changed(
     method: str, parameters: dict[str, Any], words: str, return_errors: bool
 ) -> None:
-    llm = object.__new__(LLM)
+    offline = object.__new__(LLM)
     given: Any = "a" if method == "generate" else [{"role": "user", "content": "a"}]
     with pytest.raises(TypeError, match=words):
-        getattr(llm, method)(given, return_errors=return_errors, **parameters)
+        getattr(offline, method)(given, return_errors=return_errors, **parameters)
+
+
+@pytest.mark.parametrize(
+    ("given", "prompts"),
+    [
+        (torch.tensor([1, 2, 3]), [[1, 2, 3]]),
+        (torch.tensor([[1], [2]]), [[1], [2]]),
+        (np.array([1, 2, 3]), [[1, 2, 3]]),
+        ([torch.tensor([1, 2]), [3], "a"], [[1, 2], [3], "a"]),
+        ([np.int64(1), 2], [[1, 2]]),
+    ],
+)
+def test_token_ids_may_be_tensors_and_arrays(monkeypatch: pytest.MonkeyPatch, given: Any, prompts: Any) -> None:
+    sent: list[Any] = []
+    monkeypatch.setattr(LLM, "_run", lambda _self, _path, bodies, *_: [sent.append(each["prompt"]) for each in bodies])
+    monkeypatch.setattr(llm, "_results", lambda *_: [])
+    object.__new__(LLM).generate(given)
+    assert sent == prompts

@@ -9,7 +9,7 @@ import pytest
 from splitserve.common.errors import ConfigError
 from splitserve.orchestration.cli import main as cli
 from splitserve.orchestration.control import state_folder
-from splitserve.orchestration.control.state_folder import StateFolder, choose_cluster
+from splitserve.orchestration.control.state_folder import Record, StateFolder, choose_cluster
 from splitserve.orchestration.doctor.machine import look_at_machine
 from waiting import PATIENCE_SECONDS
 
@@ -55,6 +55,21 @@ def test_a_name_whose_record_cannot_be_read_is_not_claimed_until_it_is_forgotten
     assert cli.main(["down", "--name", "prod", "--forget"]) == 0
     folder.claim()
     folder.remove()
+
+
+def test_a_full_disk(capsys: pytest.CaptureFixture[str], tiny_qwen3: Path, state: Path) -> None:
+    """It is named before a process starts, and nothing is left behind that looks like a cluster."""
+    folder = StateFolder("prod")
+    folder.claim()
+    (folder.path / "cluster.json.new").symlink_to("/dev/full")
+    with pytest.raises(ConfigError, match=r"can't keep the cluster's state in .*/prod: No space left on device"):
+        folder.write(Record(name="prod"))
+    folder.discard()
+    assert not list(folder.path.iterdir())
+    folder.logs.mkdir()
+    (folder.logs / "launcher.log").symlink_to(state / "no" / "folder")
+    assert cli.main(["up", str(tiny_qwen3), "--mixed", "1", "--port", "0", "--name", "prod"]) == 2
+    assert "can't keep the cluster's state in" in capsys.readouterr().err
 
 
 def test_a_living_launcher_needs_no_record(capsys: pytest.CaptureFixture[str]) -> None:

@@ -115,9 +115,17 @@ def test_a_worker_that_dies_comes_back_and_in_the_end_does_not() -> None:
         machine.exit("decode-0", -9)
         machine.wait(60)
         assert "decode-0" in machine.names
+    assert not machine.supervisor.abandoned
     machine.exit("decode-0", -9)
     machine.wait(1000)
     assert "decode-0" not in machine.supervisor.workers
+    [abandoned] = machine.supervisor.abandoned
+    assert (abandoned.name, abandoned.pool) == ("decode-0", "decode")
+    machine.perform(machine.supervisor.scale("prefill", 2, machine.now))
+    assert machine.supervisor.abandoned == [abandoned]
+    machine.perform(machine.supervisor.scale("decode", 2, machine.now))
+    machine.wait(1)
+    assert "decode-0" in machine.names and not machine.supervisor.abandoned
 
 
 @pytest.mark.parametrize(

@@ -272,6 +272,33 @@ def test_a_successor_gets_its_predecessors_place(tmp_path: Path) -> None:
     host.close()
 
 
+def test_workers_that_are_added_get_the_least_used_cores(tmp_path: Path) -> None:
+    host = LocalHost(topology=read(write_machine(tmp_path, nodes=1, cores_per_node=4)), num_cores=4)
+    spec = parse_spec(
+        """
+        model: {path: /m}
+        pools:
+        - {name: p, role: prefill}
+        - {name: d, role: decode, count: 2}
+        - {name: own, role: decode, affinity: {cores: ['3']}}
+        """
+    )
+    host.prepare(spec)
+    prefill, decode, own = spec.pools
+    plans = {name: host._plan_of(name, spec.pool(name[:-2]), []) for name in ("p-0", "d-0", "d-1", "own-0")}
+    assert len({plan.affinity.cpus for plan in plans.values()}) == 4
+    assert host._plan_of("p-1", prefill, []) == plans["p-0"], "its pool's first: a predecessor may be about to leave"
+    assert host._plan_of("p-2", prefill, []) in (plans["d-0"], plans["d-1"]), "three workers on one core, one on others"
+    host.release("d-0")
+    host.release("p-2")
+    assert host._plan_of("p-2", prefill, []) == plans["d-0"], "nobody is there any more"
+    assert host._plan_of("own-1", own, []) == plans["own-0"]
+    assert host._others_there("own-1", plans["own-0"]) == "own-0"
+    assert host._others_there("p-2", plans["d-0"]) == ""
+    assert host._plan_of("d-2", decode, []) == plans["d-1"]
+    host.close()
+
+
 def test_each_worker_starts_on_a_gpu_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     topology = read(write_machine(tmp_path, nodes=2, cores_per_node=4, gpu_nodes=(0, 1)))
     gpus = [Gpu(index, f"GPU-{index}", f"00000000:{18 + index}:00.0", "H200", 1 << 37) for index in range(2)]

@@ -14,7 +14,7 @@ from splitserve.benchmarks.router.worker_script import DEFAULT_LAYOUT, Reply, de
 from splitserve.protocol.config import ProtocolConfig
 from splitserve.protocol.counters import WorkerLoad
 from splitserve.protocol.messages.envelope import Envelope
-from splitserve.protocol.messages.membership import Heartbeat, Leave
+from splitserve.protocol.messages.membership import Heartbeat, Leave, PeerLink
 from splitserve.protocol.messages.requests import (
     DecodeRequest,
     FailureCode,
@@ -192,6 +192,22 @@ def test_a_worker_that_is_lost_or_leaves_is_gone_for_all_others_until_it_is_back
     wait_until(lambda: introductions[0] in late.received and decode.received.count(introductions[0]) >= 2)
     workers.stop(leaver)
     wait_until(lambda: PeerGone(leaver.party) in decode.received and PeerGone(leaver.party) in late.received)
+
+
+def test_a_peer_that_was_lost_while_the_router_was_down_is_gone_once_it_is_back(serve):
+    _, workers = serve(protocol=ProtocolConfig(dead_after_seconds=0.5))
+    decode = workers.start("d0", Role.DECODE, heartbeat_seconds=3600)
+    prefill = workers.start("p0", Role.PREFILL, heartbeat_seconds=0.1)
+    links = [PeerLink("p0", "cma", 1e9, incarnation=prefill.party.incarnation)]
+    lost = [Party("p0", prefill.party.incarnation - 1), Party("p1", 7)]
+    links += [PeerLink(party.engine_id, "cma", 1e9, incarnation=party.incarnation) for party in lost]
+
+    def is_told() -> bool:
+        decode.say(Heartbeat(WorkerLoad(), links))
+        return all(PeerGone(party) in decode.received for party in lost)
+
+    wait_until(is_told)
+    assert PeerGone(prefill.party) not in decode.received
 
 
 def test_workers_of_another_model_are_refused(serve):

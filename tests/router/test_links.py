@@ -37,7 +37,8 @@ def connected() -> Worker:
 
 
 def test_a_worker_tells_its_links(connected: Worker) -> None:
-    assert connected.core.links() == [PeerLink("prefill-0", "tcp", 7e8, "not as it should be")]
+    link = PeerLink("prefill-0", "tcp", 7e8, "not as it should be", incarnation=PREFILL.incarnation)
+    assert connected.core.links() == [link]
 
 
 def test_a_hand_over_says_how_its_blocks_came(connected: Worker) -> None:

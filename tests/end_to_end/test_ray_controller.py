@@ -1,0 +1,86 @@
+"""A Ray controller that is lost while its cluster starts: the next one goes on with the start."""
+
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import ray
+from ray.cluster_utils import Cluster
+from ray.experimental import internal_kv
+
+from splitserve.common.errors import ConfigError
+from splitserve.orchestration.cli.client import status_of
+from splitserve.orchestration.cluster.host import ChildProgress
+from splitserve.orchestration.ray.client import RayClient, connect, create_controller
+from splitserve.orchestration.ray.host import agents_of
+from splitserve.orchestration.ray.names import NAMESPACE, controller_name, memory_key
+from splitserve.orchestration.spec.document import parse_spec
+from waiting import wait_until
+
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.slow]
+
+NODE = {"num_cpus": 2, "object_store_memory": 80 << 20, "no_monitor": True}
+NODE |= {"include_dashboard": False, "include_log_monitor": False}
+PATIENCE_SECONDS = 100.0
+
+
+@pytest.fixture(scope="module")
+def head() -> Iterator[Cluster]:
+    os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")
+    os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
+    os.environ.setdefault("RAY_worker_niceness", "0")
+    cluster = Cluster(initialize_head=True, head_node_args=NODE)
+    try:
+        connect(cluster.address, with_code=True)
+        yield cluster
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+
+
+def lose_controller(name: str) -> None:
+    """Have Ray restart the controller, as after a crash."""
+    ray.kill(ray.get_actor(controller_name(name), namespace=NAMESPACE), no_restart=False)
+
+
+def refuses_what_it_cannot_read(client: RayClient) -> None:
+    """A controller with other code, which can't read what this one has stored, doesn't take its place."""
+    stored = internal_kv._internal_kv_get(memory_key("starting"))
+    internal_kv._internal_kv_put(memory_key("starting"), b'{"of": "another version"}')
+    with pytest.raises(ConfigError, match="the state of cluster starting is one of another version of Splitserve"):
+        client.bring_code()
+    assert client.is_alive() and status_of(client).state == "serving"
+    internal_kv._internal_kv_put(memory_key("starting"), stored)
+
+
+@pytest.mark.parametrize("moment", ["once the router's agent is there", "while a worker loads"])
+def test_the_start_goes_on(head: Cluster, tiny_qwen3: Path, moment: str) -> None:
+    spec = parse_spec(f"""
+name: starting
+model: {{path: {tiny_qwen3}, served_name: tiny, max_model_len: 512}}
+pools: [{{name: both, role: mixed, threads: 1, memory: {{kv: 16MiB}}}}]
+router: {{port: 0, policy: least-loaded}}
+network: {{host: 127.0.0.1}}
+""")
+    client, seen, urls = RayClient("starting", head.address), list[ChildProgress](), list[str]()
+    create_controller(spec, "info", restart=True)
+    try:
+        follower = threading.Thread(target=lambda: urls.append(client.follow_start(seen.append)), daemon=True)
+        follower.start()
+        if moment == "while a worker loads":
+            wait_until(lambda: any(each.stage == "plan" for each in seen), "no worker starts", PATIENCE_SECONDS)
+        else:
+            wait_until(lambda: list(agents_of("starting")), "no router starts", PATIENCE_SECONDS)
+        lose_controller("starting")
+        follower.join(PATIENCE_SECONDS)
+        status = status_of(client)
+        assert urls == [status.url] and status.state == "serving"
+        assert [worker.phase for worker in status.workers] == ["ready"]
+        assert sorted(name for name, _, _ in agents_of("starting")) == ["both-0", "router"], "another router is left"
+        if moment == "while a worker loads":
+            refuses_what_it_cannot_read(client)
+    finally:
+        client.down(print)
+    assert not client.leftovers()
