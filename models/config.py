@@ -21,7 +21,16 @@ from splitserve.models.families.defaults import with_class_defaults
 from splitserve.models.families.registry import WITH_TEXT
 from splitserve.models.fields import RECURRENT_KINDS, ConfigFields
 from splitserve.models.latent import LatentSizes
-from splitserve.models.rope import LongScaling, Rope, RopeScaling, YarnScaling, longest_context, read_rope, rope_fields
+from splitserve.models.rope import (
+    LongScaling,
+    Rope,
+    RopeScaling,
+    YarnScaling,
+    check_alike,
+    longest_context,
+    read_rope,
+    rope_fields,
+)
 from splitserve.models.text_model import has_family, named_architecture, text_config
 from splitserve.models.weights.checkpoint import weights_version
 from splitserve.models.weights.stored_dtype import stored_dtype
@@ -168,6 +177,8 @@ def load_model_config(path: str | Path, backend: str = "auto") -> ModelConfig:
     if hasattr(family, "features"):
         config = _with_features(config, architecture, family.features(given))
     given.refuse_unread()
+    if config.sliding_rope is None:
+        check_alike(given)
     config = replace(config, max_position_embeddings=_num_positions(config))
     _check(config)
     if is_mxfp4(given) and not (config.experts and config.experts.is_mxfp4):

@@ -90,7 +90,8 @@ class ConfigFields:
     def flag(self, name: str, default: bool = False) -> bool:
         """Return true or false; ``default`` if it is missing."""
         value = self.get(name)
-        if value is not None and not isinstance(value, bool):
+        # null is false in transformers, where its class takes it: not a default of true
+        if name in self.raw and not isinstance(value, bool) and (value is not None or default):
             raise CheckpointError(f"config.json: {name} is {shown(value)}; true or false is needed")
         return default if value is None else value
 

@@ -5,8 +5,10 @@ from dataclasses import dataclass
 import torch
 
 from splitserve.models.config import ModelConfig
+from splitserve.models.expert_reads import ExpertLine, expert_reads
 from splitserve.models.step_costs import decode_bytes, head_flops, pair_flops, token_flops
 from splitserve.protocol.placement.step_model import StepModel
+from splitserve.protocol.request import Role
 
 ATTAINED = 0.7
 """Share of a device's rates that steps usually attain."""
@@ -14,9 +16,6 @@ SAVED_BESIDE = 0.12
 """Share of a prompt token's time that it saves in a step that decodes: 17.3 µs of an H100 for 80 to 576 tokens of an 8B
 model, where a worker with the same steps fits 19.9 to prompts of 2,048 alone."""
 
-FEW_SEQUENCES, MANY_SEQUENCES = 8, 128
-"""Batches whose bytes of experts are exact in an estimate; those of other batches are on the straight line through
-them."""
 USUAL_CONTEXT = 4096
 """Tokens of a sequence at which the estimate of its KV is exact: a longer one reads less per token where layers have
 windows."""
@@ -56,20 +55,23 @@ def device_rates(device: torch.device, num_threads: int) -> DeviceRates:
     )
 
 
-def estimate_steps(config: ModelConfig, rates: DeviceRates, itemsize: int, num_ranks: int = 1) -> StepModel:
+def estimate_steps(
+    config: ModelConfig, rates: DeviceRates, itemsize: int, num_ranks: int = 1, role: Role = Role.MIXED
+) -> StepModel:
     """Return the step-time model of ``num_ranks`` devices of these rates. ``itemsize``: of weights and KV, in bytes.
 
     A step reads the weights once; prompts compute, decoding sequences read their KV. Of experts, a batch reads those
-    that it hits, a curve that becomes a straight line here: one sequence reads fewer, and a long prompt more. Both are
-    near enough to it that the router, which holds a fit near its estimate, can follow either.
+    that it hits, a curve (:class:`ExpertReads`) that becomes a straight line here, another one for each ``role``. The
+    curve is near enough to it that the router, which holds a fit near its estimate, can follow fits of few sequences.
     """
     flops = ATTAINED * rates.flops_per_second * num_ranks
     bandwidth = ATTAINED * rates.bytes_per_second * num_ranks
     per_token = token_flops(config) / flops
-    experts, experts_per_sequence = _experts_line(config)
-    weights = decode_bytes(config, 0, 0, itemsize, experts)
-    more_weights = decode_bytes(config, 0, 0, itemsize, experts + experts_per_sequence) - weights
-    kv = decode_bytes(config, 1, USUAL_CONTEXT, itemsize, experts) - weights
+    reads = expert_reads(config, itemsize, bandwidth)
+    line = ExpertLine() if reads is None else reads.line(role)
+    weights = decode_bytes(config, 0, 0, itemsize, line.base)
+    more_weights = decode_bytes(config, 0, 0, itemsize, line.base + line.per_decode) - weights
+    kv = decode_bytes(config, 1, USUAL_CONTEXT, itemsize, line.base) - weights
     return StepModel(
         base=rates.overhead_seconds + weights / bandwidth,
         per_decode=(token_flops(config) + head_flops(config)) / flops + more_weights / bandwidth,
@@ -78,14 +80,3 @@ def estimate_steps(config: ModelConfig, rates: DeviceRates, itemsize: int, num_r
         per_pair=pair_flops(config) / flops,
         saved_beside=SAVED_BESIDE * per_token,
     )
-
-
-def _experts_line(config: ModelConfig) -> tuple[float, float]:
-    """Return the experts of a layer that a step reads, and those that each sequence adds."""
-    if config.experts is None:
-        return 0.0, 0.0
-    router = config.experts.router
-    missed = 1 - router.top_k / router.num_experts  # chance of an expert to be none of a token's, if all are alike
-    few, many = (router.num_experts * (1 - missed**batch) for batch in (FEW_SEQUENCES, MANY_SEQUENCES))
-    per_sequence = (many - few) / (MANY_SEQUENCES - FEW_SEQUENCES)
-    return few - FEW_SEQUENCES * per_sequence, per_sequence

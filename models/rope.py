@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from splitserve.common.errors import CheckpointError
-from splitserve.common.model_files import shown
+from splitserve.common.model_files import few, shown
 from splitserve.models.fields import MAX_POSITIONS, ConfigFields
 
 
@@ -58,16 +58,59 @@ class Rope:
     scaling: AnyScaling | None = None
 
 
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
 def rope_fields(given: ConfigFields, default: Mapping[str, Any] | None = None) -> Mapping[str, Any]:
     """Return the fields of rope_parameters or rope_scaling that describe the rotations: those of full attention where
     each kind of layer has its own. As in transformers, original_max_position_embeddings beside them has priority over
     theirs, unless they are by kind."""
-    parameters = given.mapping("rope_parameters") or given.mapping("rope_scaling") or default or {}
-    given.get("rope_scaling")
+    parameters = _parameters(given) or default or {}
     original = given.optional_positive("original_max_position_embeddings")
-    if isinstance(by_kind := parameters.get("full_attention"), dict):
+    if isinstance(by_kind := parameters.get(FULL), dict):
         return by_kind
     return parameters if original is None else {**parameters, "original_max_position_embeddings": original}
+
+
+def _parameters(given: ConfigFields) -> Mapping[str, Any]:
+    """Return rope_parameters, or rope_scaling. Where both are given, transformers takes the latter alone, without the
+    former's rope_theta."""
+    parameters, scaling = given.mapping("rope_parameters"), given.mapping("rope_scaling")
+    if parameters and scaling and parameters != scaling:
+        raise CheckpointError(
+            "config.json: rope_parameters and rope_scaling are both given, and differ; put all fields of the rotations "
+            "into rope_parameters, rope_theta among them, and remove rope_scaling"
+        )
+    return parameters or scaling
+
+
+def check_alike(given: ConfigFields) -> None:
+    """Raise :class:`CheckpointError` if rotations are given by kind of layer."""
+    if kinds := [name for name, value in _parameters(given).items() if isinstance(value, dict)]:
+        raise CheckpointError(
+            f"config.json: rope_parameters has {few(kinds)}, but all layers of this architecture are rotated alike; "
+            "give the fields themselves, as rope_theta"
+        )
+
+
+def rope_by_kind(given: ConfigFields) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """Return the fields that describe the rotations of full and of sliding attention, where they differ: rope_scaling
+    is of full attention. Raises :class:`CheckpointError` for what transformers passes over."""
+    by_kind, scaling = given.mapping("rope_parameters"), given.mapping("rope_scaling")
+    if other := [name for name in by_kind if name not in (FULL, SLIDING)]:
+        raise CheckpointError(
+            f"config.json: rope_parameters has {few(other)}; '{FULL}' and '{SLIDING}' are needed here, with the fields "
+            "of each kind of layer"
+        )
+    if "type" in scaling and "rope_type" not in scaling:
+        raise CheckpointError("config.json: rope_scaling.type isn't supported in this architecture; use rope_type")
+    if kinds := [name for name, value in scaling.items() if isinstance(value, dict)]:
+        raise CheckpointError(f"config.json: rope_scaling has {few(kinds)}; give them in rope_parameters")
+    full = ConfigFields(by_kind).mapping(FULL) or scaling
+    sliding = ConfigFields(by_kind).mapping(SLIDING)
+    for fields in (full, sliding):
+        ConfigFields(fields).only_flag("truncate", True, default=True)
+    return full, sliding
 
 
 def read_rope(parameters: Mapping[str, Any], outer: ConfigFields, theta: float) -> Rope:

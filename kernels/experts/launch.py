@@ -112,23 +112,37 @@ def expert_launch(
     launch = tuned(default, OPERATION, key, num_tokens)
     if launch.block_m == 1 or dtype == torch.uint8:
         return launch
-    return fitted(launch, dtype, down_dtype, shared_bytes(device))
+    return fitted(launch, dtype, down_dtype, shared_memory(device))
+
+
+@dataclass(frozen=True, slots=True)
+class SharedMemory:
+    """The shared memory of a program on a device."""
+
+    num_bytes: int
+    has_operands: bool = (
+        True  # instructions of four warps read theirs there: since Hopper, for tiles of 64 rows or more
+    )
 
 
 @functools.cache
-def fitted(launch: ExpertLaunch, dtype: torch.dtype, down_dtype: torch.dtype, num_shared_bytes: int) -> ExpertLaunch:
+def fitted(launch: ExpertLaunch, dtype: torch.dtype, down_dtype: torch.dtype, memory: SharedMemory) -> ExpertLaunch:
     """Return the parameters, or those nearest to them with which the sums of a tile fit into registers, and the rows
     that are loaded ahead into shared memory. ``dtype``, ``down_dtype``: of the weights of both products, which differ
     where a rank's share of the inner size is not whole groups of FP8."""
+
+    def excess(product: int) -> int:
+        return _loaded_bytes(launch, dtype, down_dtype, has_operands=memory.has_operands)[product] - memory.num_bytes
+
     while launch.block_n > 16 and 2 * launch.block_n * launch.block_m > _most_sums(launch, dtype):
         launch = replace(launch, block_n=launch.block_n // 2)
     while launch.down_block_n > 16 and launch.down_block_n * launch.block_m > _most_sums(launch, down_dtype):
         launch = replace(launch, down_block_n=launch.down_block_n // 2)
-    while launch.num_stages > 2 and max(_loaded_bytes(launch, dtype, down_dtype)) > num_shared_bytes:
+    while launch.num_stages > 2 and max(excess(0), excess(1)) > 0:
         launch = replace(launch, num_stages=launch.num_stages - 1)
-    while launch.block_k > 16 and _loaded_bytes(launch, dtype, down_dtype)[0] > num_shared_bytes:
+    while launch.block_k > 16 and excess(0) > 0:
         launch = replace(launch, block_k=launch.block_k // 2)
-    while launch.down_block_k > 16 and _loaded_bytes(launch, dtype, down_dtype)[1] > num_shared_bytes:
+    while launch.down_block_k > 16 and excess(1) > 0:
         launch = replace(launch, down_block_k=launch.down_block_k // 2)
     return launch
 
@@ -138,11 +152,12 @@ def _most_sums(launch: ExpertLaunch, dtype: torch.dtype) -> int:
     return 32 * launch.num_warps * (64 if dtype == torch.float8_e4m3fn else 128)
 
 
-def _loaded_bytes(launch: ExpertLaunch, dtype: torch.dtype, down_dtype: torch.dtype) -> tuple[int, int]:
+def _loaded_bytes(
+    launch: ExpertLaunch, dtype: torch.dtype, down_dtype: torch.dtype, *, has_operands: bool
+) -> tuple[int, int]:
     """Return the bytes that each of the two products has in shared memory."""
-    # Instructions of a warp, for tiles below 64 rows, have their operands in registers when they begin (before Hopper
-    # for all tiles, where one stage more would fit than is counted here)
-    num_blocks = launch.num_stages - (launch.block_m < 64)
+    # Instructions of a warp, for tiles below 64 rows, have their operands in registers when they begin
+    num_blocks = launch.num_stages - (launch.block_m < 64 or not has_operands)
     row_bytes, down_row_bytes = (
         FP8_GROUP if each == torch.float8_e4m3fn else block_k * each.itemsize
         for each, block_k in ((dtype, launch.block_k), (down_dtype, launch.down_block_k))
@@ -152,12 +167,12 @@ def _loaded_bytes(launch: ExpertLaunch, dtype: torch.dtype, down_dtype: torch.dt
 
 
 @functools.cache
-def shared_bytes(device: torch.device) -> int:
+def shared_memory(device: torch.device) -> SharedMemory:
     """Return the shared memory that a program can have on ``device``."""
     if device.type != "cuda":
-        return 1 << 40  # Triton's interpreter
+        return SharedMemory(1 << 40)  # Triton's interpreter
     from triton.runtime import driver
 
     index = torch.cuda.current_device() if device.index is None else device.index
     num_bytes: int = driver.active.utils.get_device_properties(index)["max_shared_mem"]
-    return num_bytes
+    return SharedMemory(num_bytes, has_operands=torch.cuda.get_device_capability(index) >= (9, 0))

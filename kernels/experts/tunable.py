@@ -7,7 +7,14 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from splitserve.kernels.experts.launch import MAX_STREAMED, ExpertLaunch, expert_launch, experts_key, fitted
+from splitserve.kernels.experts.launch import (
+    MAX_STREAMED,
+    ExpertLaunch,
+    SharedMemory,
+    expert_launch,
+    experts_key,
+    fitted,
+)
 from splitserve.kernels.experts.mxfp4 import dequantised
 from splitserve.kernels.experts.reference import LoopedExperts, route
 from splitserve.kernels.experts.shared_expert import SharedExpert
@@ -159,7 +166,7 @@ class ExpertsCase:
         if not (16 <= launch.block_m <= 128 and all(16 <= block <= 256 for block in blocks)):
             return False
         one = self._weights[0]
-        return fitted(launch, one.gate_up.dtype, one.down.dtype, _MAX_SHARED_BYTES) == launch
+        return fitted(launch, one.gate_up.dtype, one.down.dtype, SharedMemory(_MAX_SHARED_BYTES)) == launch
 
     def _is_streamed(self, launch: ExpertLaunch) -> bool:
         return self._is_mxfp4 and launch.block_m <= MAX_STREAMED and self._x.dtype == torch.bfloat16

@@ -48,7 +48,7 @@ _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     },
     "mixtral": {"max_position_embeddings": 131072, "num_key_value_heads": 8, "rope_theta": 1e6},
     "nemotron": {"max_position_embeddings": 4096},
-    "olmo3": {"rope_theta": 5e5},
+    "olmo3": {"rope_theta": 5e5, "sliding_window": 4096},
     "phi3": {"max_position_embeddings": 4096, "original_max_position_embeddings": 4096},
     "qwen2": {"max_position_embeddings": 32768, "num_key_value_heads": 32},
     "qwen3": {"max_position_embeddings": 32768, "num_key_value_heads": 32, "head_dim": 128},

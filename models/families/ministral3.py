@@ -16,7 +16,7 @@ def features(given: ConfigFields) -> dict[str, Any]:
     given.choice("hidden_act", ("silu",), "silu")
     rope = ConfigFields(rope_fields(given))
     return {
-        "query_beta": rope.number("llama_4_scaling_beta", 0.1),
+        "query_beta": rope.number("llama_4_scaling_beta"),
         "query_period": rope.positive("original_max_position_embeddings"),
         **window_of_all_layers(given),
     }

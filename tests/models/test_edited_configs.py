@@ -32,6 +32,8 @@ LONG = {"rope_type": "longrope", "factor": 4.0, "rope_theta": 1e4, "short_factor
 LONG |= {"long_factor": [1.0 + index for index in range(8)]}
 BY_KIND = {"sliding_attention": {"rope_type": "default", "rope_theta": 1e4}, "full_attention": {**YARN, ORIGINAL: 16}}
 WINDOWS = {"use_sliding_window": True, "sliding_window": 8}
+WINDOW = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"] * 2}
+LEGACY = {"rope_parameters": "absent"}
 MINISTRAL_3 = {"rope_parameters": {**YARN, ORIGINAL: 16, "llama_4_scaling_beta": 0.5}}
 FULL_IN_ALL = {"layer_types": ["full_attention"] * 4}
 
@@ -83,6 +85,20 @@ def logits_of_ours(path: Path) -> torch.Tensor:
         ("Phi3ForCausalLM", {ORIGINAL: "absent", "rope_parameters": {**LONG, ORIGINAL: 16}}),
         # ... but not where the rotations are by kind of layer
         ("Gemma3ForCausalLM", {ORIGINAL: 64, "rope_parameters": BY_KIND, "sliding_window": 8}),
+        # ... for which rope_scaling is of full attention
+        ("Olmo3ForCausalLM", {**WINDOW, **LEGACY, "rope_scaling": {**YARN, ORIGINAL: 16}}),
+        (
+            "Olmo3ForCausalLM",
+            {**WINDOW, **LEGACY, "rope_theta": 5e5, "rope_scaling": {"rope_type": "linear", "factor": 8}},
+        ),
+        (
+            "Olmo3ForCausalLM",
+            {**WINDOW, "rope_theta": 1e6, "rope_parameters": {"sliding_attention": {"rope_theta": 1e4}}},
+        ),
+        ("Olmo3ForCausalLM", {"sliding_window": "absent", "rope_parameters": BY_KIND}),
+        ("Gemma3ForCausalLM", {**WINDOW, **LEGACY, "rope_theta": 1e4, "rope_local_base_freq": 500.0}),
+        # Both fields may say the same
+        ("LlamaForCausalLM", {"rope_scaling": {**YARN, ORIGINAL: 16}, "rope_parameters": {**YARN, ORIGINAL: 16}}),
         # Layers with a window where layer_types doesn't say it: those that aren't rotated; all
         ("SmolLM3ForCausalLM", {**WINDOWS, "layer_types": "absent", "no_rope_layers": [1, 0, 1, 1]}),
         ("SmolLM3ForCausalLM", {**WINDOWS, "layer_types": "absent", "no_rope_layers": "absent"}),
@@ -113,6 +129,31 @@ def test_the_context_is_the_original_one_beside_the_rotations_stretched(tmp_path
         ),
         ("Qwen3MoeForCausalLM", {**WINDOWS, **FULL_IN_ALL}, "layer_types has 'full_attention', but all"),
         ("Olmo3ForCausalLM", {ORIGINAL: 64}, f"{ORIGINAL} is 64; only None"),
+        # Rotations: what transformers reads in another way than its earlier version, or passes over
+        *(
+            (f"{name}ForCausalLM", {"rope_scaling": YARN, "rope_parameters": {"rope_theta": 1e6}}, "are both given")
+            for name in ("Llama", "Qwen3")
+        ),
+        *(
+            (f"{name}ForCausalLM", {"rope_parameters": BY_KIND}, "are rotated alike")
+            for name in ("Cohere2", "Gemma2", "Mistral")
+        ),
+        *(
+            (f"{name}ForCausalLM", {**WINDOW, **given}, message)
+            for name in ("Gemma3", "Olmo3")
+            for given, message in (
+                ({"rope_parameters": {"rope_theta": 1e6}}, "rope_parameters has 'rope_theta'; 'full_attention' and"),
+                ({**LEGACY, "rope_scaling": {"type": "linear", "factor": 8.0}}, "rope_scaling.type isn't supported"),
+                ({**LEGACY, "rope_scaling": BY_KIND}, "rope_scaling has 'sliding_attention', 'full_attention'"),
+                ({**LEGACY, "rope_scaling": {**YARN, ORIGINAL: 16, "truncate": False}}, "truncate is false; only true"),
+            )
+        ),
+        ("Olmo3ForCausalLM", {**WINDOW, **LEGACY, "rope_theta": 1e4}, "rope_theta is 10000, which transformers 4"),
+        ("Ministral3ForCausalLM", {"rope_parameters": {**YARN, ORIGINAL: 16}}, "llama_4_scaling_beta is None"),
+        ("Phi3ForCausalLM", {"rope_parameters": {**YARN, ORIGINAL: 16}}, "rope_type is 'yarn'; only 'default'"),
+        ("Gemma3ForCausalLM", {"attn_logit_softcapping": 30.0}, "attn_logit_softcapping is 30.0; only None"),
+        # null is false in transformers: DeepSeek's norm_topk_prob for one
+        ("Starcoder2ForCausalLM", {"use_bias": None}, "use_bias is None; true or false"),
         ("LlamaForCausalLM", {"is_causal": False}, "is_causal is false; only true"),
         ("Gemma2ForCausalLM", {"is_causal": False}, "is_causal is false; only true"),
     ],

@@ -9,6 +9,7 @@ from splitserve.models.demo.published import named_config
 from splitserve.models.roofline import ATTAINED, DEVICE_RATES, DeviceRates, device_rates, estimate_steps
 from splitserve.models.step_costs import decode_bytes
 from splitserve.protocol.placement.step_model import StepWork
+from splitserve.protocol.request import Role
 from splitserve.router.placement.step_models import Known, trusted_model
 
 RATES = DeviceRates(flops_per_second=1e14, bytes_per_second=1e12, overhead_seconds=1e-3)
@@ -42,6 +43,16 @@ def test_the_router_can_follow_fits_of_few_experts_and_of_all(name: str) -> None
         hit = router.num_experts * (1 - (1 - router.top_k / router.num_experts) ** batch)
         expected = decode_bytes(config, batch, 4096, 2, hit) / (ATTAINED * 1e12)
         assert reads.decode_seconds(batch, batch * 4096) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("name", ["qwen3-30b-a3b", "gpt-oss-20b", "deepseek-v2-lite"])
+def test_steps_of_prompts_read_all_experts(name: str) -> None:
+    """A worker that only computes prompts has few steps, so its estimate counts for long."""
+    config = named_config(name)
+    prefill, mixed = (estimate_steps(config, RATES, 2, role=role) for role in (Role.PREFILL, Role.MIXED))
+    assert prefill.base == pytest.approx(1e-3 + decode_bytes(config, 0, 0, 2) / (ATTAINED * 1e12))
+    assert prefill.base > 1.3 * mixed.base
+    assert prefill.per_token == mixed.per_token
 
 
 def test_windows_bound_the_kv_that_a_step_reads() -> None:

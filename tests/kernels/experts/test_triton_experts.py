@@ -332,15 +332,19 @@ def test_few_tokens_are_not_sorted() -> None:
 
 
 def test_tiles_fit_into_a_device() -> None:
-    from splitserve.kernels.experts.launch import ExpertLaunch, fitted
+    from splitserve.kernels.experts.launch import ExpertLaunch, SharedMemory, fitted
 
-    def of(launch: ExpertLaunch, dtype: torch.dtype, num_bytes: int) -> ExpertLaunch:
-        return fitted(launch, dtype, dtype, num_bytes)
+    def of(launch: ExpertLaunch, dtype: torch.dtype, num_bytes: int, has_operands: bool = True) -> ExpertLaunch:
+        return fitted(launch, dtype, dtype, SharedMemory(num_bytes, has_operands))
 
     large = ExpertLaunch(128, 128, 64, 256, 64, num_warps=8, num_stages=4)
     assert of(large, torch.bfloat16, 4 * 49152) == large
     assert of(large, torch.bfloat16, 4 * 49152 - 1) == replace(large, num_stages=3)
-    assert of(large, torch.bfloat16, 99 << 10).num_stages == 2, "an L40S has so much"
+    assert of(large, torch.bfloat16, 99 << 10, has_operands=False).num_stages == 3, "an L40S has so much"
+    assert of(large, torch.bfloat16, 3 * 49152, has_operands=False) == large, (
+        "one of them is in registers before Hopper"
+    )
+    assert of(large, torch.bfloat16, 3 * 49152 - 1, has_operands=False) == replace(large, num_stages=3)
     few_threads = of(replace(large, num_warps=4), torch.bfloat16, 1 << 20)
     assert (few_threads.block_n, few_threads.down_block_n) == (64, 128), "128 sums for each thread"
     scaled = of(large, torch.float8_e4m3fn, 1 << 20)
@@ -350,4 +354,4 @@ def test_tiles_fit_into_a_device() -> None:
     deep = ExpertLaunch(64, 128, 256, 128, 128, num_stages=2)
     assert of(deep, torch.bfloat16, 227 << 10) == replace(deep, block_k=128), "two stages are the least"
     mixed = ExpertLaunch(64, 64, 128, 128, 128, num_stages=4)
-    assert fitted(mixed, torch.float8_e4m3fn, torch.bfloat16, 99 << 10) == replace(mixed, num_stages=2)
+    assert fitted(mixed, torch.float8_e4m3fn, torch.bfloat16, SharedMemory(99 << 10)) == replace(mixed, num_stages=2)
