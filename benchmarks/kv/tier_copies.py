@@ -18,6 +18,7 @@ import torch
 
 from splitserve.benchmarks.common.arguments import positive
 from splitserve.benchmarks.common.report import add_result_options, keep_result, table
+from splitserve.common.errors import ConfigError
 from splitserve.kvconnector.layout.memory import KVMemory
 from splitserve.kvconnector.layout.numa_memory import HostMemory, node_of_device
 from splitserve.kvconnector.tiers.copies import TierStore
@@ -137,7 +138,9 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--seed", type=int, default=0)
     add_result_options(parser, always=True)
     options = parser.parse_args(list(argv))
-    has_gpu = torch.cuda.is_available() if options.device == "auto" else options.device == "cuda"
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("there is no CUDA device here; on a CPU try --device cpu")
+    has_gpu = options.device != "cpu" and torch.cuda.is_available()
     device = torch.device("cuda", torch.cuda.current_device()) if has_gpu else torch.device("cpu")
     results = [measure(block_bytes, options, device) for block_bytes in options.block_memory]
     columns = ["plain_up_gb_per_s", "up_share", "plain_down_gb_per_s", "down_share", "both_gb_per_s", "both_ratio"]

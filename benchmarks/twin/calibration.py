@@ -9,24 +9,21 @@ import msgspec
 from splitserve.common.errors import ConfigError
 from splitserve.kvconnector.tiers.host import HOST
 from splitserve.models.config import ModelConfig
+from splitserve.models.expert_reads import expert_reads
 from splitserve.models.roofline import (
     ATTAINED,
     CPU_THREAD,
     DEVICE_RATES,
-    FEW_SEQUENCES,
-    MANY_SEQUENCES,
     MAX_BANDWIDTH_THREADS,
     DeviceRates,
     estimate_steps,
 )
-from splitserve.models.step_costs import decode_bytes
 from splitserve.orchestration.doctor.cluster import read_report
 from splitserve.orchestration.doctor.http import Endpoint
 from splitserve.protocol.cluster_report import ClusterReport, WorkerReport
 from splitserve.protocol.placement.step_model import StepModel
 from splitserve.protocol.request import Role
 from splitserve.simulation.twin.models import Calibration, CopyModel, LinkModel
-from splitserve.simulation.twin.step_times import ExpertReads
 
 CPU = "cpu"
 MEASURED_STEPS = 200
@@ -90,28 +87,10 @@ def of_roofline(config: ModelConfig, gpu: str, num_ranks: int = 1, num_threads: 
     itemsize = ITEM_BYTES.get(gpu, 2)
     rate = CPU_LINK_BYTES_PER_SECOND if gpu == CPU else GPU_LINK_BYTES_PER_SECOND
     return Calibration(
-        steps={Role.MIXED: estimate_steps(config, rates, itemsize, num_ranks)},
+        steps={role: estimate_steps(config, rates, itemsize, num_ranks, role) for role in Role},
         link=LinkModel(bytes_per_second=rate),
-        expert_reads=_expert_reads(config, itemsize, ATTAINED * rates.bytes_per_second * num_ranks),
+        expert_reads=expert_reads(config, itemsize, ATTAINED * rates.bytes_per_second * num_ranks),
         source=f"roofline of {gpu}, uncalibrated",
-    )
-
-
-def _expert_reads(config: ModelConfig, itemsize: int, bytes_per_second: float) -> ExpertReads | None:
-    """Return the reads of experts that an estimate has on a straight line; None without experts."""
-    if config.experts is None:
-        return None
-    router = config.experts.router
-    missed = 1 - router.top_k / router.num_experts
-    few, many = (router.num_experts * (1 - missed**batch) for batch in (FEW_SEQUENCES, MANY_SEQUENCES))
-    per_decode = (many - few) / (MANY_SEQUENCES - FEW_SEQUENCES)
-    num_bytes = decode_bytes(config, 0, 0, itemsize) - decode_bytes(config, 0, 0, itemsize, 0.0)
-    return ExpertReads(
-        num_experts=router.num_experts,
-        missed=missed,
-        expert_seconds=num_bytes / router.num_experts / bytes_per_second,
-        counted=few - FEW_SEQUENCES * per_decode,
-        counted_per_decode=per_decode,
     )
 
 
@@ -149,9 +128,13 @@ MODEL_HEADERS = ("role", "steps", "step, ms", "+ us/decode", "us/context token",
 
 
 def _copies(workers: Sequence[WorkerReport]) -> CopyModel:
-    """Return the model of copies to and from host tiers: bytes over seconds, of all that were loaded."""
-    loads = [tier for worker in workers for tier in worker.load.tiers if tier.name == HOST and tier.load_seconds > 0]
-    num_bytes, seconds = sum(tier.loaded_bytes for tier in loads), sum(tier.load_seconds for tier in loads)
+    """Return the model of a rank's copies to and from its host tier: bytes over seconds, of all that were loaded."""
+    num_bytes, seconds = 0.0, 0.0
+    for worker in workers:
+        for tier in worker.load.tiers:
+            if tier.name == HOST and tier.load_seconds > 0:
+                num_bytes += tier.loaded_bytes / worker.info.layout.tensor_parallel_size
+                seconds += tier.load_seconds
     return CopyModel(copy_seconds=0.0, bytes_per_second=num_bytes / seconds) if num_bytes else CopyModel()
 
 

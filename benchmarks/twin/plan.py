@@ -217,7 +217,7 @@ def _with_limit(result: ArmResult, arms: Mapping[str, Arm], comparison: Comparis
     if math.isinf(ratios[worst]):
         failing = f"{probe.outcome.num_failed} of {probe.outcome.num_requests} requests fail"
         return f"{words}; at {probe.rate:g}/s, {failing}."
-    return f"{words}; at {probe.rate:g}/s, {worst.upper()} is {ratios[worst]:.1f} times its objective."
+    return f"{words}; at {probe.rate:g}/s, {worst.upper()} is {ratios[worst]:.2f} times its objective."
 
 
 def _write_spec(path: str, spec: ClusterSpec) -> None:

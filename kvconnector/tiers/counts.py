@@ -21,7 +21,8 @@ class TierStatistics(TierCounters, kw_only=True):
             self.store_seconds += seconds
 
     def report(self, name: str, index: TierIndex | None, block_bytes: int) -> TierLoad:
-        """Return the counts for the heartbeat; ``index`` is None if the amount stored is unknown."""
+        """Return the counts for the heartbeat; ``index`` is None if the amount stored is unknown. ``block_bytes``: of a
+        block, over all ranks."""
         return TierLoad(
             name=name,
             slots=index.num_slots if index is not None else 0,

@@ -214,7 +214,7 @@ class Tiers:
         return sum(len(tier.index) for tier in self.tiers)
 
     def report(self, block_bytes: int) -> list[TierLoad]:
-        """Return the counts of each tier, for the heartbeat."""
+        """Return the counts of each tier, for the heartbeat. ``block_bytes``: of a block, over all ranks."""
         reports = [tier.counts.report(tier.name, tier.index, block_bytes) for tier in self.tiers]
         if self.shared.name:
             report = self.shared_counts.report(self.shared.name, None, block_bytes)

@@ -19,41 +19,22 @@ from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Any
 
-import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from splitserve.protocol.messages.logprobs import Logprobs
-from splitserve.protocol.request import SamplingParams
-from splitserve.protocol.token_ids import TokenIds
-from splitserve.router.http.api_error import ApiError, error_of_failure
-from splitserve.router.http.formats import Format, Usage, send_json
+from splitserve.router.http.api_error import ApiError, error_of_failure, of_prompt
+from splitserve.router.http.formats import STREAM_START, Format, Usage, send_json
 from splitserve.router.http.inbox import Inbox
 from splitserve.router.http.keep_alive import KEEP_ALIVE, Pulse
+from splitserve.router.http.prompt import Prompt
 from splitserve.router.output.parts import Part
 from splitserve.router.requests.active_request import NO_CONTEXT, ActiveRequest, RequestContext
 from splitserve.router.requests.dispatcher import ClientGoneError, Dispatcher
 from splitserve.router.requests.outcome import route
 from splitserve.router.requests.state import NOTHING, Failure, Update, each_by_itself
-from splitserve.router.scores.choice_scores import ChoiceScores
 from splitserve.router.scores.forms import joined
-from splitserve.router.text.choice import Choice, Piece, Texts
-
-
-class Prompt(msgspec.Struct, frozen=True):
-    """One choice of a prompt, ready to run, and the text side of its output. Choices of a prompt are adjacent."""
-
-    token_ids: TokenIds
-    sampling: SamplingParams
-    choice: Choice
-    num_choices: int = 1  # of the prompt
-    scores: ChoiceScores | None = None  # None: neither log-probabilities nor the prompt's echo are wanted
-
-    @property
-    def num_output_tokens(self) -> int:
-        """Number of output tokens that the client has got."""
-        return 0 if self.scores is not None and self.scores.hides_output else self.choice.num_tokens
-
+from splitserve.router.text.choice import Piece, Texts
 
 READ_GRACE_SECONDS = 5.0
 """Time to read the answer beyond the deadline, or beyond the last request's end if a pause has put that off: a slower
@@ -108,16 +89,16 @@ class GenerationResponse(Response):
         except TimeoutError:  # the server closes the connection of an answer that isn't complete
             log.warning("request %s is given up: its client does not read the answer", self._context.client_id)
         except ApiError as error:
+            await self._give_up()
             await send_json(send, error.status, self._format.error_body(error), error.headers())
         finally:
             watcher.cancel()
             try:
-                await self._end_submission()
+                await self._give_up()
             finally:
                 # Their errors will name frames that have this response: cycles for the garbage collector.
                 del self._watcher, self._submission
-                for request in self._requests:
-                    self._dispatcher.cancel(request)
+                self._cancel()
                 self._dispatcher.release(len(self._prompts), self._context.tenant)
 
     async def _send_in_time(self, send: Send) -> None:
@@ -158,27 +139,37 @@ class GenerationResponse(Response):
         except ClientGoneError:  # which ends the answer by itself
             return None
         except ApiError as error:
+            self._cancel()
             return error
         return None
 
-    async def _end_submission(self) -> None:
-        """Take the prompts that wait out of the queue: they would begin once those that run are cancelled."""
+    async def _give_up(self) -> None:
+        """Cancel all requests: the answer has ended, or an error ends it as soon as the client reads it. What waits
+        leaves the queue first: it would begin once those that run are cancelled."""
         if self._submission is not None and not self._submission.done():
             self._submission.cancel()
             await asyncio.wait((self._submission,))
+        self._cancel()
+
+    def _cancel(self) -> None:
+        for request in self._requests:
+            self._dispatcher.cancel(request)
 
     async def _begin(self, index: int, prompt: Prompt) -> None:
         """Begin a prompt's choices, the first of which has this index, once workers have room for them."""
-        request = await self._dispatcher.submit_in_time(
-            index,
-            prompt.token_ids,
-            prompt.sampling,
-            self._inbox,
-            self._arrived_at,
-            watch_client=lambda: self._watcher,
-            context=self._context.of_prompt(index),
-            num_choices=prompt.num_choices,
-        )
+        try:
+            request = await self._dispatcher.submit_in_time(
+                index,
+                prompt.token_ids,
+                prompt.sampling,
+                self._inbox,
+                self._arrived_at,
+                watch_client=lambda: self._watcher,
+                context=self._context.of_prompt(index),
+                num_choices=prompt.num_choices,
+            )
+        except ApiError as error:
+            raise self._of_prompt(error, index) from None
         self._requests += (request, *request.siblings)
         self._inbox.introduce(len(self._requests))
 
@@ -204,11 +195,16 @@ class GenerationResponse(Response):
         """Return the error that ends the answer: of a choice that failed, unless it had ended already, at a stop
         string, or of a prompt that was refused."""
         if failed is not None and self._prompts[failed[0]].choice.finish_reason is None:
-            return error_of_failure(failed[1])
+            return self._of_prompt(error_of_failure(failed[1]), failed[0])
         if self._submission is None or not self._submission.done():
             return None
         submission, self._submission = self._submission, None
         return submission.result()
+
+    def _of_prompt(self, error: ApiError, index: int) -> ApiError:
+        """Let an error of a choice say which prompt it is about: it ends the whole answer."""
+        num_choices = self._prompts[index].num_choices
+        return of_prompt(error, index // num_choices, len(self._prompts) // num_choices)
 
     async def _take_prompt_scores(self, index: int, logprobs: Logprobs) -> None:
         """Make the JSON of a prompt's log-probabilities, between which other requests get their turns."""
@@ -302,7 +298,7 @@ class GenerationResponse(Response):
             if not events and error is None:
                 events = self._comment(started=started)
             if not started and (events or error is not None or not self._num_open):
-                await send(_STREAM_START)
+                await send(STREAM_START)
                 started = True
                 events = self._format.begin(self._usage()) + events
             if error is not None or not self._num_open:
@@ -311,6 +307,8 @@ class GenerationResponse(Response):
                 await send({"type": "http.response.body", "body": events, "more_body": True})
                 pulse.note_sent()
                 self._note_written(opened, written)
+        if error is not None:
+            await self._give_up()
         events += self._format.end(self._usage()) if error is None else self._format.failure(error)
         await send({"type": "http.response.body", "body": events, "more_body": False})
         self._note_written(opened, written)
@@ -383,14 +381,3 @@ class GenerationResponse(Response):
 
     def _route(self, request: ActiveRequest) -> dict[str, Any]:
         return {"splitserve": route(request.state, request.timeline)} if self._return_route else {}
-
-
-_STREAM_START = {
-    "type": "http.response.start",
-    "status": 200,
-    "headers": [
-        (b"content-type", b"text/event-stream; charset=utf-8"),
-        (b"cache-control", b"no-cache"),
-        (b"x-accel-buffering", b"no"),
-    ],
-}

@@ -61,6 +61,13 @@ class ApiError(Exception):
         return {"retry-after": str(self._retry_after_seconds)} if self.status in (429, 503) else {}
 
 
+def of_prompt(error: ApiError, index: int, num_prompts: int) -> ApiError:
+    """Let an error say which of several prompts it is about."""
+    if num_prompts > 1:
+        error.message = f"prompt[{index}]: {error.message}"
+    return error
+
+
 _STATUS_BY_REASON = {
     FailureReason.INVALID: 400,
     FailureReason.OVERLOADED: 503,

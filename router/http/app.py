@@ -4,6 +4,7 @@ gives them another one.
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeAlias
@@ -32,6 +33,7 @@ from splitserve.router.http.openapi import openapi_document
 from splitserve.router.http.schema import ChatCompletionRequest, CompletionRequest, GenerationRequest
 from splitserve.router.http.serving import Serving
 from splitserve.router.peers.sums import joined_metrics
+from splitserve.router.placement.placer import Limits
 from splitserve.router.requests.operations.pause import PAUSED
 from splitserve.router.requests.operations.refusal import OperationRefusedError
 from splitserve.router.requests.queue.tenants import Tenants
@@ -95,10 +97,15 @@ class Api:
         )
 
     async def models(self, _request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": self.served_model.cards()})
+        return JSONResponse(self.served_model.page(self._max_model_len()))
 
     async def model(self, request: Request) -> Response:
-        return JSONResponse(self.served_model.card(self.served_model.name(request.path_params["model_id"])))
+        name = self.served_model.name(request.path_params["model_id"])
+        return JSONResponse(self.served_model.card(name, self._max_model_len()))
+
+    def _max_model_len(self) -> int | None:
+        limits = self._dispatcher.core.placer.limits(time.monotonic())
+        return limits.max_model_len if isinstance(limits, Limits) else None
 
     async def health(self, _request: Request) -> Response:
         return JSONResponse({"status": "ok"})

@@ -53,6 +53,20 @@ class NamedTool(_Strict):
     function: FunctionChoice
 
 
+class AllowedFunctions(_Strict):
+    """The tools that may be called, and whether one must be."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], Field(fail_fast=True, min_length=1, max_length=MAX_TOOLS)]
+
+
+class AllowedTools(_Strict):
+    """A choice of some of the tools."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedFunctions
+
+
 class CalledFunction(_Strict):
     """A function that the model called, with its arguments as text."""
 
@@ -97,7 +111,7 @@ class ChatMessage(_Strict):
         return "\n".join(part.text for part in self.content)
 
 
-ToolChoice = Literal["none", "auto", "required"] | NamedTool
+ToolChoice = Literal["none", "auto", "required"] | NamedTool | AllowedTools
 
 
 def check_messages(messages: Sequence[ChatMessage]) -> None:
@@ -119,7 +133,7 @@ def check_messages(messages: Sequence[ChatMessage]) -> None:
             raise _invalid(f"{field}.content", "is missing; only an assistant message with tool_calls may leave it out")
 
 
-def check_tools(tools: Sequence[Tool], choice: str | NamedTool | None) -> None:
+def check_tools(tools: Sequence[Tool], choice: ToolChoice | None) -> None:
     """Raise :class:`ApiError` 400 for tools of the same name, and for a choice that the tools don't allow."""
     names = [tool.function.name for tool in tools]
     for index, name in enumerate(names):
@@ -129,11 +143,27 @@ def check_tools(tools: Sequence[Tool], choice: str | NamedTool | None) -> None:
             )
     if choice == "required" and not tools:
         raise _invalid("tool_choice", "required needs tools, but the request has none")
-    if isinstance(choice, NamedTool) and choice.function.name not in names:
+    if isinstance(choice, NamedTool):
+        _check_chosen(choice, names, "tool_choice")
+    elif isinstance(choice, AllowedTools):
+        for index, each in enumerate(choice.allowed_tools.tools):
+            _check_chosen(each, names, f"tool_choice.allowed_tools.tools[{index}]")
+
+
+def _check_chosen(chosen: NamedTool, names: Sequence[str], field: str) -> None:
+    if chosen.function.name not in names:
         message = (
-            f"is {choice.function.name!r}, which is no tool of the request; its tools are: {', '.join(names) or 'none'}"
+            f"is {chosen.function.name!r}, which is no tool of the request; its tools are: {', '.join(names) or 'none'}"
         )
-        raise _invalid("tool_choice.function.name", message)
+        raise _invalid(f"{field}.function.name", message)
+
+
+def usable_tools(tools: Sequence[Tool], choice: ToolChoice | None) -> tuple[Sequence[Tool], ToolChoice | None]:
+    """Return the tools and the choice of a request without the tools that an :class:`AllowedTools` leaves out."""
+    if not isinstance(choice, AllowedTools):
+        return tools, choice
+    names = {each.function.name for each in choice.allowed_tools.tools}
+    return [tool for tool in tools if tool.function.name in names], choice.allowed_tools.mode
 
 
 def _invalid(param: str, message: str) -> ApiError:

@@ -21,6 +21,15 @@ _encoder = msgspec.json.Encoder()
 _MARK = "\ue000splitserve\ue000"  # a text that nothing else of a chunk is equal to
 
 DONE_EVENT = b"data: [DONE]\n\n"
+STREAM_START = {
+    "type": "http.response.start",
+    "status": 200,
+    "headers": [
+        (b"content-type", b"text/event-stream; charset=utf-8"),
+        (b"cache-control", b"no-cache"),
+        (b"x-accel-buffering", b"no"),
+    ],
+}
 
 
 async def send_json(send: Send, status: int, body: bytes, headers: Mapping[str, str] | None = None) -> None:

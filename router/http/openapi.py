@@ -161,11 +161,23 @@ def _of_chats(names: Sequence[str]) -> Json:
                 "object": {"const": "model"},
                 "created": _INTEGER,
                 "owned_by": _STRING,
+                "type": {"const": "model"},
+                "display_name": {"enum": list(names)},
+                "created_at": {"type": "string", "format": "date-time"},
                 "root": {"const": names[0]},
+                "max_model_len": {"anyOf": [_COUNT, {"type": "null"}]},
                 "sampling_defaults": {"type": "object", "additionalProperties": {"type": "number"}},
             }
         ),
-        "ModelList": _object({"object": {"const": "list"}, "data": {"type": "array", "items": _ref("Model")}}),
+        "ModelList": _object(
+            {
+                "object": {"const": "list"},
+                "data": {"type": "array", "items": _ref("Model")},
+                "has_more": {"const": False},
+                "first_id": {"const": names[0]},
+                "last_id": {"const": names[-1]},
+            }
+        ),
         "Usage": _object(usage | {"prompt_tokens_details": details}),
         "Completion": _answer("text_completion", names, choice | {"text": _STRING}),
         "ChatCompletion": _answer("chat.completion", names, chat_choice | {"message": message}),

@@ -11,7 +11,7 @@ from splitserve.router.http.api_error import MAX_PARAM_CHARS, ApiError
 from splitserve.router.http.bodies.shape import check_shape, check_values
 from splitserve.router.http.bodies.token_prompt import take_token_ids
 from splitserve.router.http.bodies.wording import describe_fault, field_path, shown
-from splitserve.router.http.chat_fields import check_messages, check_tools
+from splitserve.router.http.chat_fields import check_messages
 from splitserve.router.http.schema import (
     ChatCompletionRequest,
     GenerationRequest,
@@ -134,7 +134,7 @@ def _check_combinations(request: GenerationRequest) -> None:
             message = "max_tokens and max_completion_tokens differ: give one of them"
             raise ApiError(400, message, param="max_completion_tokens")
         check_messages(request.messages)
-        check_tools(request.tools or (), request.tool_choice)
+        request.settle_tools()
 
 
 def _check_scores(request: GenerationRequest) -> None:

@@ -13,7 +13,14 @@ from splitserve.protocol.messages.requests import MAX_CACHE_SALT_CHARS
 from splitserve.protocol.request import MAX_CHOICES
 from splitserve.protocol.token_ids import TokenIds
 from splitserve.protocol.wire_numbers import MAX_TOP_LOGPROBS
-from splitserve.router.http.chat_fields import MAX_TOOLS, ChatMessage, Tool, ToolChoice
+from splitserve.router.http.chat_fields import (
+    MAX_TOOLS,
+    ChatMessage,
+    Tool,
+    ToolChoice,
+    check_tools,
+    usable_tools,
+)
 from splitserve.router.http.sampling_fields import with_sampling_fields
 from splitserve.router.scores.wanted import WantedScores
 from splitserve.router.text.structured_output import ResponseFormat, StructuredOutputs
@@ -249,3 +256,11 @@ class ChatCompletionRequest(GenerationRequest):
         num_top = (self.top_logprobs or 0) if self.logprobs else None
         wanted = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
         return WantedScores(num_top, self.prompt_logprobs, hides_output=wanted == 0)
+
+    def settle_tools(self) -> None:
+        """Leave out the tools that the request's choice doesn't allow. Raises :class:`ApiError` 400 for tools and a
+        choice that don't go together."""
+        check_tools(self.tools or (), self.tool_choice)
+        if self.tools:
+            tools, self.tool_choice = usable_tools(self.tools, self.tool_choice)
+            self.tools = list(tools)

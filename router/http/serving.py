@@ -11,11 +11,12 @@ from splitserve.protocol.config import RequestClass
 from splitserve.router.http.access.api_key import tenant_of
 from splitserve.router.http.access.content_type import check_json
 from splitserve.router.http.access.request_id import reading_of, request_id_of, trace_of
-from splitserve.router.http.answers import GenerationResponse, Prompt
+from splitserve.router.http.answers import GenerationResponse
 from splitserve.router.http.api_error import ApiError, clipped
 from splitserve.router.http.bodies.reader import BodyReader
 from splitserve.router.http.formats import Format
 from splitserve.router.http.parsing import RequestModel
+from splitserve.router.http.prompt import Prompt
 from splitserve.router.http.schema import MAX_PRIORITY, MAX_SESSION_CHARS, GenerationRequest
 from splitserve.router.http.served_model import ServedModel
 from splitserve.router.placement.placer import Limits

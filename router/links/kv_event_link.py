@@ -19,13 +19,17 @@ log = logging.getLogger(__name__)
 MAX_QUEUED_BATCHES = 10_000
 MAX_BATCH_BYTES = 256 * 1024 * 1024  # a snapshot of 14 million blocks
 MAX_BLOCKS_PER_TURN = 1024
+SNAPSHOT_PATIENCE_SECONDS = 5.0
+"""Time after which a snapshot that was requested counts as lost: a queue between the two was full. It doubles with each
+request, since a large snapshot takes long."""
+MAX_SNAPSHOT_PATIENCE_SECONDS = 60.0
 
 
 class KVEventLink:
     """A subscription. ``on_batch`` takes each batch of the worker in its turn and returns its parts, which yield their
-    numbers of blocks, or None if an earlier batch is missing: the link then requests a snapshot. The parts are applied
-    in turns of the event loop, so that a large batch doesn't hold it up. Raises :class:`ConfigError` for an endpoint
-    that can't be dialled, or if no socket can be opened."""
+    numbers of blocks, or None if an earlier batch is missing: the link then requests a snapshot, until one arrives. The
+    parts are applied in turns of the event loop, so that a large batch doesn't hold it up. Raises :class:`ConfigError`
+    for an endpoint that can't be dialled, or if no socket can be opened."""
 
     def __init__(
         self,
@@ -47,6 +51,8 @@ class KVEventLink:
                 f"KV events at {info.kv_events_endpoint!r} can't be followed: {error.strerror}"
             ) from error
         self._socket = LoopSocket(socket, self._on_frames)
+        self._patience_seconds = SNAPSHOT_PATIENCE_SECONDS
+        self._next_request: asyncio.TimerHandle | None = self._request_later()  # unless a snapshot has come by then
 
     @staticmethod
     def _subscribed(
@@ -68,6 +74,7 @@ class KVEventLink:
     def close(self) -> None:
         if self._next_turn is not None:
             self._next_turn.cancel()
+        self._snapshot_is_here()
         self._socket.close()
 
     def _on_frames(self, frames: list[bytes]) -> None:
@@ -76,11 +83,36 @@ class KVEventLink:
         except msgspec.MsgspecError as error:
             log.warning("a batch of KV events of %s can't be read: %s", self._party, error)
             return
-        is_theirs = (batch.engine_id, batch.incarnation) == (self._party.engine_id, self._party.incarnation)
-        if is_theirs and len(self._batches) < MAX_QUEUED_BATCHES:  # the view notices those that are missing
-            self._batches.append(batch)
-            if self._next_turn is None:
-                self._apply()
+        if (batch.engine_id, batch.incarnation) != (self._party.engine_id, self._party.incarnation):
+            return
+        if len(self._batches) >= MAX_QUEUED_BATCHES:
+            self._batches.clear()  # the snapshot says what they say
+            self._request_snapshot()
+            return
+        if batch.is_snapshot:
+            self._snapshot_is_here()
+        self._batches.append(batch)
+        if self._next_turn is None:
+            self._apply()
+
+    def _snapshot_is_here(self) -> None:
+        if self._next_request is not None:
+            self._next_request.cancel()
+        self._next_request, self._patience_seconds = None, SNAPSHOT_PATIENCE_SECONDS
+
+    def _request_snapshot(self) -> None:
+        """Subscribe anew: the worker then sends a snapshot."""
+        self._socket.socket.unsubscribe(TOPIC)
+        self._socket.socket.subscribe(TOPIC)
+        self._socket.catch_up()
+        if self._next_request is not None:
+            self._next_request.cancel()
+        self._next_request = self._request_later()
+
+    def _request_later(self) -> asyncio.TimerHandle:
+        seconds = self._patience_seconds
+        self._patience_seconds = min(2 * seconds, MAX_SNAPSHOT_PATIENCE_SECONDS)
+        return self._loop.call_later(seconds, self._request_snapshot)
 
     def _apply(self) -> None:
         """Apply parts of the batches that have arrived, the rest in later turns of the loop."""
@@ -98,6 +130,5 @@ class KVEventLink:
     def _begin(self, batch: KVEventBatch) -> None:
         parts = self._on_batch(batch)
         if parts is None:
-            self._socket.socket.unsubscribe(TOPIC)  # the worker sends a snapshot on each new subscription
-            self._socket.socket.subscribe(TOPIC)
+            self._request_snapshot()
         self._parts = parts or iter(())

@@ -64,7 +64,7 @@ from splitserve.router.requests.operations.agreement import Agreement
 from splitserve.router.requests.operations.cache_reset import AGAIN
 from splitserve.router.requests.operations.pause import ABORTED, PAUSED, TELL
 from splitserve.router.requests.orphans import Orphans
-from splitserve.router.requests.queue.gate import Gate
+from splitserve.router.requests.queue.gate import TRY_MORE, Gate
 from splitserve.router.requests.queue.tenants import NO_TENANTS
 from splitserve.router.requests.queue.usage import TenantUsage
 from splitserve.router.requests.settlement import Settlement
@@ -331,6 +331,8 @@ class RouterCore:
             self.resets.on_timer()
         elif event.timer == REPORT:
             self._agreement.on_report_due(now)
+        elif event.timer == TRY_MORE:
+            self.gate.on_try_more(now, is_paused=self.pause.is_on)
         request = self.requests.get(request_id)
         if request is None:
             return
@@ -386,7 +388,8 @@ class RouterCore:
     def timers(self) -> set[Timer]:
         """Return the timers that must be pending."""
         found = {Timer(TimerKind.WAIT, newcomer_id) for newcomer_id, _ in self.waiting_room.in_line()}
-        of_all = ((TELL, self.pause.repeats), (AGAIN, self.resets.repeats), (REPORT, self.peers.is_reporting))
+        of_operators = ((TELL, self.pause.repeats), (AGAIN, self.resets.repeats))
+        of_all = (*of_operators, (REPORT, self.peers.is_reporting), (TRY_MORE, self.gate.is_trying))
         found |= {timer for timer, is_set in of_all if is_set}
         found |= {Timer(TimerKind.QUEUE, request.request_id) for request in self.gate.queue.requests()}
         for request in self.requests:

@@ -21,6 +21,7 @@ class TimerKind(StrEnum):
     DEADLINE = "deadline"  # of a request that has begun
     RETRY = "retry"  # searches again for a worker that can continue after a failed attempt
     QUEUE = "queue"  # ends the wait of a request for its turn
+    TRY = "try"  # tries further requests of the queue
     FREEZE = "freeze"  # tells workers again whether they are frozen
     CACHE_RESET = "cache_reset"  # resets the prefix caches again
     REPORT = "report"  # tells other routers the state of this one

@@ -12,8 +12,8 @@ from msgspec.structs import replace
 from splitserve.protocol.request import SamplingParams
 from splitserve.protocol.sampling_features import Constraint
 from splitserve.protocol.token_ids import TokenIds, highest
-from splitserve.router.http.answers import Prompt
-from splitserve.router.http.api_error import ApiError
+from splitserve.router.http.api_error import ApiError, of_prompt
+from splitserve.router.http.prompt import Prompt
 from splitserve.router.http.schema import ChatCompletionRequest, CompletionRequest, GenerationRequest
 from splitserve.router.output.catalog import ResponseFormat
 from splitserve.router.placement.placer import Limits
@@ -83,27 +83,41 @@ class Preparation:
     async def completion(self, request: CompletionRequest, limits: Limits, *, param: str = "prompt") -> list[Prompt]:
         """Return the prompts of a body, whose field ``param`` has them."""
         constraint = await self._constraints.of(request)
-        prompts = []
+        prompts: list[Prompt] = []
         num_chars = 0
-        for prompt in request.prompts():
+        given: Sequence[str | list[int] | TokenIds] = request.prompts()
+        for index, prompt in enumerate(given):
             if num_chars > MAX_INLINE_CHARS:  # many short prompts take as long as a long one
                 await asyncio.sleep(0)
             num_chars += len(prompt)
-            token_ids = await self._prompt_ids(prompt, limits, param)
-            room = _room(len(token_ids), limits.max_model_len, param)
-            max_tokens = _max_tokens(request.max_tokens, "max_tokens", len(token_ids), limits.max_model_len)
-            if max_tokens is None:
-                max_tokens = min(DEFAULT_COMPLETION_TOKENS, room)
-            prompts += self._choices(
-                request,
-                token_ids,
-                max_tokens,
-                limits.vocab_size,
-                constraint=constraint,
-                text=prompt if isinstance(prompt, str) else None,
-            )
+            try:
+                prompts += await self._choices_of(request, prompt, limits, constraint, param)
+            except ApiError as error:
+                is_own = error.param in (param, "max_tokens")  # else it is the same for all prompts
+                raise of_prompt(error, index, len(given)) if is_own else error from None
         _check_num_scores(request, prompts)
         return prompts
+
+    async def _choices_of(
+        self,
+        request: CompletionRequest,
+        prompt: str | list[int] | TokenIds,
+        limits: Limits,
+        constraint: Constraint | None,
+        param: str,
+    ) -> list[Prompt]:
+        """Return the choices of one prompt."""
+        token_ids = await self._prompt_ids(prompt, limits, param)
+        room = _room(len(token_ids), limits.max_model_len, param)
+        max_tokens = _max_tokens(request.max_tokens, "max_tokens", len(token_ids), limits.max_model_len)
+        return self._choices(
+            request,
+            token_ids,
+            min(DEFAULT_COMPLETION_TOKENS, room) if max_tokens is None else max_tokens,
+            limits.vocab_size,
+            constraint=constraint,
+            text=prompt if isinstance(prompt, str) else None,
+        )
 
     async def chat(self, request: ChatCompletionRequest, limits: Limits) -> list[Prompt]:
         form = ChatForm(self._response_format, self._renderer.variables)
@@ -276,8 +290,11 @@ def _drawing(request: GenerationRequest) -> dict[str, Any]:
 
 def check_not_empty(request: CompletionRequest) -> None:
     """Raise :class:`ApiError` 400 if any prompt has neither text nor tokens."""
-    if not request.prompt or not all(request.prompts()):
-        raise ApiError(400, "prompt is empty: give at least one token", param="prompt", code="empty_prompt")
+    prompts: Sequence[str | list[int] | TokenIds] = request.prompts() if request.prompt else [""]
+    for index, prompt in enumerate(prompts):
+        if not prompt:
+            error = ApiError(400, "prompt is empty: give at least one token", param="prompt", code="empty_prompt")
+            raise of_prompt(error, index, len(prompts))
 
 
 def check_vocabulary(token_ids: list[int] | TokenIds, vocab_size: int, param: str) -> None:

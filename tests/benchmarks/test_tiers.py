@@ -4,9 +4,11 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from lmcache_server import python_with_lmcache
 from splitserve.benchmarks.kv import tier_copies, tier_soak, tiers
+from splitserve.common.errors import ConfigError
 
 
 def test_whole_bench(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -72,3 +74,9 @@ def test_copies(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert [(row["block_kib"], row["blocks"]) for row in results] == [(64, 128), (512, 16)]
     assert all(row["up_gb_per_s"] > 0 and row["both_ratio"] > 0 for row in results)
     assert "both_ratio" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_copies_of_a_gpu_need_one() -> None:
+    with pytest.raises(ConfigError, match="there is no CUDA device here"):
+        tier_copies.main(["--device", "cuda"])

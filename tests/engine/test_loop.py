@@ -2,7 +2,9 @@
 
 import logging
 import threading
+import time
 from array import array
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -14,12 +16,15 @@ from splitserve.benchmarks.engine.paced_worker import build_loop
 from splitserve.common.errors import DeviceLostError
 from splitserve.engine.effects import StartRead
 from splitserve.engine.loop import WorkerLoop
+from splitserve.engine.steps.executor import StepExecutor
+from splitserve.engine.steps.step_fit import MIN_FITTED_STEPS, StepFit
 from splitserve.protocol.handover.reads import ReadCommand
 from splitserve.protocol.messages.envelope import Body, Envelope
 from splitserve.protocol.messages.membership import Heartbeat, Leave
 from splitserve.protocol.messages.requests import FailureCode, LocalRequest, StepTokens
+from splitserve.protocol.placement.step_model import StepModel, StepWork
 from splitserve.protocol.request import Party, RequestKey, SamplingParams
-from splitserve.protocol.step import UNKNOWN_TOKEN
+from splitserve.protocol.step import UNKNOWN_TOKEN, Draw, StepOutput, StepPlan
 from splitserve.protocol.wire import encode
 from waiting import PATIENCE_SECONDS, wait_until
 
@@ -36,10 +41,38 @@ def test_every_token_comes_once_and_the_device_gets_its_next_step_in_time() -> N
     assert run.error is None
 
 
+class QuickRunner:
+    """Steps that take no time."""
+
+    def run(self, plan: StepPlan) -> StepOutput:
+        return StepOutput([None if chunk.sample is None else Draw((7,)) for chunk in plan.chunks])
+
+
+def test_the_loops_time_between_steps_counts_where_they_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Predictions by the fitted model, and plans by a calibration, would else be too quick."""
+    loop_seconds = 0.004
+    with running(FaultyRunner()) as run:
+        loop, commit_step = run.loop, run.loop._core.commit_step
+
+        def commit_slowly(outcome: StepOutput, now: float) -> None:
+            time.sleep(loop_seconds)
+            commit_step(outcome, now)
+
+        monkeypatch.setattr(loop._core, "commit_step", commit_slowly)
+        monkeypatch.setattr(loop, "_step_fit", StepFit(StepModel(1e-3, 1e-4, 1e-7, 1e-6, 1e-9)))
+        executor = StepExecutor(QuickRunner(), loop._io.waker.wake)
+        loop._io.executor.close(1.0)
+        monkeypatch.setattr(loop, "_io", replace(loop._io, executor=executor))
+        run.submit("r", max_tokens=2 * MIN_FITTED_STEPS)
+        assert run.tokens_of("r") == [7] * (2 * MIN_FITTED_STEPS)
+        assert loop._step_fit.model.num_steps >= MIN_FITTED_STEPS
+        assert loop._step_fit.model.seconds(StepWork(1, 40)) > 0.9 * loop_seconds
+
+
 def test_a_launch_is_put_off_for_a_sequence_whose_kv_is_landing() -> None:
     plans, launched, may_wait = iter("abc"), [], [True, False]
     core = SimpleNamespace(is_landing=True, plan_step=lambda _now: next(plans))
-    executor = SimpleNamespace(has_room=True, put_off=lambda: may_wait.pop(0))
+    executor = SimpleNamespace(has_room=True, is_idle=True, put_off=lambda: may_wait.pop(0))
 
     def launch(plan: str) -> None:
         launched.append(plan)
@@ -47,7 +80,7 @@ def test_a_launch_is_put_off_for_a_sequence_whose_kv_is_landing() -> None:
 
     executor.launch = launch
     loop = object.__new__(WorkerLoop)
-    loop._error, loop._core, loop._io = None, core, SimpleNamespace(executor=executor)  # type: ignore[assignment]
+    loop._step_end, loop._error, loop._core, loop._io = None, None, core, SimpleNamespace(executor=executor)  # type: ignore[assignment]
     loop._launch(0.0)
     assert launched == [], "a moment later the sequence may be there"
     loop._launch(0.0)

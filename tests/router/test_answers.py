@@ -2,15 +2,17 @@
 
 import asyncio
 from array import array
+from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from splitserve.protocol.request import SamplingParams
-from splitserve.router.http.answers import GenerationResponse, Prompt
+from splitserve.router.http.answers import GenerationResponse
 from splitserve.router.http.api_error import ApiError
 from splitserve.router.http.formats import CompletionFormat
+from splitserve.router.http.prompt import Prompt
 from splitserve.router.requests.state import Failure, FailureReason, Update
 from splitserve.router.text.choice import Choice
 
@@ -31,7 +33,13 @@ class Letters:
 
 
 async def answered(
-    stream: bool, updates: list[tuple[int, Update]], num_prompts: int = 1, *, refused: int | None = None
+    stream: bool,
+    updates: list[tuple[int, Update]],
+    num_prompts: int = 1,
+    *,
+    refused: int | None = None,
+    cancel: Callable[[Any], None] = lambda _: None,
+    on_sent: Callable[[Any], Awaitable[None]] | None = None,
 ) -> bytes:
     """Return the answer to prompts with the stop string ".", whose updates are all there at once. The prompt
     ``refused`` is refused a while after those before it have begun."""
@@ -46,7 +54,10 @@ async def answered(
 
     protocol = SimpleNamespace(stream_keep_alive_seconds=0)
     dispatcher: Any = SimpleNamespace(
-        finish_at_stop_string=lambda _: None, config=SimpleNamespace(protocol=protocol), submit_in_time=submit
+        finish_at_stop_string=lambda _: None,
+        config=SimpleNamespace(protocol=protocol),
+        submit_in_time=submit,
+        cancel=cancel,
     )
     prompts = [
         Prompt(array("i", [1]), SamplingParams(max_tokens=9), Choice(Letters(), ["."]))  # type: ignore[arg-type]
@@ -59,6 +70,8 @@ async def answered(
 
     async def send(message: Any) -> None:
         sent.append(message)
+        if on_sent is not None:
+            await on_sent(message)
 
     await (response._send_stream(send) if stream else response._send_whole(send))
     return b"".join(message.get("body", b"") for message in sent)
@@ -94,9 +107,10 @@ BEGIN = (0, Update(array("i", [0])))
 def test_the_refusal_of_a_later_prompt_ends_the_answer(updates: list[tuple[int, Update]]) -> None:
     with pytest.raises(ApiError) as raised:
         asyncio.run(answered(False, updates, 3, refused=1))
-    assert raised.value.status == 429
+    assert (raised.value.status, raised.value.message) == (429, "prompt[1]: there is no room")
     body = asyncio.run(answered(True, updates, 3, refused=1))
-    assert b'"text":"a"' in body and body.count(b"there is no room") == 1 and body.endswith(b"data: [DONE]\n\n")
+    assert b'"text":"a"' in body and body.count(b"prompt[1]: there is no room") == 1
+    assert body.endswith(b"data: [DONE]\n\n")
 
 
 def test_a_stream_that_has_not_begun_is_refused_with_a_status() -> None:
@@ -109,3 +123,23 @@ def test_updates_of_a_prompt_wait_until_its_submission_is_known() -> None:
     updates = [(1, Update(array("i", [0]))), (1, Update(array("i", [1, 2]))), (0, Update(array("i", [2])))]
     body = asyncio.run(answered(False, updates, 2))
     assert b'"text":"ab"' in body and body.count(b'"finish_reason":"stop"') == 2
+
+
+def test_the_refusal_of_a_later_prompt_cancels_the_others_before_the_client_reads_what_it_was_sent() -> None:
+    async def refused_while_the_client_does_not_read() -> list[str]:
+        order: list[str] = []
+        cancelled = asyncio.Event()
+
+        def cancel(_: Any) -> None:
+            order.append("cancelled")
+            cancelled.set()
+
+        async def read(message: Any) -> None:
+            if b'"text":"a"' in message.get("body", b""):
+                await cancelled.wait()
+                order.append("read")
+
+        await answered(True, [BEGIN], 2, refused=1, cancel=cancel, on_sent=read)
+        return order[:2]
+
+    assert asyncio.run(asyncio.wait_for(refused_while_the_client_does_not_read(), 5.0)) == ["cancelled", "read"]

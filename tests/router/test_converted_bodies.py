@@ -244,6 +244,15 @@ OBJECT = {"type": "json_object"}
             "tool_choice.name",
             "tool_choice.name is 'g'",
         ),
+        (
+            RESPONSES,
+            {
+                "tools": [RESPONSE_TOOL],
+                "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "g"}]},
+            },
+            "tool_choice.tools[0].name",
+            "tool_choice.tools[0].name is 'g'",
+        ),
         (RESPONSES, {"tool_choice": "required"}, "tool_choice", "tool_choice required needs tools"),
         (RESPONSES, {"text": {"format": FORMAT}}, "text.format.schema", "text.format.schema can't be used"),
         (

@@ -21,6 +21,7 @@ from splitserve.protocol.kv_event_batch import KVEvent
 from splitserve.protocol.messages.membership import Register, WorkerInfo
 from splitserve.protocol.request import Party, Role
 from splitserve.protocol.wire import MAX_MESSAGE_BYTES
+from splitserve.router.links import kv_event_link
 from splitserve.router.links.kv_event_link import MAX_BLOCKS_PER_TURN, KVEventLink
 from splitserve.router.placement.prefix_view import PrefixView
 
@@ -105,6 +106,36 @@ def test_events_behind_a_large_batch_are_applied_after_it() -> None:
             await setup.sizes_until(len(HASHES) - 200)
             events.stored("device", HASHES[:10])
             await setup.sizes_until(len(HASHES) - 190)
+
+    asyncio.run(run())
+
+
+def test_a_lost_snapshot_is_requested_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_event_link, "SNAPSHOT_PATIENCE_SECONDS", 0.05)
+
+    async def run() -> None:
+        async with subscribed(HASHES[:3]) as setup, asyncio.timeout(PATIENCE_SECONDS):
+            while not setup.publisher._has_new_subscriber():  # and its snapshot is lost
+                await asyncio.sleep(0.01)
+            await setup.sizes_until(3)
+
+    asyncio.run(run())
+
+
+def test_a_full_queue_of_batches_ends_with_what_the_worker_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last batches are among those that there was no room for, and the worker sends no others after them."""
+    monkeypatch.setattr(kv_event_link, "MAX_QUEUED_BATCHES", 4)
+
+    async def run() -> None:
+        async with subscribed([]) as setup:
+            await setup.sizes_until(0)
+            events, setup.blocks.hashes = setup.blocks.tiers.events, HASHES[100:]
+            events.stored("device", HASHES)  # takes many turns
+            setup.publisher.publish(setup.blocks, 0.0)  # type: ignore[arg-type]
+            for each in HASHES[:100]:
+                events.evicted("device", [each])
+                setup.publisher.publish(setup.blocks, 0.0)  # type: ignore[arg-type]
+            await setup.sizes_until(len(HASHES) - 100)
 
     asyncio.run(run())
 

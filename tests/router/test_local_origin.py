@@ -119,7 +119,8 @@ def test_bodies_of_other_types_are_refused(start: Start, path: str, kind: str, s
 
 def test_a_compressed_body_is_refused_as_such(start: Start) -> None:
     headers = {"Content-Type": "application/json"}
-    for coding, expected in (("gzip", 415), ("Identity", 400)):
+    plain = ("Identity", "", " identity , identity")
+    for coding, expected in (("gzip", 415), ("identity, gzip", 415), *((each, 400) for each in plain)):
         status, _, answer = start().request("POST", "/v1/completions", b"{}", **headers, **{"Content-Encoding": coding})
         assert status == expected and ("send it uncompressed" in answer["error"]["message"]) == (expected == 415)
 

@@ -12,8 +12,9 @@ import pytest
 
 from live_router import PROMPT, LiveRouter
 from splitserve.protocol.request import SamplingParams
-from splitserve.router.http.answers import GenerationResponse, Prompt
+from splitserve.router.http.answers import GenerationResponse
 from splitserve.router.http.formats import CompletionFormat
+from splitserve.router.http.prompt import Prompt
 from splitserve.router.text.choice import Choice
 from splitserve.router.text.tokens.byte_level import ByteLevelDetokenizer, TokenTable
 

@@ -14,9 +14,19 @@ from splitserve.router.http.api_error import ApiError
 from splitserve.router.peers import peers
 from splitserve.router.placement.policies import NoWorker, Placed
 from splitserve.router.requests.active_request import ActiveRequest
-from splitserve.router.requests.events import Cancel, FromRouter, MeetRouters, Timer, TimerFired, TimerKind
+from splitserve.router.requests.events import (
+    Cancel,
+    FromRouter,
+    MeetRouters,
+    PauseMode,
+    PauseRequests,
+    ResumeRequests,
+    Timer,
+    TimerFired,
+    TimerKind,
+)
 from splitserve.router.requests.queue.fair_queue import BeginRate
-from splitserve.router.requests.queue.gate import TRIES_OF_TENANT
+from splitserve.router.requests.queue.gate import MORE_TRIES, TRIES_OF_TENANT, TRY_MORE
 from splitserve.router.requests.queue.tenants import Tenant
 from splitserve.router.requests.queue.usage import TenantUsage
 
@@ -80,7 +90,60 @@ def test_only_a_few_of_those_who_wait_for_a_worker_are_tried_at_others(monkeypat
 
     monkeypatch.setattr(full.core.placer, "first", first)
     full.handle(Cancel("elsewhere"))
-    assert tried == {f"long{number}": 1 for number in range(TRIES_OF_TENANT)}
+    assert tried == {f"long{number}": 1 for number in range(TRIES_OF_TENANT + MORE_TRIES)}
+
+
+@pytest.mark.parametrize("num_long", [TRIES_OF_TENANT, 30])
+def test_an_idle_worker_gets_a_request_that_waits_behind_many_for_another_worker(num_long: int) -> None:
+    full = FullWorker()
+    full.join(OTHER, max_model_len=4_000)
+    full.submit("runs", "batch", num_tokens=9_000)
+    full.submit("elsewhere", "batch")
+    for number in range(num_long):
+        full.submit(f"long{number}", "batch", num_tokens=9_000)
+    for number in range(3):
+        full.submit(f"short{number}", "batch")
+    full.finish("elsewhere")
+    num_turns = full.try_more()
+    assert full.begun == ["runs", "elsewhere", "short0"] and not full.core.timers() & {TRY_MORE}
+    assert num_turns <= num_long / MORE_TRIES + 1
+    full.finish("short0")
+    full.try_more()
+    assert full.begun[3:] == ["short1"], "the next one, though its turn had been the last"
+    for number in range(num_long):
+        full.handle(Cancel(f"long{number}"))
+    full.finish("short1")
+    full.finish("runs")
+    full.try_more()
+    assert full.begun[4:] == ["short2"] and not full.core.timers() & {TRY_MORE}
+
+
+def test_nothing_more_is_tried_while_no_worker_that_decodes_has_room() -> None:
+    full = FullWorker()
+    full.join(Party("p0", 1), role=Role.PREFILL, slots=8)
+    full.submit("runs", "batch")
+    for number in range(20):
+        full.submit(f"waits{number}", "batch")
+    full.handle(Cancel("waits3"))
+    assert full.try_more() == 0 and full.begun == ["runs"]
+
+
+def test_a_pause_ends_the_search_for_a_request_that_may_begin_and_its_end_begins_it_anew() -> None:
+    full = FullWorker()
+    full.join(OTHER, max_model_len=4_000)
+    full.submit("runs", "batch", num_tokens=9_000)
+    full.submit("elsewhere", "batch")
+    for number in range(30):
+        full.submit(f"long{number}", "batch", num_tokens=9_000)
+    full.submit("short", "batch")
+    full.finish("elsewhere")
+    assert TRY_MORE in full.core.timers()
+    full.handle(PauseRequests(PauseMode.WAIT))
+    full.try_more()
+    assert full.begun == ["runs", "elsewhere"]
+    full.handle(ResumeRequests())
+    full.try_more()
+    assert full.begun == ["runs", "elsewhere", "short"]
 
 
 def test_requests_that_begin_behind_one_that_waits_for_long_leave_nothing_in_the_queue() -> None:
@@ -94,7 +157,7 @@ def test_requests_that_begin_behind_one_that_waits_for_long_leave_nothing_in_the
         full.finish(request_id)
     assert queued(full) == ["long"] and full.begun[-1] == "short19"
     (lane,) = (lane for lanes in full.core.gate.queue._lanes.values() for lane in lanes.values())
-    assert len(lane.heap) == 1
+    assert len(lane.waiting) == 1
 
 
 def test_requests_keep_their_places_while_no_worker_decodes() -> None:

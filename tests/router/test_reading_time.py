@@ -11,8 +11,9 @@ from live_router import PROMPT, LiveRouter, until
 from splitserve.protocol.messages.requests import StepTokens, TokenDelta
 from splitserve.protocol.request import FinishReason, SamplingParams
 from splitserve.router.http import answers
-from splitserve.router.http.answers import GenerationResponse, Prompt
+from splitserve.router.http.answers import GenerationResponse
 from splitserve.router.http.formats import CompletionFormat
+from splitserve.router.http.prompt import Prompt
 from splitserve.router.requests.events import PauseMode
 from splitserve.router.text.choice import Choice
 from splitserve.router.text.tokens.byte_level import ByteLevelDetokenizer, TokenTable

@@ -108,6 +108,17 @@ def test_a_first_burst_is_judged_by_what_workers_are_predicted_to_do() -> None:
     assert "r14" not in full.refused and "r59" in full.refused, "twice the objective is two seconds"
 
 
+def test_a_short_request_is_not_refused_for_the_few_long_ones_before_it() -> None:
+    """Tokens of a short prompt take eight times as long as those of a long one: a step costs as much by itself."""
+    full = FullWorker()
+    model = StepModel(base=5e-3, per_token=2e-5, num_steps=1000)
+    full.membership.heartbeat(WORKER, WorkerLoad(), full.now, step_model=model)
+    for number in range(4):
+        full.submit(f"long{number}", num_tokens=6000, max_tokens=1)
+    full.submit("short", num_tokens=30, max_tokens=1)
+    assert 0.3 < (full.requests["short"].predicted_ttft_seconds or 0.0) < 0.8, "those before it take 0.1 s each"
+
+
 def test_waits_in_short_queues_are_predicted() -> None:
     seconds, chance = 0.05, random.Random(3)  # of each request, on the one worker
     full = FullWorker()

@@ -2,6 +2,7 @@
 
 import json
 
+import anthropic
 import openai
 import pytest
 
@@ -56,7 +57,14 @@ def test_the_checkpoints_sampling_defaults_apply_where_the_request_sets_none(rou
 def test_the_defaults_are_shown_with_the_model(router):
     _, _, card = router.request("GET", "/v1/models/small")
     assert card["sampling_defaults"] == {"temperature": 0.25, "top_k": 7, "repetition_penalty": 1.5}
-    assert (card["id"], card["root"]) == ("small", "tiny")
+    assert (card["id"], card["root"], card["max_model_len"]) == ("small", "tiny", 256)
+
+
+def test_the_context_length_is_not_known_without_workers(tmp_path):
+    write_model_dir(tmp_path / "tiny")
+    with served_router(tmp_path / "tiny") as (process, _):
+        [card] = process.request("GET", "/v1/models")[2]["data"]
+        assert card["max_model_len"] is None
 
 
 def test_the_model_has_all_its_ids_and_may_be_left_out(router):
@@ -67,6 +75,20 @@ def test_the_model_has_all_its_ids_and_may_be_left_out(router):
     assert router.request("POST", "/v1/completions", {"prompt": "a", "max_tokens": 1})[2]["model"] == "tiny"
     status, _, answer = router.request("POST", "/v1/completions", {"prompt": "a", "model": "huge"})
     assert status == 404 and "'tiny', 'small'" in answer["error"]["message"]
+
+
+def test_anthropics_client_lists_the_model(router):
+    with anthropic.Anthropic(base_url=router.url, api_key="none", max_retries=0) as client:
+        page = client.models.list()
+        assert [(model.id, model.display_name, model.type) for model in page] == [
+            ("tiny", "tiny", "model"),
+            ("small", "small", "model"),
+        ]
+        assert (page.has_more, page.first_id, page.last_id) == (False, "tiny", "small")
+        model = client.models.retrieve("small")
+        assert model.created_at.timestamp() == model.created and (model.type, model.display_name) == ("model", "small")
+        with pytest.raises(anthropic.NotFoundError, match="the model 'huge' does not exist"):
+            client.models.retrieve("huge")
 
 
 def test_the_chat_template_of_the_option_replaces_the_models(router, worker):

@@ -157,6 +157,29 @@ def test_calls_are_forced_by_a_grammar_and_answers_have_theirs_after_the_reasoni
     assert writer.grammars[-1] and "@answer" not in writer.grammars[-1]
 
 
+def allowed(mode, *names):
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
+def test_tools_that_the_choice_does_not_allow_are_left_out(client, writer):
+    ask(client, tool_choice=allowed("required", "get-time"))
+    assert "get_weather" not in writer.grammars[-1] and "get-time" in writer.grammars[-1]
+    of_one, of_all = (
+        ask(client, **fields).usage.prompt_tokens
+        for fields in ({"tool_choice": allowed("auto", "get-time")}, {"tool_choice": "auto"})
+    )
+    assert of_one == ask(client, tools=TOOLS[1:]).usage.prompt_tokens < of_all
+    with pytest.raises(openai.BadRequestError, match="'huge', which is no tool of the request") as caught:
+        ask(client, tool_choice=allowed("auto", "get-time", "huge"))
+    assert caught.value.param == "tool_choice.allowed_tools.tools[1].function.name"
+    tools = [{"type": "function", **tool["function"]} for tool in TOOLS]
+    choice = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "get-time"}]}
+    response = client.responses.create(model="tiny", input="Weather?", tools=tools, tool_choice=choice)
+    assert "get_weather" not in writer.grammars[-1] and "get-time" in writer.grammars[-1]
+    assert response.tool_choice.model_dump() == choice and len(response.tools) == len(TOOLS)
+
+
 @pytest.mark.parametrize(
     ("schema", "words"),
     [

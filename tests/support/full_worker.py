@@ -13,7 +13,16 @@ from splitserve.router.placement.prefix_view import PrefixView
 from splitserve.router.requests.active_request import ActiveRequest, RequestContext
 from splitserve.router.requests.core import RouterCore
 from splitserve.router.requests.effects import Begun, Effect, Refuse
-from splitserve.router.requests.events import Event, FromWorker, Submit, TenantsChanged, WorkerLost, WorkerReady
+from splitserve.router.requests.events import (
+    Event,
+    FromWorker,
+    Submit,
+    TenantsChanged,
+    TimerFired,
+    WorkerLost,
+    WorkerReady,
+)
+from splitserve.router.requests.queue.gate import TRY_MORE, TURN_SECONDS
 from splitserve.router.requests.queue.tenants import Tenant, Tenants
 
 WORKER = Party("m0", 1)
@@ -79,6 +88,15 @@ class FullWorker:
         assert state.placement is not None
         delta = TokenDelta(state.key, len(state.delivered_ids), [7], finish_reason=finish_reason)
         self.handle(FromWorker(state.placement.parties[-1], StepTokens([delta])))
+
+    def try_more(self) -> int:
+        """Let the queue take its further turns; return their number."""
+        num_turns = 0
+        while TRY_MORE in self.core.timers():
+            self.now += TURN_SECONDS
+            self.handle(TimerFired(TRY_MORE))
+            num_turns += 1
+        return num_turns
 
     def finish_all(self, seconds: float = 0.0) -> list[str]:
         """Finish what runs, one after the other, until nothing waits; return the order."""

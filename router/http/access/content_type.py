@@ -13,9 +13,9 @@ _MAX_CHARACTERS = 100  # the rest is neither parsed nor shown
 
 def check_json(request: Request) -> None:
     """Raise :class:`ApiError` 415 unless the request says that its body is JSON in UTF-8, and not compressed."""
-    coding = request.headers.get("content-encoding", _PLAIN)
-    if coding.lower() != _PLAIN:
-        what = f"the body's Content-Encoding is {coding[:_MAX_CHARACTERS]!r}"
+    codings = ", ".join(request.headers.getlist("content-encoding"))
+    if codings and {each.strip(" \t").lower() for each in codings.split(",")} - {"", _PLAIN}:
+        what = f"the body's Content-Encoding is {codings[:_MAX_CHARACTERS]!r}"
         raise ApiError(415, f"{what}; send it uncompressed, without that header", code="unsupported_media_type")
     given = request.headers.getlist("content-type")
     if given == [_JSON]:

@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from splitserve.router.http.api_error import ApiError
-from splitserve.router.http.chat_fields import MAX_CALLS, check_tools
+from splitserve.router.http.chat_fields import MAX_CALLS
 from splitserve.router.http.schema import MAX_MESSAGES, ChatCompletionRequest, GenerationRequest, Off, One
 
 _NOT_SHARED = frozenset({"max_tokens", "metadata", "stream_options"})
@@ -69,7 +69,7 @@ class ConvertedRequest(GenerationRequest):
             if name not in _NOT_SHARED and getattr(self, name) is not None
         }
         chat = ChatCompletionRequest(messages=list(messages), **{**shared, **fields})  # type: ignore[arg-type]
-        check_tools(chat.tools or (), chat.tool_choice)
+        chat.settle_tools()
         return chat
 
     def names(self) -> dict[str, str]:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
+from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -13,7 +14,7 @@ from splitserve.protocol.request import FinishReason
 from splitserve.router.http.access.request_id import arrival_of, request_id_of
 from splitserve.router.http.api_error import ApiError
 from splitserve.router.http.endpoints.items import Run, RunClosed, RunGrew, RunOpened, Runs, Step
-from splitserve.router.http.endpoints.responses_body import FlatChoice, ResponsesRequest
+from splitserve.router.http.endpoints.responses_body import ResponsesRequest
 from splitserve.router.http.formats import CutCalls, Format, Usage
 from splitserve.router.http.serving import Serving
 from splitserve.router.output.parts import PartKind
@@ -218,7 +219,7 @@ def _echo(body: ResponsesRequest) -> dict[str, Any]:
         "reasoning": None if body.reasoning is None else body.reasoning.model_dump(include={"effort", "summary"}),
         "store": False,
         "text": {"format": {"type": "text"} if text is None else text.model_dump(by_alias=True, exclude_none=True)},
-        "tool_choice": choice.model_dump() if isinstance(choice, FlatChoice) else choice or "auto",
+        "tool_choice": choice.model_dump() if isinstance(choice, BaseModel) else choice or "auto",
         "tools": tools,
         "truncation": "disabled",
         "usage": None,

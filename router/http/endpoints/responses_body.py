@@ -77,6 +77,25 @@ class FlatChoice(_Strict):
     type: Literal["function"]
     name: FunctionName
 
+    def nested(self) -> dict[str, Any]:
+        """Return the choice in the form of chats."""
+        return {"type": self.type, "function": {"name": self.name}}
+
+
+class FlatAllowed(_Strict):
+    """The tools that may be called, and whether one must be."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[FlatChoice], Field(fail_fast=True, min_length=1, max_length=MAX_TOOLS)]
+
+    def nested(self) -> dict[str, Any]:
+        """Return the choice in the form of chats."""
+        return {
+            "type": self.type,
+            "allowed_tools": {"mode": self.mode, "tools": [each.nested() for each in self.tools]},
+        }
+
 
 class ReasoningWish(_Strict):
     """The wanted effort of reasoning. Reasoning is answered as it is, without summaries."""
@@ -114,7 +133,7 @@ class ResponsesRequest(ConvertedRequest):
     instructions: str | None = None
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
     tools: Annotated[list[FlatTool], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | FlatChoice | None = None
+    tool_choice: Literal["none", "auto", "required"] | FlatChoice | FlatAllowed | None = None
     parallel_tool_calls: bool | None = None
     reasoning: ReasoningWish | None = None
     text: TextWish | None = None
@@ -124,6 +143,7 @@ class ResponsesRequest(ConvertedRequest):
     def names(self) -> dict[str, str]:
         """See :class:`ConvertedRequest`."""
         names = super().names() | {r"^messages\b": "input"}
+        names[r"^tool_choice\.allowed_tools\.tools(\[\d+\])\.function\b"] = r"tool_choice.tools\1"
         if self.max_tokens is None:
             names[r"\bmax_tokens\b"] = "max_output_tokens"
         if self.response_format is None and self.text is not None and self.text.format is not None:
@@ -155,8 +175,8 @@ class ResponsesRequest(ConvertedRequest):
                 {"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_none=True)}
                 for tool in self.tools
             ]
-        if isinstance(self.tool_choice, FlatChoice):
-            fields["tool_choice"] = {"type": "function", "function": {"name": self.tool_choice.name}}
+        if isinstance(self.tool_choice, FlatChoice | FlatAllowed):
+            fields["tool_choice"] = self.tool_choice.nested()
         elif self.tool_choice is not None:
             fields["tool_choice"] = self.tool_choice
         if self.parallel_tool_calls is not None:

@@ -7,7 +7,7 @@ counts the bytes that it feeds to the parser, and records since when each connec
   trailers by as many bytes.
 - A request that is answered before its end may take as long to end as a body may take. A client that doesn't read while
   an answer fills the buffers, or reads less than 16 KiB/s, may do so for once or twice as long as a connection may be
-  idle. Then the connection is closed.
+  idle, and for 8 s at least. Then the connection is closed.
 - Beyond the maximum number of connections, the one that has been without a complete request for longest is closed in
   favour of a new one; if all are being served, the new one gets 503. It is accepted for that answer: a listener that
   stops accepting leaves clients and health checks in its backlog until one of the connections ends.
@@ -15,12 +15,9 @@ counts the bytes that it feeds to the parser, and records since when each connec
 
 import asyncio
 import enum
-import fcntl
 import logging
 import resource
-import termios
 import time
-from array import array
 from typing import Any
 
 import httptools
@@ -36,6 +33,7 @@ from splitserve.router.http.api_error import ApiError
 from splitserve.router.http.bodies.reader import BODY_SECONDS
 from splitserve.router.http.sockets.answer_writers import JoinedHead, Unchunked
 from splitserve.router.http.sockets.plain_head import plain_head
+from splitserve.router.http.sockets.reading import Progress, arrived_bytes, measured_seconds, unread_bytes
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +41,6 @@ _SHARE_OF_DESCRIPTORS = 0.5
 """The other descriptors are for workers (about six each: membership, link, its monitor, KV events), log files etc."""
 _MIN_CONNECTIONS = 8192
 _LOG_INTERVAL_SECONDS = 1.0
-_MIN_READ_RATE = 1 << 14  # bytes per second: a client that reads an answer faster may take its time
 
 
 class Connections:
@@ -139,7 +136,7 @@ class BoundedHttp(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        if _num_bytes_there(transport):
+        if arrived_bytes(transport):
             self._sent_by = time.monotonic()
         if self._shared.has_room(len(self.connections)):
             self._shared.incomplete[self] = None
@@ -165,10 +162,12 @@ class BoundedHttp(HttpToolsProtocol):
         self.transport.abort()
 
     def timeout_keep_alive_handler(self) -> None:
+        if self._unread_timer is None and not self.transport.get_write_buffer_size():
+            self.transport.abort()  # the kernel has the whole answer: it waits for the client by itself
+            return
         if self._unread_timer is None:
-            self.transport.abort()  # closing would wait for the client, which hasn't read its answer in all that time
-        else:
-            self._start_keep_alive()  # the client is still reading
+            self._start_unread_timer()
+        self._start_keep_alive()  # the client is still reading
 
     def _start_keep_alive(self) -> None:
         self._unset_keepalive_if_required()
@@ -294,17 +293,21 @@ class BoundedHttp(HttpToolsProtocol):
         self._start_unread_timer()
 
     def _start_unread_timer(self) -> None:
-        size = self.transport.get_write_buffer_size()
-        self._unread_timer = self.loop.call_later(self._limits.keep_alive_seconds, self._on_unread, size)
+        self._measure(Progress(unread_bytes(self.transport), self.loop.time()))
 
-    def _on_unread(self, size: int) -> None:
-        """Close the connection if its client reads too slowly. ``size``: bytes to write at the start; those that the
-        kernel has taken since count as read."""
-        num_read = size - self.transport.get_write_buffer_size()
-        if num_read < _MIN_READ_RATE * self._limits.keep_alive_seconds:
+    def _measure(self, progress: Progress) -> None:
+        seconds = measured_seconds(self._limits.keep_alive_seconds)
+        self._unread_timer = self.loop.call_later(seconds, self._on_unread, progress)
+
+    def _on_unread(self, progress: Progress) -> None:
+        """Close the connection if its client reads too slowly."""
+        self._unread_timer = None
+        if not self.transport.get_write_buffer_size():
+            return
+        if progress.is_too_slow(unread_bytes(self.transport), self.loop.time()):
             self.transport.abort()
         else:
-            self._start_unread_timer()
+            self._measure(progress)
 
     def resume_writing(self) -> None:
         super().resume_writing()
@@ -389,10 +392,3 @@ class BoundedHttp(HttpToolsProtocol):
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-
-
-def _num_bytes_there(transport: asyncio.Transport) -> int:
-    """Return the number of bytes that a client sent and nothing has read."""
-    count = array("i", [0])
-    fcntl.ioctl(transport.get_extra_info("socket").fileno(), termios.FIONREAD, count)
-    return count[0]

@@ -9,12 +9,13 @@ wait of a newcomer from what begins before it: what its tenant has queued with e
 of the rate, after higher priorities.
 """
 
-import heapq
 import itertools
 import math
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import chain, islice
+from typing import TypeAlias
 
 from splitserve.router.requests.active_request import ActiveRequest
 from splitserve.router.requests.queue.classes import USUAL_TTFT_SECONDS
@@ -38,47 +39,39 @@ class Waiting:
     request: ActiveRequest
     cost: float  # tokens
     due_at: float
-    is_gone: bool = False
+    number: int  # in order of arrival
+    interval: float  # predicted seconds from its begin to the next one
+
+    @property
+    def rank(self) -> tuple[float, int]:
+        """Place among the requests of its tenant and priority: by deadline, then by arrival."""
+        return self.due_at, self.number
+
+
+def _rank(waiting: Waiting) -> tuple[float, int]:
+    return waiting.rank
 
 
 @dataclass(slots=True)
 class _Lane:
-    """The requests of one tenant with one priority."""
+    """The requests of one tenant with one priority, by rank."""
 
-    heap: list[tuple[float, int, Waiting]] = field(default_factory=list)  # by deadline, then by arrival
+    waiting: list[Waiting] = field(default_factory=list)
     cost: float = 0.0
-    num_gone: int = 0  # requests in the heap that wait no more
+    interval: float = 0.0  # sum, as of the cost
 
-    def first(self) -> Waiting | None:
-        while self.heap and self.heap[0][2].is_gone:
-            heapq.heappop(self.heap)
-            self.num_gone -= 1
-        return self.heap[0][2] if self.heap else None
+    def add(self, waiting: Waiting) -> None:
+        insort(self.waiting, waiting, key=_rank)
+        self.cost += waiting.cost
+        self.interval += waiting.interval
 
     def remove(self, waiting: Waiting) -> None:
-        """Take out a request. It stays in the heap until it comes first, or more than half of the heap is gone: the
-        first one may wait for long while others leave behind it."""
-        waiting.is_gone = True
+        del self.waiting[bisect_left(self.waiting, waiting.rank, key=_rank)]
         self.cost -= waiting.cost
-        self.num_gone += 1
-        if 2 * self.num_gone > len(self.heap):
-            self.heap = [entry for entry in self.heap if not entry[2].is_gone]
-            heapq.heapify(self.heap)
-            self.num_gone = 0
-
-    def in_order(self) -> Iterator[Waiting]:
-        """Yield the requests by their deadlines. Only as much of the heap is ordered as is asked for."""
-        found = [(self.heap[0][:2], 0)] if self.heap else []
-        while found:
-            _, place = heapq.heappop(found)
-            if not self.heap[place][2].is_gone:
-                yield self.heap[place][2]
-            for child in (2 * place + 1, 2 * place + 2):
-                if child < len(self.heap):
-                    heapq.heappush(found, (self.heap[child][:2], child))
+        self.interval -= waiting.interval
 
     def cost_before(self, due_at: float) -> float:
-        return sum(each.cost for due, _, each in self.heap if due <= due_at and not each.is_gone)
+        return sum(each.cost for each in self.waiting if each.due_at <= due_at)
 
 
 @dataclass(slots=True)
@@ -143,6 +136,9 @@ class BeginRate:
         )
 
 
+_Place: TypeAlias = tuple[int, str, tuple[float, int]]  # priority, tenant, rank
+
+
 class FairQueue:
     """The waiting requests."""
 
@@ -152,7 +148,8 @@ class FairQueue:
         self._by_id: dict[str, tuple[Waiting, _Lane]] = {}
         self._virtual_time = 0.0
         self._finish: dict[str, float] = {}  # by tenant: the virtual time up to which it has been served
-        self._order = itertools.count()
+        self._numbers = itertools.count()
+        self._place: _Place | None = None  # of the last request of :meth:`in_turn`
         self._rate = BeginRate()
 
     def __len__(self) -> int:
@@ -166,23 +163,42 @@ class FairQueue:
         found = self._by_id.get(request_id)
         return None if found is None else found[0].request
 
-    def put(self, request: ActiveRequest, cost: float, now: float) -> None:
-        """Add a request that takes ``cost`` tokens."""
+    def put(self, request: ActiveRequest, cost: float, now: float, interval: float = 0.0) -> None:
+        """Add a request that takes ``cost`` tokens; ``interval``: predicted seconds from its begin to the next one."""
         self._rate.advance(now, is_busy=bool(self._by_id))
         lane = self._lane(request)
-        waiting = Waiting(request, cost, due_at(request))
-        heapq.heappush(lane.heap, (waiting.due_at, next(self._order), waiting))
-        lane.cost += cost
+        waiting = Waiting(request, cost, due_at(request), next(self._numbers), interval)
+        lane.add(waiting)
         self._by_id[request.request_id] = waiting, lane
 
     def in_order(self, num_each: int) -> Iterator[ActiveRequest]:
         """Yield the waiting requests in the order in which they are to begin as things stand, of each tenant at most
         ``num_each`` of one priority. The queue may not change meanwhile."""
         for priority in sorted(self._lanes):
-            lanes = {name: lane for name, lane in self._lanes[priority].items() if lane.first() is not None}
+            lanes = self._lanes[priority]
             # Among equals the one whose request is due first.
-            for name in sorted(lanes, key=lambda name: (self._start(name), lanes[name].heap[0][:2])):
-                yield from (waiting.request for waiting in islice(lanes[name].in_order(), num_each))
+            for name in sorted(lanes, key=lambda name: (self._start(name), lanes[name].waiting[0].rank)):
+                yield from (waiting.request for waiting in islice(lanes[name].waiting, num_each))
+
+    def in_turn(self) -> Iterator[ActiveRequest]:
+        """Yield all waiting requests once, by priority, tenant and deadline, from the one after the last that an
+        earlier call yielded: calls that look at a few come to each request, wherever it stands. The queue may not
+        change meanwhile."""
+        for place, request in islice(chain(self._after(self._place), self._after(None)), len(self)):
+            self._place = place
+            yield request
+
+    def _after(self, place: _Place | None) -> Iterator[tuple[_Place, ActiveRequest]]:
+        """Yield the requests after a place, each with its own; None: all."""
+        for priority, lanes in sorted(self._lanes.items()):
+            for name in sorted(lanes):
+                start = 0
+                if place is not None and (priority, name) <= place[:2]:
+                    if (priority, name) < place[:2]:
+                        continue
+                    start = bisect_right(lanes[name].waiting, place[2], key=_rank)
+                for waiting in islice(lanes[name].waiting, start, None):
+                    yield (priority, name, waiting.rank), waiting.request
 
     def begin(self, request: ActiveRequest, now: float) -> None:
         """Take out a request that begins now, and charge its tenant."""
@@ -208,15 +224,19 @@ class FairQueue:
             return False
         waiting, lane = found
         lane.remove(waiting)
-        if lane.first() is None:
+        if not lane.waiting:
             self._drop_empty()
         return True
 
     def predicted_wait(self, request: ActiveRequest, now: float, cost: float = 0.0, interval: float = 0.0) -> float:
         """Return the seconds until a request that comes now would begin; 0.0 while that isn't known. ``cost``,
-        ``interval``: its own, as :meth:`BeginRate.tokens_per_second` has them."""
+        ``interval``: its own, as :meth:`put` has them. The predicted rate is that of all that wait: a short request's
+        own is far from that of the long ones before it."""
         self._rate.advance(now, is_busy=bool(self._by_id))
-        rate = self._rate.tokens_per_second(cost, interval)
+        lanes, number = [lane for level in self._lanes.values() for lane in level.values()], 1 + len(self._by_id)
+        mean_cost = (cost + sum(lane.cost for lane in lanes)) / number
+        mean_interval = (interval + sum(lane.interval for lane in lanes)) / number
+        rate = self._rate.tokens_per_second(mean_cost, mean_interval)
         if not rate:
             return 0.0
         priority, name = request.priority, request.context.tenant
@@ -238,20 +258,18 @@ class FairQueue:
         self._lanes = {
             priority: kept
             for priority, lanes in self._lanes.items()
-            if (kept := {name: lane for name, lane in lanes.items() if lane.first() is not None})
+            if (kept := {name: lane for name, lane in lanes.items() if lane.waiting})
         }
 
     def check_invariants(self) -> None:
-        live = [each for lanes in self._lanes.values() for lane in lanes.values() for _, _, each in lane.heap]
-        num_live = sum(not each.is_gone for each in live)
-        assert num_live == len(self._by_id), f"{num_live} requests are in lanes where {len(self._by_id)} wait"
+        num_in_lanes = sum(len(lane.waiting) for lanes in self._lanes.values() for lane in lanes.values())
+        assert num_in_lanes == len(self._by_id), f"{num_in_lanes} requests are in lanes where {len(self._by_id)} wait"
         for lanes in self._lanes.values():
             for name, lane in lanes.items():
                 cost = lane.cost_before(math.inf)
                 assert math.isclose(lane.cost, cost, abs_tol=1e-6), f"{name} has {lane.cost} queued where {cost} are"
-                num_gone = sum(each.is_gone for _, _, each in lane.heap)
-                assert lane.num_gone == num_gone, f"{name} counts {lane.num_gone} gone requests where {num_gone} are"
-                assert 2 * num_gone <= len(lane.heap), f"{name} keeps {num_gone} gone requests of {len(lane.heap)}"
+                assert lane.waiting == sorted(lane.waiting, key=_rank), f"{name}'s requests are out of order"
+                assert lane.waiting, f"{name} has a lane without requests"
 
 
 def due_at(request: ActiveRequest) -> float:

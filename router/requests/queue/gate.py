@@ -7,9 +7,10 @@ the rest, where deadlines and shares decide.
 
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import islice
 
+from splitserve.protocol.request import Role
 from splitserve.router.links.membership import Membership, decode_party, prefill_party
 from splitserve.router.placement.placer import Placer
 from splitserve.router.placement.policies import NoWorker, Placed, context_limits
@@ -23,8 +24,12 @@ AHEAD_SECONDS = 0.05
 """Predicted seconds of prompts that a worker still has when it is given the next one: enough to never be idle."""
 RESERVED_SHARE = 1 / 8
 """Share of a worker's slots that tenants with more than their share of the running requests leave to the others."""
-MAX_TRIES = 8  # requests that are tried before all wait for room
+MAX_TRIES = 8  # first requests that are tried in a turn
 TRIES_OF_TENANT = 4
+MORE_TRIES = 4  # requests behind them that are tried in a turn
+TURN_SECONDS = 0.01
+"""Seconds between turns that try further requests while workers have room that the first ones don't take."""
+TRY_MORE = Timer(TimerKind.TRY, "")
 MISSED_OBJECTIVES = 2.0
 """A request is refused if its predicted TTFT exceeds its objective so many times."""
 
@@ -57,6 +62,8 @@ class Gate:
         self._deadline_seconds = deadline_seconds
         self.is_open = is_open
         self.queue = FairQueue(tenants)
+        self.is_trying = False  # a further turn is due
+        self._num_untried = 0  # requests that haven't been tried since there may be more room
 
     def arrive(self, request: ActiveRequest, now: float) -> NoWorker | None:
         """Begin a request, queue it, or refuse it because its prediction is hopeless. Return why no worker could ever
@@ -78,7 +85,7 @@ class Gate:
         wait = self.queue.predicted_wait(request, now, self._cost(request), interval)
         waited = now - request.arrived_at
         predicted = waited + wait + self._queue_seconds(placement, now) + seconds
-        self.queue.put(request, self._cost(request), now)
+        self.queue.put(request, self._cost(request), now, interval)
         self._outbox.put(SetTimer(_timer(request.request_id), request.arrived_at + self._deadline_seconds))
         # Without requests in flight, no end of one would let the first in the queue begin.
         if not any(self._num_of_tenant.values()) or self._has_room(request, placement, now):
@@ -93,13 +100,27 @@ class Gate:
 
     def pump(self, now: float) -> None:
         """Begin requests of the queue while workers have room. One that waits for its own worker lets those behind it
-        begin at others; one that none of the workers takes any more leaves the queue."""
+        begin at others; one that none of the workers takes any more leaves the queue. A turn tries few of them:
+        further turns follow while some worker has room."""
+        self._num_untried = len(self.queue)
+        self._take_turn(now)
+
+    def on_try_more(self, now: float, *, is_paused: bool) -> None:
+        """Try further requests, unless a pause is on, whose end tries all."""
+        self.is_trying = False
+        if not is_paused:
+            self._take_turn(now)
+
+    def _take_turn(self, now: float) -> None:
         while len(self.queue) and self._any_room(now) and self._begin_next(now):
             pass
+        if self._num_untried > 0 and len(self.queue) and not self.is_trying and self._any_room_by_role(now):
+            self.is_trying = True
+            self._outbox.put(SetTimer(TRY_MORE, now + TURN_SECONDS))
 
     def _begin_next(self, now: float) -> bool:
         """Begin the first request that finds room; return False if none does, or all wait for a worker that decodes."""
-        for request in islice(self.queue.in_order(TRIES_OF_TENANT), MAX_TRIES):
+        for request in self._to_try():
             placement = self._placer.first(request, now)
             if isinstance(placement, NoWorker):
                 if context_limits(self._membership.snapshot(now)) is None:
@@ -113,6 +134,22 @@ class Gate:
                 self._start(request, placement, now, is_charged=True)
                 return True
         return False
+
+    def _to_try(self) -> Iterator[ActiveRequest]:
+        """Yield the first requests in order, and then a few of those behind them: others in each turn."""
+        tried = set[str]()
+        for request in islice(self.queue.in_order(TRIES_OF_TENANT), MAX_TRIES):
+            tried.add(request.request_id)
+            yield request
+        num_first = len(tried)
+        for request in self.queue.in_turn():
+            self._num_untried -= 1
+            if request.request_id in tried:
+                continue
+            tried.add(request.request_id)
+            yield request
+            if len(tried) == num_first + MORE_TRIES:
+                return
 
     def leave(self, request_id: str) -> bool:
         """Take out a request that doesn't begin; return False if it wasn't waiting."""
@@ -184,6 +221,20 @@ class Gate:
         usable = self._membership.usable(now)
         return any(record.queue_seconds(now) <= AHEAD_SECONDS for record in usable) and any(
             record.num_requests_of_all < max(1, record.info.max_num_seqs) for record in usable
+        )
+
+    def _any_room_by_role(self, now: float) -> bool:
+        """Return whether further turns are worth their time: workers of the roles that compute prompts, and of those
+        that decode, have room."""
+        usable, is_aggregated = self._membership.usable(now), self._placer.is_aggregated
+        return any(
+            record.queue_seconds(now) <= AHEAD_SECONDS
+            for record in usable
+            if is_aggregated or record.info.role is not Role.DECODE
+        ) and any(
+            record.num_requests_of_all < max(1, record.info.max_num_seqs)
+            for record in usable
+            if is_aggregated or record.info.role is not Role.PREFILL
         )
 
     def _exceeds_share(self, tenant: str) -> bool:

@@ -36,7 +36,7 @@ def load_of(
         blocks_reserved=sum(_num_reserved(sequence, state.blocks.block_size) for sequence in state.sequences.values()),
         blocks_quarantined=pool.count(BlockState.QUARANTINED),
         tier_blocks=tiers.num_blocks,
-        tiers=tiers.report(state.block_bytes),
+        tiers=tiers.report(state.block_bytes * state.layout.tensor_parallel_size),
         frozen=int(is_frozen),
         freeze_number=state.freeze_number,
         requests_tracked=len(state.sequences) + sum(part.num_live for part in parts),

@@ -86,6 +86,8 @@ class WorkerLoop:
         self._explain = explain
         self._step_times = StepTimes()
         self._step_fit = StepFit(estimate)
+        self._step_end: float | None = None  # of the last step whose result was taken in this round
+        self._follows: float | None = None  # end of the step behind which the step in flight was launched at once
         core.scheduler.step_model = estimate
         self._profile: tuple[Party, str] | None = None  # the party that asked for the recording in progress, and its id
         self._error: Exception | None = None
@@ -242,7 +244,9 @@ class WorkerLoop:
             logger.log(log_level, "drained: %s, %d requests left; leaving", self._drain.reason, left)
 
     def _take_results(self, now: float) -> None:
+        self._step_end = None
         while (result := self._io.executor.result()) is not None:
+            self._step_end = result.ended
             warning = self._step_times.note(result.plan, result.seconds)
             self._core.state.counters.step_seconds += result.seconds
             if warning is not None:
@@ -250,7 +254,10 @@ class WorkerLoop:
             if isinstance(result.outcome, StepFailure):
                 self._on_step_failure(result.outcome, now)
             else:
-                self._step_fit.note(result.plan, result.seconds, now)
+                # A step that waited for nothing but this loop takes the loop's time, too: the next one will, as well.
+                began = result.ended - result.seconds
+                seconds = result.seconds if self._follows is None else result.ended - min(began, self._follows)
+                self._step_fit.note(result.plan, seconds, now)
                 self._core.scheduler.step_model = self._step_fit.model
                 self._core.commit_step(result.outcome, now)
 
@@ -276,6 +283,7 @@ class WorkerLoop:
             plan = self._core.plan_step(now)
             if plan is None:
                 return
+            self._follows = self._step_end if self._io.executor.is_idle else None
             self._io.executor.launch(plan)
 
     def _perform(self, effects: list[Effect]) -> None:

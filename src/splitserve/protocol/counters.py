@@ -146,8 +146,8 @@ class TierLoad(TierCounters, frozen=True, kw_only=True):  # type: ignore[misc]  
     name: Annotated[str, msgspec.Meta(max_length=MAX_TIER_NAME)]
     slots: Annotated[Count, Gauge("Slots for blocks")] = 0
     blocks: Annotated[Count, Gauge("Slots whose content can be loaded")] = 0
-    stored_bytes: Annotated[Count, Counter("Bytes offloaded into the tier, by each rank")] = 0
-    loaded_bytes: Annotated[Count, Counter("Bytes onboarded from the tier, by each rank")] = 0
+    stored_bytes: Annotated[Count, Counter("Bytes offloaded into the tier, by all ranks")] = 0
+    loaded_bytes: Annotated[Count, Counter("Bytes onboarded from the tier, by all ranks")] = 0
     available: Annotated[int, msgspec.Meta(ge=0, le=1), Gauge("0 while the tier's server does not answer, else 1")] = 1
 
 

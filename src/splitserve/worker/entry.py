@@ -216,7 +216,7 @@ def _serve(
     io = WorkerIO(sockets, waker, connector, executor, copies, profiler or NoProfiler(), kv_events, cores)
     membership = MembershipClient(config, info, sockets, team.pids)
     explain = None if team.ranks is None else team.ranks.explain
-    loop = WorkerLoop(config, core, io, membership, explain, estimate=served.step_estimate)
+    loop = WorkerLoop(config, core, io, membership, explain, estimate=served.step_estimates[config.role])
     pin_threads(config.affinity)
     loop.on_dismissed = lambda: progress("dismissed", {})
     watch(loop)

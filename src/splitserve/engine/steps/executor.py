@@ -148,5 +148,6 @@ class StepExecutor:
                 outcome: StepOutput | StepFailure = self._runner.run(plan)
             except Exception as error:
                 outcome = self._failures.failure(step, error)
-            self._results.put(StepResult(step, plan, time.monotonic() - started, outcome))
+            ended = time.monotonic()
+            self._results.put(StepResult(step, plan, ended - started, outcome, ended, started))
             self._wake()

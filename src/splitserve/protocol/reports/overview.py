@@ -148,8 +148,8 @@ class WorkerFigures(msgspec.Struct, frozen=True, kw_only=True):
         _text("Its time per step (per prompt token on prefill) over the median of its role's others; 0: not known."),
     ] = 0.0
     num_requests: Annotated[int, _text("Requests that it served.")] = 0
-    kv_bytes: Annotated[int, _text("Bytes of KV in host memory.")] = 0
-    remote_bytes: Annotated[int, _text("Those on another NUMA node than its cores or its GPU.")] = 0
+    kv_bytes: Annotated[int, _text("Bytes of KV in host memory, of each rank.")] = 0
+    remote_bytes: Annotated[int, _text("Those of its first rank on another NUMA node than its cores or its GPU.")] = 0
     tiers_down: Annotated[list[str], _text("Tiers whose server does not answer.")] = []
 
 
@@ -188,7 +188,7 @@ class Overview(msgspec.Struct, frozen=True, kw_only=True):
     itl: Annotated[Times, _text("Mean time per output token after the first, of each request.")] = Times()
     longest_gap: Annotated[Times, _text("Longest time between tokens, of each request.")] = Times()
     stages: Annotated[list[Stage], _text("Stages of the time to first token, in order.")] = []
-    handover_stages: Annotated[list[Stage], _text("Stages from prefill's token to decode's first one.")] = []
+    handover_stages: Annotated[list[Stage], _text("Stages from prefill's last token to decode's first one.")] = []
     prompts: Annotated[PromptFigures, _text("Prompts.")] = PromptFigures()
     hits: Annotated[list[TierHits], _text("Prompt tokens found, by tier, as workers count them.")] = []
     transports: Annotated[list[TransportFigures], _text("Hand-overs by transport.")] = []

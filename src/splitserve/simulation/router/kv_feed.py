@@ -1,4 +1,5 @@
-"""KV events from a simulated worker to the router's prefix view: late, sometimes lost, repaired by a snapshot."""
+"""KV events from a simulated worker to the router's prefix view: late, sometimes lost, repaired by a snapshot, which
+may be lost as well."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -10,6 +11,8 @@ if TYPE_CHECKING:
     from splitserve.simulation.worker.driver import SimWorker
 
 MAX_DELAY_SECONDS = 0.1
+SNAPSHOT_PATIENCE_SECONDS = 5.0
+"""Time after which a snapshot counts as lost."""
 
 
 class SimKVFeed:
@@ -21,6 +24,7 @@ class SimKVFeed:
         self._number = 0
         self._is_subscribed = False
         self._busy_until = 0.0
+        self._num_snapshots = 0  # that have arrived
 
     def publish(self, events: Sequence[KVEvent]) -> None:
         """Send events to the subscriber."""
@@ -29,10 +33,16 @@ class SimKVFeed:
             self._send(events, is_snapshot=False)
 
     def subscribe(self) -> None:
-        """Ask for a snapshot, which arrives after a while; later changes follow it."""
+        """Ask for a snapshot, which arrives after a while; later changes follow it. Ask again if it is lost."""
         self._is_subscribed = True
-        sim = self._router.sim
+        sim, before = self._router.sim, self._num_snapshots
         sim.after(sim.random.uniform(0.0, MAX_DELAY_SECONDS), self._send_snapshot)
+        sim.after(SNAPSHOT_PATIENCE_SECONDS, lambda: self._subscribe_again(before))
+
+    def _subscribe_again(self, before: int) -> None:
+        is_lost = self._is_subscribed and self._num_snapshots == before
+        if is_lost and self._worker.alive and self._router.is_linked(self._worker.party):
+            self.subscribe()
 
     def _send_snapshot(self) -> None:
         if self._worker.alive:
@@ -40,7 +50,7 @@ class SimKVFeed:
 
     def _send(self, events: Sequence[KVEvent], *, is_snapshot: bool) -> None:
         sim, party, blocks = self._router.sim, self._worker.party, self._worker.core.state.blocks
-        is_lost = not is_snapshot and sim.faults.drop > 0 and sim.random.random() < sim.faults.drop
+        is_lost = sim.faults.drop > 0 and sim.random.random() < sim.faults.drop
         if not self._is_subscribed or is_lost:
             return
         batch = KVEventBatch(
@@ -57,6 +67,7 @@ class SimKVFeed:
         sim.at(arrival, lambda: self._arrive(batch))
 
     def _arrive(self, batch: KVEventBatch) -> None:
+        self._num_snapshots += batch.is_snapshot
         if not self._router.is_linked(self._worker.party):
             self._is_subscribed = False
         elif not self._router.prefixes.apply(batch):

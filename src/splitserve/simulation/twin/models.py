@@ -4,9 +4,10 @@ from typing import Annotated
 
 import msgspec
 
+from splitserve.models.expert_reads import ExpertReads
 from splitserve.protocol.placement.step_model import StepModel, StepWork
 from splitserve.protocol.request import Role
-from splitserve.simulation.twin.step_times import ExpertLaw, ExpertReads, StepLaw
+from splitserve.simulation.twin.step_times import ExpertLaw, StepLaw
 
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=3600)]
 
@@ -23,7 +24,7 @@ class LinkModel(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CopyModel(msgspec.Struct, frozen=True, kw_only=True):
-    """Model of copies between a worker's device and its host tier: those of one direction take turns."""
+    """Model of copies between a rank's device and its host tier: those of one direction take turns."""
 
     copy_seconds: Seconds = 1e-4  # of a copy beside its bytes
     bytes_per_second: Annotated[float, msgspec.Meta(gt=0)] = 20e9
@@ -40,7 +41,7 @@ class HostModel(msgspec.Struct, frozen=True, kw_only=True):
     message_seconds: Seconds = 2e-4  # of a message between processes, with its handling
     deliver_seconds: Seconds = 2e-4  # from the router's core to the client
     connect_seconds: Seconds = 2e-2  # of a connection between two workers
-    offer_seconds: Seconds = 2e-4  # from prefill's token until decode has the offer of its KV
+    offer_seconds: Seconds = 2e-4  # from prefill's last token until decode has the offer of its KV
     verify_seconds: Seconds = 0.0  # from a read's last byte until its blocks are verified
     step_seconds: Seconds = 0.0  # of a worker's loop between two steps, where it doesn't overlap with them
     sequence_seconds: Seconds = 0.0  # the same per sequence that decodes in the step
@@ -65,8 +66,10 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True):
     link: LinkModel = LinkModel()
     host: HostModel = HostModel()
     copies: CopyModel = CopyModel()
-    host_kv_bytes: Annotated[int, msgspec.Meta(ge=0)] = 0  # host tier of each worker
-    expert_reads: ExpertReads | None = None  # of steps that are estimates; None: steps are as their models say
+    host_kv_bytes: Annotated[int, msgspec.Meta(ge=0)] = 0  # host tier of each worker, over all of its ranks
+    expert_reads: ExpertReads | None = (
+        None  # of steps that are estimates of each role; None: steps are as their models say
+    )
     num_ranks: Annotated[int, msgspec.Meta(ge=0)] = 0  # of each worker that the steps were fitted on; 0: not known
     source: str = ""
     is_measured: bool = False
@@ -79,4 +82,4 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True):
 
     def law(self, role: Role) -> StepLaw | None:
         """Return the law of the role's steps, where they aren't as :meth:`step_model` says."""
-        return None if self.expert_reads is None else ExpertLaw(self.step_model(role), self.expert_reads)
+        return None if self.expert_reads is None else ExpertLaw(self.step_model(role), self.expert_reads, role)

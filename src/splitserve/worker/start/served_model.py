@@ -3,7 +3,7 @@
 import importlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,7 @@ from splitserve.models.weights.shard import local_config
 from splitserve.protocol.config import EngineConfig
 from splitserve.protocol.memory_records import LATENT_ORDER, TRANSFORMERS_ORDER, LayoutRecord, latent_group
 from splitserve.protocol.placement.step_model import StepModel
+from splitserve.protocol.request import Role
 from splitserve.worker.start.beside import Beside
 from splitserve.worker.start.clock import StartClock
 from splitserve.worker.start.memory_plan import free_kv_bytes
@@ -57,7 +58,7 @@ class ServedModel:
     vocab_size: int
     limits: StepLimits
     gates: LoadGates | None = None
-    step_estimate: StepModel = field(default_factory=StepModel)  # of the time before steps were seen
+    step_estimates: Mapping[Role, StepModel] = field(default_factory=dict)  # of the time before steps were seen
 
     def warm_up(self, clock: StartClock) -> None:
         """Run steps of all kinds, before the first request. All ranks do this together."""
@@ -114,8 +115,9 @@ def load_served_model(
     gates = load_gates(layout, device) if engine.host_kv_memory_bytes and engine.enable_prefix_caching else None
     runner = _make_runner(model, memory, limits, engine, clock=clock, gates=gates, group=group)
     progress("kv_memory", _describe_memory(memory, plan))
-    estimate = estimate_steps(model_config, device_rates(device, engine.threads), model.dtype.itemsize, size)
-    return ServedModel(memory, runner, plan.max_model_len, model_config.vocab_size, limits, gates, estimate)
+    rates = device_rates(device, engine.threads)
+    estimates = {role: estimate_steps(model_config, rates, model.dtype.itemsize, size, role) for role in Role}
+    return ServedModel(memory, runner, plan.max_model_len, model_config.vocab_size, limits, gates, estimates)
 
 
 def _load(
