@@ -2,9 +2,10 @@
 
 Two kinds of requests arrive at fixed rates: *streams* with a short prompt and a long answer, and *prompts* with a long
 prompt and a short answer. Each arrangement of workers gets the same requests at the same times over HTTP, one
-arrangement after the other: 1P1D, one mixed worker, two mixed workers, or 1P1D that hands over only where that is
-predicted to pay (conditional). Reported are the gaps between tokens of streams, the time to first token of prompts, the
-mean time of each stage, and whether the arrangement kept up: figures of one that fell behind aren't comparable.
+arrangement after the other: 1P1D, one mixed worker, two mixed workers, 1P1D that hands over only where that is
+predicted to pay (conditional), or either 1P1D with second tokens drawn at prefill. Reported are the gaps between tokens
+of streams, the time to first token of prompts, the mean time of each stage, and whether the arrangement kept up:
+figures of one that fell behind aren't comparable.
 
 With ``--stream-rate 0`` only prompts arrive, and gaps are those of their own answers. Rounds differ in their seed, and
 in the arrangement that comes first.
@@ -19,6 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from splitserve.benchmarks.common.arguments import finite, not_negative, positive, positive_seconds
 from splitserve.benchmarks.common.report import add_result_options, keep_result, table
 from splitserve.benchmarks.common.stats import RequestRecord, summarise
@@ -31,12 +34,16 @@ from splitserve.benchmarks.engine.engine_options import (
 from splitserve.benchmarks.serving.load import Endpoint, run_load
 from splitserve.benchmarks.serving.stage_times import mean_stages_ms, read_stage_sums
 from splitserve.benchmarks.serving.workload import arrival_seconds, token_prompts
+from splitserve.benchmarks.twin.paced import ENTRY, STEPS_VARIABLE, roofline_steps
 from splitserve.common.errors import ConfigError, SplitserveError
 from splitserve.models.config import load_model_config
 from splitserve.models.demo.checkpoint import write_demo_config
+from splitserve.models.roofline import DEVICE_RATES
 from splitserve.orchestration.cli.command_parser import CommandParser
-from splitserve.orchestration.cluster.launcher import LocalCluster
+from splitserve.orchestration.cluster.launcher import Entries, LocalCluster
+from splitserve.orchestration.spec.cluster_spec import ClusterSpec
 from splitserve.orchestration.spec.shorthand import simple_spec
+from splitserve.protocol.engine_config import DEVICE_DEFAULTS
 
 ARRANGEMENTS: dict[str, dict[str, Any]] = {
     "1P1D": {"num_prefill": 1, "num_decode": 1},
@@ -44,12 +51,17 @@ ARRANGEMENTS: dict[str, dict[str, Any]] = {
     "2 mixed": {"num_mixed": 2},
     "conditional": {"num_prefill": 1, "num_decode": 1, "policy": "cost"},
 }
+SECOND = " second token"
+"""Addition to the name of an arrangement whose prefill worker may draw the second token, too."""
+ARRANGEMENTS |= {name + SECOND: ARRANGEMENTS[name] for name in ("1P1D", "conditional")}
 DEFAULT_ARRANGEMENTS = ("1P1D", "mixed", "2 mixed")
 KEPT_UP_SECONDS = 2.0
 """Longest delay of the last requests, compared with no load, in an arrangement that keeps up."""
 SEEDS_OF_A_ROUND = 100
 _KINDS = ("streams", "prompts")
 _ROLES = ("num_prefill", "num_decode", "num_mixed")
+_SIZES = ("max_num_batched_tokens", "max_num_prefill_tokens_beside_decode", "tail_chunk_tokens")
+"""Sizes of steps that paced workers take from GPUs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,19 +97,21 @@ def make_load(options: argparse.Namespace, model: str, vocab_size: int, seed: in
     return Load([body for _, _, body in entries], [due for due, _, _ in entries], [kind for _, kind, _ in entries])
 
 
-def spec_of(options: argparse.Namespace, model: str, arrangement: str) -> Any:
-    engine = engine_config(
-        options,
-        model,
-        max_num_batched_tokens=options.max_batched_tokens,
-        max_num_seqs=max_num_seqs(options),
-        enable_prefix_caching=False,
-    )
+def spec_of(options: argparse.Namespace, model: str, arrangement: str) -> ClusterSpec:
+    sizes = {name: getattr(DEVICE_DEFAULTS["cuda"], name) for name in _SIZES if options.paced}
+    sizes |= {"max_num_batched_tokens": options.max_batched_tokens} if options.max_batched_tokens else {}
+    engine = engine_config(options, model, max_num_seqs=max_num_seqs(options), enable_prefix_caching=False, **sizes)
+    if arrangement.endswith(SECOND):
+        engine = msgspec.structs.replace(engine, second_token_at_prefill=True)
     return simple_spec(engine, port=0, **ARRANGEMENTS[arrangement])
 
 
 def start_cluster(options: argparse.Namespace, model: str, arrangement: str) -> LocalCluster:
-    return LocalCluster(spec_of(options, model, arrangement), log_level="warning")
+    spec = spec_of(options, model, arrangement)
+    if not options.paced:
+        return LocalCluster(spec, log_level="warning")
+    steps = msgspec.json.encode(roofline_steps(options.paced)).decode()
+    return LocalCluster(spec, log_level="warning", entries=Entries(worker=ENTRY), environment={STEPS_VARIABLE: steps})
 
 
 def measure(
@@ -135,6 +149,8 @@ def result_of(arrangement: str, load: Load, records: Sequence[RequestRecord], al
 
 
 def run(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    if options.paced and options.device == "cuda":
+        raise ConfigError("--paced is for workers on CPU: leave --device out")
     with ExitStack() as stack:
         model = options.model
         if not model:
@@ -185,6 +201,12 @@ def parser() -> argparse.ArgumentParser:
         "--side-by-side",
         action="store_true",
         help="start all arrangements at once, on the same devices: rounds need no start; give --kv-memory",
+    )
+    add(
+        "--paced",
+        choices=[*DEVICE_RATES],
+        default="",
+        help="workers on CPU whose steps take the time that Llama-3.1-8B's would on such a GPU, by a roofline",
     )
     add("--temperature", type=finite, default=0.0, help="0 is greedy")
     add("--top-p", type=positive_seconds, default=1.0)

@@ -15,6 +15,8 @@ ARRANGEMENTS = {
     "mixed": "1 mixed, 1 GPU",
     "2 mixed": "2 mixed, 2 GPUs",
     "conditional": "1P1D conditional, 2 GPUs",
+    "1P1D second token": "1P1D, second token at prefill, 2 GPUs",
+    "conditional second token": "1P1D conditional, second token at prefill, 2 GPUs",
 }
 LOADED = (
     ("TTFT p50", "ttft_ms", "p50"), ("TTFT p99", "ttft_ms", "p99"), ("second token p50", "second_token_ms", "p50"),

@@ -5,19 +5,25 @@ machine's cores can be compared with their twin. The step-time model comes in :d
 """
 
 import os
+import tempfile
 from dataclasses import replace
 from itertools import repeat
+from pathlib import Path
 
 import msgspec
 import torch
 
 from splitserve.benchmarks.engine.paced_runner import PacedRunner
+from splitserve.benchmarks.twin.calibration import of_roofline
 from splitserve.common.errors import ConfigError
 from splitserve.kvconnector.transfer.owner_thread import wait_precisely
+from splitserve.models.config import load_model_config
+from splitserve.models.demo.checkpoint import write_demo_config
 from splitserve.models.parallel.ranks import Collectives
 from splitserve.models.runner.runner import ModelRunner
 from splitserve.protocol.config import EngineConfig, WorkerConfig
 from splitserve.protocol.placement.step_model import StepModel
+from splitserve.protocol.request import Role
 from splitserve.protocol.step import StepOutput, StepPlan
 from splitserve.worker.entry import run_worker
 from splitserve.worker.start.clock import StartClock
@@ -26,6 +32,14 @@ from splitserve.worker.start.served_model import Progress, ServedModel, load_ser
 ENTRY = "splitserve.benchmarks.twin.paced:run_paced_worker"
 STEPS_VARIABLE = "SPLITSERVE_PACED_STEPS"
 OUTPUT_TOKEN = 11
+SHAPE = "llama-3.1-8b"
+
+
+def roofline_steps(gpu: str) -> StepModel:
+    """Return the step times of :data:`SHAPE` on a device of ``DEVICE_RATES``, by a roofline."""
+    with tempfile.TemporaryDirectory(prefix="splitserve-bench-") as folder:
+        config = load_model_config(write_demo_config(Path(folder) / SHAPE, shape=SHAPE))
+    return of_roofline(config, gpu).steps[Role.MIXED]
 
 
 class PacedModel(ModelRunner):

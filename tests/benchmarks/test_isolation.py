@@ -11,6 +11,7 @@ import pytest
 from splitserve.benchmarks.common.stats import RequestRecord
 from splitserve.benchmarks.serving.isolation import Load, main, result_of
 from splitserve.benchmarks.serving.stage_times import mean_stages_ms, stage_sums
+from splitserve.common.errors import ConfigError
 
 
 @pytest.mark.slow
@@ -32,6 +33,20 @@ def test_three_arrangements(tmp_path: Path) -> None:
         assert each["streams"]["output_tokens"] == 6 * 16
         assert each["prompts"]["input_tokens"] == 4 * 200
         assert each["streams"]["itl_ms"]["p99"] > 0 and each["prompts"]["ttft_ms"]["p50"] > 0
+
+
+def test_paced_workers_show_what_a_second_token_at_prefill_gains(tmp_path: Path) -> None:
+    argv = ["--paced", "H200", "--kv-memory", "64MiB", "--seconds", "2", "--stream-rate", "0", "--prompt-rate", "2"]
+    argv += ["--prompt-input-len", "1000", "--prompt-output-len", "12", "--arrangements", "1P1D second token"]
+    assert main([*argv, "--save", "--result-dir", str(tmp_path)]) == 0
+    (file,) = tmp_path.glob("isolation-*.json")
+    [result] = json.loads(file.read_text())["results"]
+    figures = result["prompts"]
+    assert (figures["completed"], figures["output_tokens"]) == (4, 48)
+    assert figures["ttft_ms"]["p50"] > 20, "a prompt takes a step of 25 ms by the roofline"
+    assert figures["second_token_ms"]["p50"] >= 3.5, "and a token one of 4 ms"
+    with pytest.raises(ConfigError, match="leave --device out"):
+        main([*argv, "--device", "cuda"])
 
 
 def test_an_interrupted_run_keeps_the_rounds_that_it_has_measured(tmp_path: Path) -> None:
