@@ -31,8 +31,8 @@ _HIGHEST_OTHER = 1e6
 # Fields that change no logit of a served model: training, names, tokens of templates, speed of other software
 _NEUTRAL = frozenset(
     """
-    _attn_implementation_autoset _name_or_path architectures attention_dropout attn_implementation auto_map
-    aux_loss_alpha
+    _attn_implementation _attn_implementation_autoset _name_or_path architectures attention_dropout attn_implementation
+    auto_map aux_loss_alpha
     bad_words_ids begin_suppress_tokens boi_token_index bos_token_id cache_implementation chunk_size_feed_forward
     classifier_dropout cross_attention_hidden_size decoder_start_token_id diversity_penalty do_sample dtype
     early_stopping embd_pdrop embedding_dropout encoder_no_repeat_ngram_size eoi_token_index ep_size eos_token_id

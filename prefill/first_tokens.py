@@ -30,9 +30,12 @@ class FirstTokens:
 
     def goes_on(self, sequence: Sequence, draw: Draw) -> bool:
         """Let a sequence draw its second token; ``draw`` has the first one. False, and nothing changes, if another
-        prompt is here, or no block for the first token's KV."""
+        prompt is here, no block for the first token's KV, or no room behind the second one in this worker's context:
+        that one would end the answer here, where decode's context may be longer."""
         prompts, is_wanted = self._scheduler.prompts, self._scheduler.budget.draws_second_tokens
         if not is_wanted or sequence.num_choices > 1 or prompts.waiting or prompts.active != [sequence]:
+            return False
+        if len(sequence.token_ids) + 2 >= sequence.max_length:
             return False
         if not self._blocks.grow(sequence):
             return False

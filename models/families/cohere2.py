@@ -16,7 +16,6 @@ from splitserve.models.layers.step import Step
 _WITHOUT_EFFECT: Mapping[str, Any] = {
     "order_of_interleaved_layers": "local_attn_first", "position_embedding_type": "rope_gptj", "rotary_pct": 1.0,
     "use_embedding_sharing": True, "use_gated_activation": True, "use_parallel_block": True,
-    "use_parallel_embedding": True,
 }  # fmt: skip
 
 LayerNorm = partial(WideNorm, centred=True)
@@ -44,6 +43,8 @@ def features(given: ConfigFields) -> dict[str, Any]:
     num_layers, period = given.positive("num_hidden_layers"), given.positive("sliding_window_pattern", 4)
     for name, value in {"layer_switch": period, **_WITHOUT_EFFECT}.items():
         given.without_effect(name, value)
+    given.get("_sliding_window_pattern")  # transformers 4.57 writes it beside layer_types, which says the same
+    given.flag("use_parallel_embedding")  # false in Tiny Aya's file: how training spread the embedding over ranks
     windows = window_features(given, [index for index in range(num_layers) if (index + 1) % period])
     has_biases = given.flag("attention_bias")
     return {

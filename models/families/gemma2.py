@@ -33,6 +33,8 @@ class GemmaLayer(DecoderLayer):
 
 def features(given: ConfigFields) -> dict[str, Any]:
     """Read what its config.json has beside the sizes."""
+    # Some published files have both
+    given.without_effect("sliding_window_size", given.optional_positive("sliding_window"))
     return {
         **gemma_features(given, period=2),
         "attention_soft_cap": given.optional_number("attn_logit_softcapping"),

@@ -15,8 +15,10 @@ def features(given: ConfigFields) -> dict[str, Any]:
     check_rotated_whole(given)
     given.choice("hidden_act", ("silu",), "silu")
     rope = ConfigFields(rope_fields(given))
+    # Devstral 2's is 0: its queries don't grow
+    beta = 0.0 if rope.get("llama_4_scaling_beta") == 0 else rope.number("llama_4_scaling_beta")
     return {
-        "query_beta": rope.number("llama_4_scaling_beta"),
+        "query_beta": beta,
         "query_period": rope.positive("original_max_position_embeddings"),
         **window_of_all_layers(given),
     }

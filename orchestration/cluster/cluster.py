@@ -213,7 +213,7 @@ class Cluster:
             self._wait_for_all(self._new_start(), deadline)
 
     def _new_start(self) -> ClusterStart:
-        return ClusterStart(self._events, self._children, self._note_progress, self._reply, self._not_ready)
+        return ClusterStart(self._next_of_start, self._children, self._note_progress, self._reply, self._not_ready)
 
     def _wait_for_all(self, start: ClusterStart, deadline: float) -> None:
         """Wait until all workers are ready, and the router as well: from then on the cluster serves."""
@@ -298,12 +298,19 @@ class Cluster:
 
     def _next_event(self, until: float | None = None) -> Event | None:
         """Return the next event; None when something is due (``until``, if that is given) before an event arrives."""
-        due = (self._supervisor.next_due(), self._routers.due_at, self._lmcache.next_due())
-        due_at = min(due) if until is None else until
+        due_at = self._due_at() if until is None else until
         try:
             return self._events.get(timeout=None if due_at == float("inf") else max(0.0, due_at - time.monotonic()))
         except Empty:
             return None
+
+    def _due_at(self) -> float:
+        return min(self._supervisor.next_due(), self._routers.due_at, self._lmcache.next_due())
+
+    def _next_of_start(self, until: float) -> Event | None:
+        """Do what is due, as a worker that ended while no launcher watched; see :class:`ClusterStart`."""
+        self._do_what_is_due()
+        return self._next_event(min(until, self._due_at()))
 
     def _note_progress(self, progress: ChildProgress) -> None:
         actions: list[Action] = []

@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable
-from queue import Empty, SimpleQueue
 
 from splitserve.orchestration.cluster.children import Children
 from splitserve.orchestration.cluster.host import Asked, ChildExited, ChildProgress, Event, StopRequested
@@ -17,17 +16,18 @@ _READY_POLL_SECONDS = 0.05
 
 class ClusterStart:
     """Loop over events until an awaited condition holds. Raises :class:`LaunchError` or
-    :class:`LaunchInterruptedError`."""
+    :class:`LaunchInterruptedError`. ``next_event(until)`` does what is due, and returns the next event; None if
+    something else is due, or the time has come, before it arrives."""
 
     def __init__(
         self,
-        events: "SimpleQueue[Event]",
+        next_event: Callable[[float], Event | None],
         children: Children,
         note_progress: Callable[[ChildProgress], None],
         reply: Callable[[AnyRequest], AnyReply],
         not_ready: Callable[[], list[str]],
     ) -> None:
-        self._events = events
+        self._next_event = next_event
         self._children = children
         self._note_progress = note_progress
         self._reply = reply
@@ -36,12 +36,12 @@ class ClusterStart:
     def wait(self, condition: Callable[[], bool], awaited: str, deadline: float) -> None:
         """Take events until ``condition()``; ``awaited`` describes it for the error message."""
         while not condition():
-            try:
-                event = self._events.get(timeout=max(0.0, deadline - time.monotonic()))
-            except Empty:
+            event = self._next_event(deadline)
+            if event is not None:
+                self._handle(event)
+            elif time.monotonic() >= deadline:
                 missing = ", ".join(self._not_ready()) or ROUTER
-                raise LaunchError(f"gave up waiting for {awaited}; not ready: {missing}") from None
-            self._handle(event)
+                raise LaunchError(f"gave up waiting for {awaited}; not ready: {missing}")
 
     def wait_for_router(self, url: str, deadline: float) -> None:
         """Take events until the router reports that it can serve."""
@@ -50,10 +50,9 @@ class ClusterStart:
             ready, answer = probe_ready(url)
             if ready:
                 return
-            try:
-                self._handle(self._events.get(timeout=_READY_POLL_SECONDS))
-            except Empty:
-                continue
+            event = self._next_event(time.monotonic() + _READY_POLL_SECONDS)
+            if event is not None:
+                self._handle(event)
         raise LaunchError(f"all workers are ready, but the router is not: GET {url}/ready gives {answer}")
 
     def _handle(self, event: Event) -> None:

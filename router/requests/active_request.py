@@ -109,6 +109,11 @@ class ActiveRequest:
         return self.context.request_class.priority if own is None else own
 
     @property
+    def is_prompt_only(self) -> bool:
+        """Whether only the prompt's log-probabilities are wanted, and one token: there is nothing to decode."""
+        return self.sampling.prompt_logprobs is not None and self.sampling.max_tokens == 1
+
+    @property
     def shape(self) -> RequestShape:
         return self.shape_at(self.arrived_at)
 
@@ -118,7 +123,7 @@ class ActiveRequest:
             num_prompt_tokens=len(self.token_ids),
             max_tokens=self.sampling.max_tokens,
             num_output_tokens=len(self.state.delivered_ids),
-            is_prompt_only=self.sampling.prompt_logprobs is not None and self.sampling.max_tokens == 1,
+            is_prompt_only=self.is_prompt_only,
             session=self.context.session,
             is_probe=self.context.is_probe,
             waited_seconds=now - self.arrived_at,

@@ -107,6 +107,12 @@ def logits_of_ours(path: Path) -> torch.Tensor:
         ("Qwen3MoeForCausalLM", {"use_sliding_window": False, "sliding_window": 8}),
         ("Qwen3MoeForCausalLM", {"use_sliding_window": True, "sliding_window": None}),
         ("MixtralForCausalLM", {"sliding_window": 8}),
+        # Fields of published files: Devstral 2's, Gemma 2's of 9B, Tiny Aya's
+        ("Ministral3ForCausalLM", {"rope_parameters": {**YARN, ORIGINAL: 16, "llama_4_scaling_beta": 0.0}}),
+        ("Gemma2ForCausalLM", {"sliding_window": 8, "sliding_window_size": 8}),
+        ("Cohere2ForCausalLM", {"use_parallel_embedding": False}),
+        # ... and of those that transformers 4 saved
+        ("Cohere2ForCausalLM", {**WINDOW, "_sliding_window_pattern": 2, "_attn_implementation": "eager"}),
     ],
 )
 def test_logits_are_those_of_transformers(architecture: str, given: dict[str, Any], tmp_path: Path) -> None:
@@ -151,6 +157,7 @@ def test_the_context_is_the_original_one_beside_the_rotations_stretched(tmp_path
         ("Olmo3ForCausalLM", {**WINDOW, **LEGACY, "rope_theta": 1e4}, "rope_theta is 10000, which transformers 4"),
         ("Ministral3ForCausalLM", {"rope_parameters": {**YARN, ORIGINAL: 16}}, "llama_4_scaling_beta is None"),
         ("Phi3ForCausalLM", {"rope_parameters": {**YARN, ORIGINAL: 16}}, "rope_type is 'yarn'; only 'default'"),
+        ("Gemma2ForCausalLM", {"sliding_window": 8, "sliding_window_size": 4}, "sliding_window_size is 4; only 8"),
         ("Gemma3ForCausalLM", {"attn_logit_softcapping": 30.0}, "attn_logit_softcapping is 30.0; only None"),
         # null is false in transformers: DeepSeek's norm_topk_prob for one
         ("Starcoder2ForCausalLM", {"use_bias": None}, "use_bias is None; true or false"),

@@ -1,13 +1,16 @@
 """A launcher that is lost while its cluster starts: what it has stored for the next one, and what clients see."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
+from splitserve.orchestration.cluster import cluster as launcher
 from splitserve.orchestration.cluster.cluster import Cluster
-from splitserve.orchestration.cluster.host import ChildProgress, Memory
+from splitserve.orchestration.cluster.host import ChildProgress, Event, Memory
+from splitserve.orchestration.cluster.supervision import KnownWorker, Snapshot
 from splitserve.orchestration.hosts.local import Entries, LocalHost
 from splitserve.orchestration.hosts.process import ChildProcess
 from splitserve.orchestration.ray.client import RayClient
@@ -49,6 +52,29 @@ def test_a_start_is_remembered_before_its_first_process(monkeypatch: pytest.Monk
         _, last = host.memories[-1]
         assert last.has_served and last.url == cluster.url
         assert [worker.name for worker in last.snapshot.workers] == ["mixed-0"]
+
+
+def test_a_start_that_is_continued_starts_a_worker_again_that_ended_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(SUPPORT))
+    monkeypatch.setattr(launcher, "START_TIMEOUT_SECONDS", 20.0)
+    spec = simple_spec(EngineConfig(model="./some/model"), num_mixed=2, port=0)
+    workers = [KnownWorker(f"mixed-{number}", 1, wanted=True, is_leaving=False, num_restarts=0) for number in range(2)]
+    snapshot = Snapshot(revision=1, spec=spec, specs={1: spec}, workers=workers, upgrade=None)
+    host = RememberingHost()
+    host.prepare(spec)
+
+    def adopt(emit: Callable[[Event], None]) -> dict[str, ChildProcess]:
+        child = host.start_worker("mixed-0", spec, spec.pools[0], "tcp://127.0.0.1:1", emit)
+        child.kill()
+        child.join(20.0)
+        return {"mixed-0": child}
+
+    continued = Cluster(spec, host, restart_router=True)
+    try:
+        continued.come_back(Memory(snapshot, membership="", url=""), adopt)
+        assert continued.state == "serving" and continued.ready == {"mixed-0", "mixed-1"}
+    finally:
+        continued.stop()
 
 
 class ScriptedClient(RayClient):

@@ -125,6 +125,14 @@ def test_a_prompt_without_room_for_another_token_is_handed_over() -> None:
     assert offer.num_tokens == BLOCK_SIZE and offer.second_token is None
 
 
+@pytest.mark.parametrize(("num_tokens", "second"), [(61, 3), (62, None)])
+def test_the_end_of_prefills_context_does_not_end_the_answer(num_tokens: int, second: int | None) -> None:
+    prefill = make_prefill()  # of 64 tokens; that of decode may be longer
+    effects = [*draw_first(prefill, [1] * num_tokens, max_tokens=30), *prefill.run()]
+    assert all(delta.finish_reason is None for delta in deltas(effects))
+    assert [offer.second_token for offer in last_offers(effects)] == [second]
+
+
 def test_a_second_token_that_is_the_last_one_ends_the_attempt() -> None:
     prefill = make_prefill()
     draw_first(prefill, PROMPT, max_tokens=2)

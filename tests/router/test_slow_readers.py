@@ -132,3 +132,42 @@ def test_a_client_that_reads_a_little_now_and_then_is_too_slow_before_long() -> 
 def test_a_client_that_does_not_read_loses_its_connection() -> None:
     """A client that pauses; bytes that the kernel takes count as read, so that it may take twice the time."""
     assert not asyncio.run(read_slowly("", chain([2.3], repeat(0.0))))
+
+
+class TwoAnswers(Server):
+    """A server of a short answer, whose end waits for the kernel, and of a long one."""
+
+    async def _app(self, _scope: Scope, _receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        size = len(BODY) if self.num_sent else 1 << 15
+        await self._send(send, b"x" * size)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def test_a_client_that_read_one_answer_slowly_gets_a_long_one_after_it() -> None:
+    async def run() -> None:
+        served, loop = TwoAnswers(), asyncio.get_running_loop()
+        listener = socket.create_server(("127.0.0.1", 0))
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 12)
+        client = socket.socket()
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 12)
+        client.setblocking(False)
+        server = await loop.create_server(served.connect, sock=listener)
+        try:
+            await loop.sock_connect(client, listener.getsockname())
+            # The first time longer than a connection may be idle, then while that answer's rate would be measured.
+            for first_pause, pauses in ((1.1, repeat(0.0)), (0.0, chain(repeat(0.05, 22), repeat(0.0)))):
+                await loop.sock_sendall(client, b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+                await asyncio.sleep(first_pause)
+                text = b""
+                async with asyncio.timeout(PATIENCE_SECONDS):
+                    while not text.endswith(b"\r\n0\r\n\r\n"):
+                        await asyncio.sleep(next(pauses))
+                        data = await loop.sock_recv(client, READ_BYTES)
+                        assert data, f"closed after {len(text)} bytes"
+                        text += data
+        finally:
+            client.close()
+            server.close()
+
+    asyncio.run(run())

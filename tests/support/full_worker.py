@@ -71,11 +71,13 @@ class FullWorker:
         *,
         num_tokens: int = 90,
         max_tokens: int = 10,
+        prompt_logprobs: int | None = None,
         **context: Any,
     ) -> None:
         chosen = {each.name: each for each in CLASSES}[name]
         full = RequestContext(request_class=chosen, tenant=tenant, **context)
-        request = ActiveRequest.new(request_id, [1] * num_tokens, SamplingParams(max_tokens=max_tokens), self.now, full)
+        sampling = SamplingParams(max_tokens=max_tokens, prompt_logprobs=prompt_logprobs)
+        request = ActiveRequest.new(request_id, [1] * num_tokens, sampling, self.now, full)
         self.requests[request_id] = request
         self.handle(Submit(request))
 

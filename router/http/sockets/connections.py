@@ -192,6 +192,8 @@ class BoundedHttp(HttpToolsProtocol):
         if self._input is _Input.REFUSED:
             return
         self._unset_keepalive_if_required()
+        if not self.flow.write_paused:
+            self._unset_unread_timer()  # it measures the end of an answer; a request's own may be written from now on
         if self._input is _Input.IDLE:
             self._input = _Input.HEAD  # blank lines before a request are part of it
         self._num_fed += len(data)

@@ -12,7 +12,7 @@ of the rate, after higher priorities.
 import itertools
 import math
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from typing import TypeAlias
@@ -59,14 +59,17 @@ class _Lane:
     waiting: list[Waiting] = field(default_factory=list)
     cost: float = 0.0
     interval: float = 0.0  # sum, as of the cost
+    num_prompt_only: int = 0  # requests without anything to decode
 
     def add(self, waiting: Waiting) -> None:
         insort(self.waiting, waiting, key=_rank)
+        self.num_prompt_only += waiting.request.is_prompt_only
         self.cost += waiting.cost
         self.interval += waiting.interval
 
     def remove(self, waiting: Waiting) -> None:
         del self.waiting[bisect_left(self.waiting, waiting.rank, key=_rank)]
+        self.num_prompt_only -= waiting.request.is_prompt_only
         self.cost -= waiting.cost
         self.interval -= waiting.interval
 
@@ -171,27 +174,40 @@ class FairQueue:
         lane.add(waiting)
         self._by_id[request.request_id] = waiting, lane
 
-    def in_order(self, num_each: int) -> Iterator[ActiveRequest]:
+    def in_order(self, num_each: int, barred: Collection[str] = ()) -> Iterator[ActiveRequest]:
         """Yield the waiting requests in the order in which they are to begin as things stand, of each tenant at most
-        ``num_each`` of one priority. The queue may not change meanwhile."""
+        ``num_each`` of one priority, and none of ``barred`` tenants. The queue may not change meanwhile."""
         for priority in sorted(self._lanes):
-            lanes = self._lanes[priority]
+            lanes = {name: lane for name, lane in self._lanes[priority].items() if name not in barred}
             # Among equals the one whose request is due first.
             for name in sorted(lanes, key=lambda name: (self._start(name), lanes[name].waiting[0].rank)):
                 yield from (waiting.request for waiting in islice(lanes[name].waiting, num_each))
 
-    def in_turn(self) -> Iterator[ActiveRequest]:
-        """Yield all waiting requests once, by priority, tenant and deadline, from the one after the last that an
-        earlier call yielded: calls that look at a few come to each request, wherever it stands. The queue may not
-        change meanwhile."""
-        for place, request in islice(chain(self._after(self._place), self._after(None)), len(self)):
+    def in_turn(self, barred: Collection[str] = ()) -> Iterator[ActiveRequest]:
+        """Yield all waiting requests once, but those of ``barred`` tenants, by priority, tenant and deadline, from the
+        one after the last that an earlier call yielded: calls that look at a few come to each request, wherever it
+        stands. The queue may not change meanwhile."""
+        both = chain(self._after(self._place, barred), self._after(None, barred))
+        for place, request in islice(both, self.num_except(barred)):
             self._place = place
             yield request
 
-    def _after(self, place: _Place | None) -> Iterator[tuple[_Place, ActiveRequest]]:
+    def num_except(self, barred: Collection[str]) -> int:
+        """Return the number of waiting requests without those of ``barred`` tenants."""
+        if not barred:
+            return len(self)
+        levels = self._lanes.values()
+        return sum(len(lane.waiting) for lanes in levels for name, lane in lanes.items() if name not in barred)
+
+    def tenants_that_decode(self) -> set[str]:
+        """Return the names of the tenants with waiting requests, all of which need a worker that decodes."""
+        lanes = [pair for level in self._lanes.values() for pair in level.items()]
+        return {name for name, _ in lanes} - {name for name, lane in lanes if lane.num_prompt_only}
+
+    def _after(self, place: _Place | None, barred: Collection[str]) -> Iterator[tuple[_Place, ActiveRequest]]:
         """Yield the requests after a place, each with its own; None: all."""
         for priority, lanes in sorted(self._lanes.items()):
-            for name in sorted(lanes):
+            for name in sorted(lanes.keys() - set(barred)):
                 start = 0
                 if place is not None and (priority, name) <= place[:2]:
                     if (priority, name) < place[:2]:
@@ -270,6 +286,8 @@ class FairQueue:
                 assert math.isclose(lane.cost, cost, abs_tol=1e-6), f"{name} has {lane.cost} queued where {cost} are"
                 assert lane.waiting == sorted(lane.waiting, key=_rank), f"{name}'s requests are out of order"
                 assert lane.waiting, f"{name} has a lane without requests"
+                num_prompt_only = sum(each.request.is_prompt_only for each in lane.waiting)
+                assert lane.num_prompt_only == num_prompt_only, f"{name} has {num_prompt_only} requests to score"
 
 
 def due_at(request: ActiveRequest) -> float:

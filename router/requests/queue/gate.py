@@ -7,11 +7,12 @@ the rest, where deadlines and shares decide.
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from itertools import islice
 
 from splitserve.protocol.request import Role
 from splitserve.router.links.membership import Membership, decode_party, prefill_party
+from splitserve.router.links.worker_record import WorkerRecord
 from splitserve.router.placement.placer import Placer
 from splitserve.router.placement.policies import NoWorker, Placed, context_limits
 from splitserve.router.requests.active_request import ActiveRequest
@@ -28,7 +29,9 @@ MAX_TRIES = 8  # first requests that are tried in a turn
 TRIES_OF_TENANT = 4
 MORE_TRIES = 4  # requests behind them that are tried in a turn
 TURN_SECONDS = 0.01
-"""Seconds between turns that try further requests while workers have room that the first ones don't take."""
+"""Seconds between turns that try further requests while workers have room that the first ones don't take; more beside
+many workers, among which a placement takes longer."""
+WORKERS_OF_TURN = 8
 TRY_MORE = Timer(TimerKind.TRY, "")
 MISSED_OBJECTIVES = 2.0
 """A request is refused if its predicted TTFT exceeds its objective so many times."""
@@ -102,7 +105,7 @@ class Gate:
         """Begin requests of the queue while workers have room. One that waits for its own worker lets those behind it
         begin at others; one that none of the workers takes any more leaves the queue. A turn tries few of them:
         further turns follow while some worker has room."""
-        self._num_untried = len(self.queue)
+        self._num_untried = self.queue.num_except(self._barred(now))
         self._take_turn(now)
 
     def on_try_more(self, now: float, *, is_paused: bool) -> None:
@@ -116,11 +119,12 @@ class Gate:
             pass
         if self._num_untried > 0 and len(self.queue) and not self.is_trying and self._any_room_by_role(now):
             self.is_trying = True
-            self._outbox.put(SetTimer(TRY_MORE, now + TURN_SECONDS))
+            num_shares = max(1.0, len(self._membership.usable(now)) / WORKERS_OF_TURN)
+            self._outbox.put(SetTimer(TRY_MORE, now + num_shares * TURN_SECONDS))
 
     def _begin_next(self, now: float) -> bool:
         """Begin the first request that finds room; return False if none does, or all wait for a worker that decodes."""
-        for request in self._to_try():
+        for request in self._to_try(self._barred(now)):
             placement = self._placer.first(request, now)
             if isinstance(placement, NoWorker):
                 if context_limits(self._membership.snapshot(now)) is None:
@@ -135,14 +139,14 @@ class Gate:
                 return True
         return False
 
-    def _to_try(self) -> Iterator[ActiveRequest]:
+    def _to_try(self, barred: Collection[str]) -> Iterator[ActiveRequest]:
         """Yield the first requests in order, and then a few of those behind them: others in each turn."""
         tried = set[str]()
-        for request in islice(self.queue.in_order(TRIES_OF_TENANT), MAX_TRIES):
+        for request in islice(self.queue.in_order(TRIES_OF_TENANT, barred), MAX_TRIES):
             tried.add(request.request_id)
             yield request
         num_first = len(tried)
-        for request in self.queue.in_turn():
+        for request in self.queue.in_turn(barred):
             self._num_untried -= 1
             if request.request_id in tried:
                 continue
@@ -202,10 +206,15 @@ class Gate:
         decode = self._membership.get(decode_party(placement))
         if prefill is None or decode is None:
             return True
-        num_slots = max(1, decode.info.max_num_seqs)
-        if self._exceeds_share(request.context.tenant):
-            num_slots -= int(RESERVED_SHARE * num_slots)
+        num_slots = _num_slots(decode, has_reserve=self._exceeds_share(request.context.tenant))
         return decode.num_requests_of_all < num_slots and prefill.queue_seconds(now) <= AHEAD_SECONDS
+
+    def _barred(self, now: float) -> set[str]:
+        """Return the waiting tenants with more than their share for which only reserved slots are left to decode in: it
+        would be in vain to place their requests."""
+        if any(each.num_requests_of_all < _num_slots(each, has_reserve=True) for each in self._decoding(now)):
+            return set()
+        return {name for name in self.queue.tenants_that_decode() if self._exceeds_share(name)}
 
     def _may_begin_at_once(self, request: ActiveRequest, placement: Placed, now: float) -> bool:
         """Return whether a newcomer may begin before it is queued: at a worker with room, which must be idle if others
@@ -220,7 +229,7 @@ class Gate:
         """Return whether some worker would take a prompt, and some worker an output."""
         usable = self._membership.usable(now)
         return any(record.queue_seconds(now) <= AHEAD_SECONDS for record in usable) and any(
-            record.num_requests_of_all < max(1, record.info.max_num_seqs) for record in usable
+            record.num_requests_of_all < _num_slots(record) for record in usable
         )
 
     def _any_room_by_role(self, now: float) -> bool:
@@ -231,11 +240,12 @@ class Gate:
             record.queue_seconds(now) <= AHEAD_SECONDS
             for record in usable
             if is_aggregated or record.info.role is not Role.DECODE
-        ) and any(
-            record.num_requests_of_all < max(1, record.info.max_num_seqs)
-            for record in usable
-            if is_aggregated or record.info.role is not Role.PREFILL
-        )
+        ) and any(record.num_requests_of_all < _num_slots(record) for record in self._decoding(now))
+
+    def _decoding(self, now: float) -> list[WorkerRecord]:
+        """Return the workers of the roles that decode."""
+        usable, is_aggregated = self._membership.usable(now), self._placer.is_aggregated
+        return [record for record in usable if is_aggregated or record.info.role is not Role.PREFILL]
 
     def _exceeds_share(self, tenant: str) -> bool:
         """Return whether a tenant has more than its share of the requests that run."""
@@ -266,3 +276,10 @@ class Gate:
 
 def _timer(request_id: str) -> Timer:
     return Timer(TimerKind.QUEUE, request_id)
+
+
+def _num_slots(record: WorkerRecord, *, has_reserve: bool = False) -> int:
+    """Return the number of requests that a worker runs at once; ``has_reserve``: less those that are kept for tenants
+    with less than their share."""
+    num_slots = max(1, record.info.max_num_seqs)
+    return num_slots - int(RESERVED_SHARE * num_slots) if has_reserve else num_slots
