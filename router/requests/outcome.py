@@ -11,9 +11,6 @@ from splitserve.router.requests.state import RequestPhase, RequestState
 from splitserve.router.requests.timeline.stages import handover_stages, read_times, ttft_stages
 from splitserve.router.requests.timeline.timeline import AttemptTimeline, Timeline
 
-_AT_PREFILL = {0: "ended_with_first_token", 1: "ended_with_first_token", 2: "ended_with_second_token"}
-"""The reasons why decode had nothing to do, by the number of tokens."""
-
 
 def outcome(state: RequestState) -> tuple[str, str, str]:
     """Return ``(intended, actual, reason)`` of a request that has ended.
@@ -31,10 +28,17 @@ def outcome(state: RequestState) -> tuple[str, str, str]:
     if not isinstance(state.placement, Disaggregated):
         return intended, "local", f"after_{state.history[-1].failure.reason}" if state.history else "no_prefill_worker"
     if state.handover is None:
-        return intended, "local", _AT_PREFILL.get(state.num_attempt_tokens, "no_handover_report")
+        return intended, "local", _why_without_handover(state)
     if state.handover.blocks == 0:
         return intended, "local", "cached_on_decode"
     return intended, "disaggregated", "ok"
+
+
+def _why_without_handover(state: RequestState) -> str:
+    """Return the reason for which decode has reported no hand-over."""
+    if state.num_attempt_tokens <= 1:
+        return "ended_with_first_token"
+    return "ended_with_second_token" if state.ended_at_prefill else "no_handover_report"
 
 
 def route(state: RequestState, timeline: Timeline) -> dict[str, Any]:

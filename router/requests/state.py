@@ -292,6 +292,11 @@ class RequestState:
         return self._decode_started and (self.prompt_scores is None or self.prompt_scores.is_complete)
 
     @property
+    def ended_at_prefill(self) -> bool:
+        """Return whether decode has sent nothing in the current attempt."""
+        return not self._decode_started
+
+    @property
     def num_attempt_tokens(self) -> int:
         """Number of output tokens that the current attempt has delivered."""
         return len(self.output.output_ids) - self._num_delivered_before

@@ -5,7 +5,7 @@ import re
 from documents import load_script
 from splitserve.protocol.cluster_report import RequestSummary, TraceSpan
 from splitserve.protocol.messages.marks import MarkKind
-from splitserve.router.requests.timeline.spans import DECODE_SPANS
+from splitserve.router.requests.timeline.spans import DECODE_SPANS, PREFILL_SPANS
 from splitserve.router.tracing.attributes import ATTRIBUTES, SPAN_ATTRIBUTES, attributes_of, attributes_of_span
 
 page = load_script("log_page")
@@ -46,7 +46,7 @@ def test_every_field_of_a_request_has_a_meaning() -> None:
 
 
 def test_every_mark_ends_a_span_and_every_attribute_is_declared() -> None:
-    assert DECODE_SPANS.keys() == set(MarkKind)
+    assert PREFILL_SPANS.keys() | DECODE_SPANS.keys() == set(MarkKind)
     values = {"transport": "tcp", "finish_reason": "stop"}
     summary = RequestSummary(**{name: values.get(name, 1) for name in RequestSummary.__struct_fields__})
     assert attributes_of(summary, "m").keys() == ATTRIBUTES.keys()

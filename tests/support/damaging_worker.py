@@ -23,9 +23,9 @@ def damage_one(memories: list[KVMemory]) -> None:
     def offer_and_damage(self: SourcePart, sequence: Sequence, handover: SourceHandover, now: float) -> None:
         nonlocal num_complete
         new = sequence.block_ids[handover.num_offered_blocks() :]
-        is_computed = sequence.key in self._first_tokens
+        is_computed = bool(self._first_tokens.of(sequence.key))
         offer(self, sequence, handover, now)
-        if is_computed and sequence.key not in self._first_tokens:  # that was the last offer
+        if is_computed and not self._first_tokens.of(sequence.key):  # that was the last offer
             num_complete += 1
             if num_complete == NUM_INTACT + 1:
                 memories[0].blocks[new[0]].add_(1.0)

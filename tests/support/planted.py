@@ -31,7 +31,7 @@ FOUND_AT = {
     "block_numbers_unchecked": 20,
     "clients_that_left_stay_in_line": 14,
     "connecting_peers_fail_quietly": 95,
-    "ends_reach_the_first_part_alone": 30,
+    "ends_reach_the_first_part_alone": 11,
     "failed_peers_fail_again": 4,
     "forgotten_peers_keep_their_socket": 8,
     "frozen_workers_give_kv_up": 36,

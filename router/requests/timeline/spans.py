@@ -50,6 +50,8 @@ DECODE_SPANS = {
 }
 """Spans of the decode worker, likewise."""
 
+_ALL_SPANS = {**PREFILL_SPANS, **DECODE_SPANS}
+
 WorkerSpans = Mapping[MarkKind, tuple[str, str]]
 
 
@@ -94,6 +96,6 @@ def _worker_spans(
     cursor = attempt.began_at
     for mark in sorted(marks, key=lambda mark: mark.at):
         at = max(mark.at, cursor)
-        name, _ = names.get(mark.kind, DECODE_SPANS[mark.kind])
+        name, _ = names[mark.kind] if mark.kind in names else _ALL_SPANS[mark.kind]
         yield TraceSpan(name, process, cursor - origin, at - cursor, mark.amount)
         cursor = at

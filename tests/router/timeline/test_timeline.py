@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -43,11 +44,13 @@ def marks(events: list[tuple[str, float]], ahead: float = 0.0) -> list[Mark]:
     return [Mark(MarkKind(kind), at + ahead, 64 if kind == "chunk" else 0) for kind, at in events]
 
 
-def disaggregated(prefill_ahead: float = 0.0, decode_ahead: float = 0.0) -> Timeline:
+def disaggregated(
+    prefill_ahead: float = 0.0, decode_ahead: float = 0.0, last: Sequence[tuple[str, float]] = ()
+) -> Timeline:
     clocks = WorkerClocks()
     timeline = Timeline(10.0, prepared_at=10.004)
     timeline.begin_attempt(Disaggregated(prefill=P, decode=D), 10.01)
-    timeline.add_marks(P, marks(PREFILL, prefill_ahead), clocks, 10.21)
+    timeline.add_marks(P, marks([*PREFILL, *last], prefill_ahead), clocks, 10.21)
     timeline.on_tokens(1, 10.21)
     timeline.add_marks(D, marks(DECODE, decode_ahead), clocks, 10.26)
     timeline.on_handover(10.26, is_first=False)
@@ -77,6 +80,13 @@ def test_stages_of_the_handover_add_up() -> None:
     end = {mark.kind: mark.at for mark in attempt.decode_marks}[MarkKind.DRAWN]
     assert sum(stages.values()) == pytest.approx(end - begin, abs=EXACT)
     assert read_times(attempt) == pytest.approx((0.09, 0.04))
+
+
+def test_a_handover_begins_with_the_last_token_of_prefill() -> None:
+    timeline = disaggregated(last=[("second", 10.205)])  # which the router gets at the time of the first one elsewhere
+    assert handover_stages(timeline.attempts[-1]) == pytest.approx(handover_stages(disaggregated().attempts[-1]))
+    spans = {span.name: span for span in spans_of(timeline)}
+    assert spans["second_token"].seconds == pytest.approx(0.005) and spans["second_token"].process == P.engine_id
 
 
 @pytest.mark.parametrize("ahead", [(0.05, -0.05), (-0.05, 0.05), (1e5, 3.0)])
