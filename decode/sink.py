@@ -212,8 +212,7 @@ class SinkSide:
         num_unasked = sum(incoming.is_unasked for incoming in self._incoming.values())
         assert self._num_unasked == num_unasked, f"{self._num_unasked} requests count as unasked for, not {num_unasked}"
         for key, incoming in self._incoming.items():
-            is_waiting = incoming.is_unasked or incoming in self._waiting
-            stage = Stage.UNADMITTED if is_waiting else Stage.PULLING
+            stage = Stage.UNADMITTED if incoming.is_unasked or incoming in self._waiting else Stage.PULLING
             assert incoming.sequence.stage is stage, f"{key} is {incoming.sequence.stage}, not {stage}"
         self.reads.check_invariants(self._incoming.values())
 

@@ -111,8 +111,7 @@ class SourcePart(Part):
         sequence.prefix = request.prefix
         sequence.enter(Stage.UNGRANTED)
         self._ungranted.add(sequence, request.decode.party, now, is_asked=not request.late_grant)
-        parked = self._parked_grants.pop(key, now)
-        if parked is not None:
+        if (parked := self._parked_grants.pop(key, now)) is not None:
             self.on_grant(*parked, now)
 
     def on_grant(self, grant: Grant, sender: Party, now: float) -> None:

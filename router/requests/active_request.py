@@ -110,7 +110,7 @@ class ActiveRequest:
 
     @property
     def is_prompt_only(self) -> bool:
-        """Whether only the prompt's log-probabilities are wanted, and one token: there is nothing to decode."""
+        """Return whether only the prompt's log-probabilities are wanted, and one token: there is nothing to decode."""
         return self.sampling.prompt_logprobs is not None and self.sampling.max_tokens == 1
 
     @property

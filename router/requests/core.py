@@ -334,11 +334,9 @@ class RouterCore:
         elif event.timer == TRY_MORE:
             self.gate.on_try_more(now, is_paused=self.pause.is_on)
         request = self.requests.get(request_id)
-        if request is None:
-            return
-        if kind is TimerKind.DEADLINE:
+        if request is not None and kind is TimerKind.DEADLINE:
             self.requests.expire(request, now)
-        elif request.is_stranded:
+        elif request is not None and request.is_stranded:
             self.requests.go_on(request, now)
 
     def _on_tenants_changed(self, event: TenantsChanged, _now: float) -> None:

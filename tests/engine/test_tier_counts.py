@@ -1,4 +1,4 @@
-"""What a worker's heartbeat says of its tiers."""
+"""The counts of tiers in a worker's heartbeat."""
 
 import msgspec
 import pytest

@@ -376,9 +376,7 @@ def test_requests_of_a_tenant_for_which_only_reserved_slots_are_left_are_not_pla
     assert full.begun[-1] == "heavy6" and "heavy6" in placed
 
 
-def test_a_request_without_anything_to_decode_begins_at_a_prefill_worker_although_only_reserved_slots_are_left() -> (
-    None
-):
+def test_a_request_without_anything_to_decode_begins_though_only_reserved_slots_are_left_to_decode() -> None:
     full = FullWorker(Tenant(name="a"), Tenant(name="b"), slots=8)
     full.join(Party("p0", 1), role=Role.PREFILL, slots=8)
     for number in range(9):

@@ -1,4 +1,4 @@
-"""What a decode worker wants of a prompt's blocks, and whether an offer can be an answer to that. Pure."""
+"""The blocks of a prompt that a decode worker wants, and the check that an offer can be an answer. Pure."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
