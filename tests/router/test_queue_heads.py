@@ -349,43 +349,6 @@ def test_more_outputs_than_a_tenant_may_have_never_fit() -> None:
     assert caught.value.status == 429
 
 
-def test_requests_of_a_tenant_for_which_only_reserved_slots_are_left_are_not_placed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    full = FullWorker(Tenant(name="a"), Tenant(name="b"), slots=8)
-    full.submit("light", "batch", "b")
-    for number in range(30):
-        full.submit(f"heavy{number}", "batch")
-    assert full.begun == ["light", *(f"heavy{number}" for number in range(6))], "one slot is the other tenant's"
-    placed = Counter[str]()
-    place = full.core.placer.first
-
-    def first(request: ActiveRequest, now: float) -> Placed | NoWorker:
-        placed[request.request_id] += 1
-        return place(request, now)
-
-    monkeypatch.setattr(full.core.placer, "first", first)
-    full.handle(Cancel("heavy20"))
-    full.core.gate.pump(full.now)
-    assert not placed and full.try_more() == 0
-    full.submit("other", "batch", "b")
-    assert full.begun[-1] == "other" and set(placed) == {"other"}
-    full.finish("heavy0")
-    assert full.begun[-1] == "other" and set(placed) == {"other"}
-    full.finish("light")
-    assert full.begun[-1] == "heavy6" and "heavy6" in placed
-
-
-def test_a_request_without_anything_to_decode_begins_though_only_reserved_slots_are_left_to_decode() -> None:
-    full = FullWorker(Tenant(name="a"), Tenant(name="b"), slots=8)
-    full.join(Party("p0", 1), role=Role.PREFILL, slots=8)
-    for number in range(9):
-        full.submit(f"heavy{number}", "batch")
-    for number in range(2):
-        full.submit(f"scored{number}", "batch", max_tokens=1, prompt_logprobs=0)
-    assert full.begun[7:] == ["scored0", "scored1"]
-
-
 def test_turns_beside_many_workers_come_less_often() -> None:
     full = FullWorker()
     for number in range(31):

@@ -183,21 +183,21 @@ class FairQueue:
             for name in sorted(lanes, key=lambda name: (self._start(name), lanes[name].waiting[0].rank)):
                 yield from (waiting.request for waiting in islice(lanes[name].waiting, num_each))
 
-    def in_turn(self, barred: Collection[str] = ()) -> Iterator[ActiveRequest]:
+    def in_turn(self, barred: Collection[str] = (), *, prompts_only: bool = False) -> Iterator[ActiveRequest]:
         """Yield all waiting requests once, but those of ``barred`` tenants, by priority, tenant and deadline, from the
         one after the last that an earlier call yielded: calls that look at a few come to each request, wherever it
-        stands. The queue may not change meanwhile."""
+        stands. ``prompts_only``: those without anything to decode. The queue may not change meanwhile."""
         both = chain(self._after(self._place, barred), self._after(None, barred))
-        for place, request in islice(both, self.num_except(barred)):
+        wanted = ((place, request) for place, request in both if request.is_prompt_only or not prompts_only)
+        for place, request in islice(wanted, self.num_except(barred, prompts_only=prompts_only)):
             self._place = place
             yield request
 
-    def num_except(self, barred: Collection[str]) -> int:
-        """Return the number of waiting requests without those of ``barred`` tenants."""
-        if not barred:
-            return len(self)
-        levels = self._lanes.values()
-        return sum(len(lane.waiting) for lanes in levels for name, lane in lanes.items() if name not in barred)
+    def num_except(self, barred: Collection[str], *, prompts_only: bool = False) -> int:
+        """Return the number of waiting requests without those of ``barred`` tenants; ``prompts_only``: of those without
+        anything to decode."""
+        lanes = [lane for level in self._lanes.values() for name, lane in level.items() if name not in barred]
+        return sum(lane.num_prompt_only if prompts_only else len(lane.waiting) for lane in lanes)
 
     def tenants_that_decode(self) -> set[str]:
         """Return the names of the tenants with waiting requests, all of which need a worker that decodes."""

@@ -105,7 +105,7 @@ class Gate:
         """Begin requests of the queue while workers have room. One that waits for its own worker lets those behind it
         begin at others; one that none of the workers takes any more leaves the queue. A turn tries few of them:
         further turns follow while some worker has room."""
-        self._num_untried = self.queue.num_except(self._barred(now))
+        self._num_untried = self.queue.num_except(self._barred(now), prompts_only=not self._any_slot(now))
         self._take_turn(now)
 
     def on_try_more(self, now: float, *, is_paused: bool) -> None:
@@ -124,7 +124,7 @@ class Gate:
 
     def _begin_next(self, now: float) -> bool:
         """Begin the first request that finds room; return False if none does, or all wait for a worker that decodes."""
-        for request in self._to_try(self._barred(now)):
+        for request in self._to_try(self._barred(now), prompts_only=not self._any_slot(now)):
             placement = self._placer.first(request, now)
             if isinstance(placement, NoWorker):
                 if context_limits(self._membership.snapshot(now)) is None:
@@ -139,14 +139,15 @@ class Gate:
                 return True
         return False
 
-    def _to_try(self, barred: Collection[str]) -> Iterator[ActiveRequest]:
-        """Yield the first requests in order, and then a few of those behind them: others in each turn."""
+    def _to_try(self, barred: Collection[str], *, prompts_only: bool) -> Iterator[ActiveRequest]:
+        """Yield the first requests in order, and then a few of those behind them: others in each turn.
+        ``prompts_only``: behind them those without anything to decode."""
         tried = set[str]()
         for request in islice(self.queue.in_order(TRIES_OF_TENANT, barred), MAX_TRIES):
             tried.add(request.request_id)
             yield request
         num_first = len(tried)
-        for request in self.queue.in_turn(barred):
+        for request in self.queue.in_turn(barred, prompts_only=prompts_only):
             self._num_untried -= 1
             if request.request_id in tried:
                 continue
@@ -233,14 +234,18 @@ class Gate:
         )
 
     def _any_room_by_role(self, now: float) -> bool:
-        """Return whether further turns are worth their time: workers of the roles that compute prompts, and of those
-        that decode, have room."""
+        """Return whether further turns are worth their time: workers of the roles that compute prompts have room, and
+        those that decode as well, unless some request has nothing to decode."""
         usable, is_aggregated = self._membership.usable(now), self._placer.is_aggregated
         return any(
             record.queue_seconds(now) <= AHEAD_SECONDS
             for record in usable
             if is_aggregated or record.info.role is not Role.DECODE
-        ) and any(record.num_requests_of_all < _num_slots(record) for record in self._decoding(now))
+        ) and (self._any_slot(now) or self.queue.num_except((), prompts_only=True) > 0)
+
+    def _any_slot(self, now: float) -> bool:
+        """Return whether a worker of the roles that decode has a slot."""
+        return any(record.num_requests_of_all < _num_slots(record) for record in self._decoding(now))
 
     def _decoding(self, now: float) -> list[WorkerRecord]:
         """Return the workers of the roles that decode."""
