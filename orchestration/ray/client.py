@@ -25,12 +25,13 @@ from splitserve.orchestration.cluster.host import ChildProgress
 from splitserve.orchestration.cluster.launch_errors import LaunchError
 from splitserve.orchestration.control.requests import AnyReply, AnyRequest, Stop, decode_reply, encode
 from splitserve.orchestration.hosts.local import ENTRIES, Entries
-from splitserve.orchestration.ray.names import NAMESPACE, SOME_MEMORY_BYTES, controller_name, memory_key
+from splitserve.orchestration.ray.names import NAMESPACE, SOME_MEMORY_BYTES, controller_name
 from splitserve.orchestration.spec.cluster_spec import ClusterSpec
 from splitserve.orchestration.spec.conversion import convert_spec
 
 CONNECT_SECONDS = 5.0
 COMEBACK_SECONDS = 30.0
+REPLACEMENT_SECONDS = 5.0  # an upgrade is between its two controllers for a second
 REPLY_SECONDS = 60.0
 STOP_SECONDS = 120.0  # freeing large host tiers is slow
 CONTROLLER_THREADS = 32
@@ -150,6 +151,8 @@ def start_on_ray(
     """
     connect(address, with_code=True)
     client = RayClient(spec.name, address)
+    if client.is_headless():
+        raise ConfigError(client.headless())
     if client.leftovers():
         raise ConfigError(
             f"a cluster called {spec.name} is on Ray already, or its remains are: choose another --name, or end it "
@@ -169,12 +172,15 @@ def create_controller(spec: ClusterSpec, log_level: str, *, restart: bool, entri
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     from splitserve.orchestration.ray.controller import Controller, ControllerOrder
+    from splitserve.orchestration.ray.stored_state import remember_order
 
-    order = ControllerOrder(
-        spec=msgspec.to_builtins(spec),
-        log_level=log_level,
-        restart=restart,
-        entries=astuple(entries),
+    order = msgspec.json.encode(
+        ControllerOrder(
+            spec=msgspec.to_builtins(spec),
+            log_level=log_level,
+            restart=restart,
+            entries=astuple(entries),
+        )
     )
     controller = ray.remote(Controller).options(
         name=controller_name(spec.name),
@@ -187,12 +193,13 @@ def create_controller(spec: ClusterSpec, log_level: str, *, restart: bool, entri
         scheduling_strategy=NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True),
     )
     try:
-        controller.remote(msgspec.json.encode(order))
+        controller.remote(order)
     except ValueError as error:  # Ray's word for a name that is taken
         raise ConfigError(
             f"another `splitserve up` or `splitserve upgrade` has just created the controller of {spec.name}: choose "
             "another --name, or end that cluster first"
         ) from error
+    remember_order(spec.name, order)
 
 
 class RayClient:
@@ -208,22 +215,29 @@ class RayClient:
         return decode_reply(data)
 
     def bring_code(self) -> None:
-        """Replace the controller by one with this driver's code; agents inherit it. Raises :class:`ConfigError`, before
-        anything has changed, if that code couldn't take over the cluster."""
+        """Replace the controller by one with this driver's code; agents inherit it. A cluster that has lost its
+        controller gets one. Raises :class:`ConfigError`, before anything has changed, if that code couldn't take over
+        the cluster."""
         import ray
 
         from splitserve.orchestration.ray.controller import ControllerOrder
-        from splitserve.orchestration.ray.host import recall
+        from splitserve.orchestration.ray.stored_state import order_of, recall, remember_order
 
         connect(self._address, with_code=True)
-        order = msgspec.json.decode(self._call(lambda controller: controller.order.remote()), type=ControllerOrder)
-        status = status_of(self)
-        if not status.is_settled:
-            raise ConfigError(
-                "workers are still starting or leaving: wait until `splitserve status` shows all of them ready"
-            )
+        if self.is_headless():
+            stored = order_of(self._name)
+            assert stored is not None
+        else:
+            stored = self._call(lambda controller: controller.order.remote())
+            if not status_of(self).is_settled:
+                raise ConfigError(
+                    "workers are still starting or leaving: wait until `splitserve status` shows all of them ready"
+                )
+        order = msgspec.json.decode(stored, type=ControllerOrder)
         recall(self._name)
-        ray.kill(self._controller())
+        remember_order(self._name, stored)  # if this process ends before there is another controller
+        if (controller := self._controller()) is not None:
+            ray.kill(controller)
         while self._controller() is not None:
             time.sleep(0.05)
         spec = convert_spec(order.spec)
@@ -240,6 +254,22 @@ class RayClient:
 
     def is_alive(self) -> bool:
         return self._controller() is not None
+
+    def is_headless(self) -> bool:
+        """Return whether the cluster has lost its controller for good: Ray won't restart it."""
+        from splitserve.orchestration.ray.stored_state import order_of
+
+        return self._controller() is None and order_of(self._name) is not None
+
+    def headless(self) -> str:
+        """Return the description of a cluster without a controller, with the commands that help."""
+        options = f"--ray {self._address} --name {self._name}"
+        return (
+            f"cluster {self._name} has no controller: `splitserve upgrade` was ended after it had removed the old one, "
+            "or the actor was killed. Router and workers serve on, but none is started again or replaced. "
+            f"`splitserve upgrade {options}` creates a controller, which takes them over; "
+            f"`splitserve down {options}` ends them"
+        )
 
     def follow_start(self, show: Callable[[ChildProgress], None]) -> str:
         """Show the progress until the cluster serves; returns its URL. Shows the steps of a controller that Ray has
@@ -280,15 +310,13 @@ class RayClient:
 
     def leftovers(self) -> list[str]:
         """Return the names of all of the cluster's actors and placement groups on Ray."""
-        from ray.experimental import internal_kv
-
         from splitserve.orchestration.ray.host import agents_of, groups_of
+        from splitserve.orchestration.ray.stored_state import stored_keys
 
         found = [agent_name for _, agent_name, _ in agents_of(self._name)]
         found += list(groups_of(self._name))
         found += [controller_name(self._name)] if self._controller() is not None else []
-        found += [memory_key(self._name)] if internal_kv._internal_kv_exists(memory_key(self._name)) else []
-        return found
+        return found + stored_keys(self._name)
 
     def _stop(self, controller: Any) -> None:
         import ray
@@ -303,11 +331,10 @@ class RayClient:
     def _remove_leftovers(self, say: Say) -> None:
         """Remove everything that the controller would have removed."""
         import ray
-        from ray.experimental import internal_kv
         from ray.util.placement_group import remove_placement_group
 
-        from splitserve.orchestration.lmcache.on_ray import forget_ports
         from splitserve.orchestration.ray.host import FINISH_SECONDS, agents_of, end_agents, groups_of
+        from splitserve.orchestration.ray.stored_state import forget
 
         left = []
         for name, agent_name, _ in list(agents_of(self._name)):
@@ -317,8 +344,7 @@ class RayClient:
         end_agents(left, FINISH_SECONDS)
         for group in groups_of(self._name).values():
             remove_placement_group(group)
-        internal_kv._internal_kv_del(memory_key(self._name))
-        forget_ports(self._name)
+        forget(self._name)
 
     def _controller(self) -> Any:
         import ray
@@ -330,18 +356,26 @@ class RayClient:
             return None
 
     def _call(self, method: Callable[[Any], Any]) -> Any:
-        """Call a method of the controller; waits for one that is being restarted. Raises :class:`ConfigError`."""
+        """Call a method of the controller; waits for one that is being restarted or replaced. Raises
+        :class:`ConfigError`."""
         import ray
 
-        deadline = time.monotonic() + COMEBACK_SECONDS
+        from splitserve.orchestration.ray.stored_state import order_of
+
+        began = time.monotonic()
         while True:
             controller = self._controller()
             if controller is None:
-                raise ConfigError(f"there is no cluster called {self._name} on the Ray cluster at {self._address}")
+                if order_of(self._name) is None:
+                    raise ConfigError(f"there is no cluster called {self._name} on the Ray cluster at {self._address}")
+                if time.monotonic() > began + REPLACEMENT_SECONDS:
+                    raise ConfigError(self.headless())
+                time.sleep(0.2)
+                continue
             try:
                 return ray.get(method(controller), timeout=REPLY_SECONDS)
             except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError) as error:
-                if time.monotonic() > deadline:
+                if time.monotonic() > began + COMEBACK_SECONDS:
                     raise ConfigError(f"the controller of {self._name} doesn't answer: {error}") from error
                 time.sleep(0.2)
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import msgspec
 import ray
-from ray.experimental import internal_kv
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
@@ -19,9 +18,9 @@ from splitserve.common.errors import ConfigError
 from splitserve.orchestration.cluster.host import LMCACHE, ChildExited, ChildProgress, Event, Memory
 from splitserve.orchestration.hosts.local import ENTRIES, Entries
 from splitserve.orchestration.lmcache.keeper import is_lmcache
-from splitserve.orchestration.lmcache.on_ray import forget_ports, server_on
+from splitserve.orchestration.lmcache.on_ray import server_on
 from splitserve.orchestration.ray.agent import Agent, AgentEvent, AgentOrder
-from splitserve.orchestration.ray.names import NAMESPACE, SOME_MEMORY_BYTES, memory_key, process_of, unique_agent_name
+from splitserve.orchestration.ray.names import NAMESPACE, SOME_MEMORY_BYTES, process_of, unique_agent_name
 from splitserve.orchestration.ray.placement import (
     GPU,
     Node,
@@ -32,6 +31,7 @@ from splitserve.orchestration.ray.placement import (
     matches,
     share_of_cores,
 )
+from splitserve.orchestration.ray.stored_state import forget, recall, remember
 from splitserve.orchestration.spec.cluster_spec import ClusterSpec, PoolSpec
 from splitserve.orchestration.spec.expansion import RouterPorts
 
@@ -245,7 +245,7 @@ class RayHost:
         self._pools.pop(name, None)
 
     def remember(self, memory: Memory) -> None:
-        internal_kv._internal_kv_put(memory_key(self._cluster), msgspec.json.encode(memory))
+        remember(self._cluster, memory)
 
     def recall(self) -> Memory | None:
         """Return the state that the previous controller stored. Raises :class:`ConfigError`."""
@@ -287,8 +287,7 @@ class RayHost:
         return list(self._children)
 
     def close(self) -> None:
-        internal_kv._internal_kv_del(memory_key(self._cluster))
-        forget_ports(self._cluster)
+        forget(self._cluster)
 
     def _order(self, name: str, spec: ClusterSpec, **more: Any) -> AgentOrder:
         return AgentOrder(
@@ -308,18 +307,6 @@ class RayHost:
             if node_id:
                 placed.setdefault(node_id, Counter())[pool] += 1
         return placed
-
-
-def recall(cluster: str) -> Memory | None:
-    """Return the state that a cluster's controller stored. Raises :class:`ConfigError` if this code can't read it."""
-    data = internal_kv._internal_kv_get(memory_key(cluster))
-    try:
-        return None if data is None else msgspec.json.decode(data, type=Memory)
-    except msgspec.DecodeError as error:
-        raise ConfigError(
-            f"the state of cluster {cluster} is one of another version of Splitserve ({error}): end the cluster with "
-            "`splitserve down` and start it anew, or take that version"
-        ) from error
 
 
 def _agent_class(

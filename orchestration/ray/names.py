@@ -37,3 +37,8 @@ def lmcache_key(cluster: str, node_id: str) -> str:
 def memory_key(cluster: str) -> str:
     """Return the key of the state that the controller stores for its successor."""
     return f"splitserve/{cluster}/snapshot"
+
+
+def order_key(cluster: str) -> str:
+    """Return the key of the order that the controller was created with; it stays if the controller is lost for good."""
+    return f"splitserve/{cluster}/order"

@@ -1,6 +1,10 @@
-"""A Ray controller that is lost while its cluster starts: the next one goes on with the start."""
+"""A Ray controller that is lost: while its cluster starts, or for good, in the middle of an upgrade. The next one goes
+on."""
 
 import os
+import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,12 +14,15 @@ import ray
 from ray.cluster_utils import Cluster
 from ray.experimental import internal_kv
 
+from cluster_load import bodies, right_tokens, steady_load
+from command_line import PATIENCE_SECONDS, splitserve
 from splitserve.common.errors import ConfigError
 from splitserve.orchestration.cli.client import status_of
 from splitserve.orchestration.cluster.host import ChildProgress
-from splitserve.orchestration.ray.client import RayClient, connect, create_controller
+from splitserve.orchestration.ray.client import RayClient, connect, create_controller, start_on_ray
 from splitserve.orchestration.ray.host import agents_of
 from splitserve.orchestration.ray.names import NAMESPACE, controller_name, memory_key
+from splitserve.orchestration.spec.cluster_spec import ClusterSpec
 from splitserve.orchestration.spec.document import parse_spec
 from waiting import wait_until
 
@@ -23,7 +30,14 @@ pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.slow]
 
 NODE = {"num_cpus": 2, "object_store_memory": 80 << 20, "no_monitor": True}
 NODE |= {"include_dashboard": False, "include_log_monitor": False}
-PATIENCE_SECONDS = 100.0
+# `splitserve upgrade`, killed once it has removed the old controller.
+KILLED_UPGRADE = """
+import os, signal, sys
+from splitserve.orchestration.cli import main
+from splitserve.orchestration.ray import client
+client.create_controller = lambda *arguments, **options: os.kill(os.getpid(), signal.SIGKILL)
+sys.exit(main.main(["upgrade", *sys.argv[1:]]))
+"""
 
 
 @pytest.fixture(scope="module")
@@ -38,6 +52,16 @@ def head() -> Iterator[Cluster]:
     finally:
         ray.shutdown()
         cluster.shutdown()
+
+
+def spec_of(name: str, model: Path) -> ClusterSpec:
+    return parse_spec(f"""
+name: {name}
+model: {{path: {model}, served_name: tiny, max_model_len: 512}}
+pools: [{{name: both, role: mixed, threads: 1, memory: {{kv: 16MiB}}}}]
+router: {{port: 0, policy: least-loaded}}
+network: {{host: 127.0.0.1}}
+""")
 
 
 def lose_controller(name: str) -> None:
@@ -57,13 +81,7 @@ def refuses_what_it_cannot_read(client: RayClient) -> None:
 
 @pytest.mark.parametrize("moment", ["once the router's agent is there", "while a worker loads"])
 def test_the_start_goes_on(head: Cluster, tiny_qwen3: Path, moment: str) -> None:
-    spec = parse_spec(f"""
-name: starting
-model: {{path: {tiny_qwen3}, served_name: tiny, max_model_len: 512}}
-pools: [{{name: both, role: mixed, threads: 1, memory: {{kv: 16MiB}}}}]
-router: {{port: 0, policy: least-loaded}}
-network: {{host: 127.0.0.1}}
-""")
+    spec = spec_of("starting", tiny_qwen3)
     client, seen, urls = RayClient("starting", head.address), list[ChildProgress](), list[str]()
     create_controller(spec, "info", restart=True)
     try:
@@ -84,3 +102,35 @@ network: {{host: 127.0.0.1}}
     finally:
         client.down(print)
     assert not client.leftovers()
+
+
+def test_an_upgrade_that_is_killed_between_two_controllers_is_continued_by_the_next(
+    head: Cluster, tiny_qwen3: Path
+) -> None:
+    spec, client = spec_of("headless", tiny_qwen3), RayClient("headless", head.address)
+    options = ("--ray", head.address, "--name", "headless")
+    create_controller(spec, "info", restart=True)
+    try:
+        url = client.follow_start(lambda _progress: None)
+        expected = right_tokens(url, "tiny", tiny_qwen3)
+        before = {name for name, _, _ in agents_of("headless")}
+        with steady_load(url, bodies("tiny"), expected, streams=1) as load:
+            upgrade = [sys.executable, "-c", KILLED_UPGRADE, *options]
+            assert subprocess.run(upgrade, timeout=PATIENCE_SECONDS, check=False).returncode == -signal.SIGKILL
+            assert not client.is_alive() and {name for name, _, _ in agents_of("headless")} == before
+            for said in (splitserve("status", *options, status=2), refusal_of_another_start(spec, head.address)):
+                assert "headless has no controller: `splitserve upgrade` was ended" in said
+                assert f"`splitserve upgrade --ray {head.address} --name headless` creates" in said
+            assert "1 workers replaced" in splitserve("upgrade", *options, "--allow-gap")
+        assert not load.problems, load.problems[:3]
+        status = status_of(client)
+        assert status.url == url and [(worker.phase, worker.revision) for worker in status.workers] == [("ready", 2)]
+    finally:
+        client.down(print)
+    assert not client.leftovers()
+
+
+def refusal_of_another_start(spec: ClusterSpec, address: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        start_on_ray(spec, address, "info", restart=True, show=lambda _progress: None)
+    return str(caught.value)
