@@ -3,12 +3,15 @@
 from dataclasses import replace
 
 import msgspec
+import numpy as np
 import pytest
 
 from splitserve.protocol.config import EngineConfig, ProtocolConfig
 from splitserve.protocol.memory_records import LayoutRecord
 from splitserve.protocol.placement.step_model import StepModel
 from splitserve.protocol.request import Role
+from splitserve.router.requests.effects import Ended
+from splitserve.router.requests.timeline.timeline import Timeline
 from splitserve.simulation.twin import cluster
 from splitserve.simulation.twin.cluster import TwinCluster, TwinResult, TwinSpec
 from splitserve.simulation.twin.models import Calibration, CopyModel, HostModel, LinkModel
@@ -59,6 +62,24 @@ def test_a_handover_takes_its_messages_and_its_bytes() -> None:
     # From prefill's step: the offer, a read of the one block that decode lacks, and a step of decode.
     assert second - first == pytest.approx(0.0002 + (0.0005 + 65_536 / 1e9) + 0.004, abs=1e-6)
     assert result.counts == {"disaggregated disaggregated ok": 2}
+
+
+def test_a_second_token_at_prefill_comes_a_step_after_the_first_and_the_handover_begins_with_it() -> None:
+    workers = [
+        replace(each, engine=msgspec.structs.replace(each.engine, second_token_at_prefill=True)) for each in PAIR
+    ]
+    [one] = single(100, 4).conversations
+    spec = TwinSpec(workers, Calibration(steps={Role.MIXED: STEPS}, link=LINK, host=HOST))
+    twin, timelines = TwinCluster(spec), list[Timeline]()
+    end = twin._performers[Ended]
+    twin._performers[Ended] = lambda effect: (timelines.append(effect.request.timeline), end(effect))
+    result = twin.run(Workload("two", (one, Conversation("1", 1.0, one.turns))))
+    gaps = np.diff(result.turns[1].token_times)
+    # The last offer, and a read of the one block that decode lacks.
+    ready = 0.0002 + (0.0005 + 65_536 / 1e9)
+    assert gaps == pytest.approx([0.004, ready + 0.004, 0.004], abs=1e-6)
+    assert result.stages["offer"] == pytest.approx(0.0002), "without the second token's step"
+    assert timelines[1].attempts[0].handover_seconds == pytest.approx(ready, abs=1e-6)
 
 
 def test_a_step_that_outlasts_the_last_request_counts_as_busy_up_to_its_end() -> None:

@@ -1,11 +1,10 @@
 """A worker of the twin: its production core, driven as by the engine's loop, with models of device and link."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-import msgspec
 import numpy as np
 
 from splitserve.engine.effects import (
@@ -35,6 +34,7 @@ from splitserve.protocol.messages.requests import StepTokens, TokenDelta
 from splitserve.protocol.placement.step_model import StepModel, StepWork
 from splitserve.protocol.request import Party, RequestKey, Role
 from splitserve.protocol.step import Draw, StepOutput, StepPlan
+from splitserve.simulation.twin.kept_tokens import KeptTokens, is_news, join
 from splitserve.simulation.twin.leap import Leap, is_quiet
 from splitserve.simulation.twin.step_times import StepLaw, StepTimes
 from splitserve.worker.build import BlockMemory, ModelBounds, build_core
@@ -127,7 +127,7 @@ class TwinWorker:
         self._step_ends_at = 0.0  # of the step in flight
         self._epoch = 0  # of the last time to return that was set; those of earlier ones are void
         self._is_awaited = False  # that time is still to come
-        self._kept: dict[RequestKey, _KeptTokens] = {}  # that the router hasn't got
+        self._kept: dict[RequestKey, KeptTokens] = {}  # that the router hasn't got
         self._due: dict[Party, list[TokenDelta]] = {}  # to be sent now, by recipient
         self._link_free_at = 0.0
         self._copies_free_at = {True: 0.0, False: 0.0}  # loads, stores
@@ -195,6 +195,8 @@ class TwinWorker:
         work = work_of(self._plan)
         self._step_ends_at = now + self._count(work)
         leaps = self._twin.leaps and not work.prefill_tokens
+        if leaps and any(sequence.draws_second for sequence, _ in self.core.newest_step):
+            leaps = False  # after this step comes the last offer
         self._return_at(self._last_step_end(work) if leaps else self._step_ends_at)
 
     def _goes_on_alike(self) -> bool:
@@ -275,7 +277,8 @@ class TwinWorker:
 
     def _keep_tokens(self, at: float) -> None:
         """Keep the tokens of a step, which count as sent ``at`` its end. The router gets those of a request with the
-        first one, the report of its hand-over or the last one: in between it decides nothing by them."""
+        first one, prefill's second one, the report of its hand-over or the last one: in between it decides nothing by
+        them."""
         kept = []
         for effect in self.core.take_effects():
             if not (isinstance(effect, Send) and isinstance(effect.body, StepTokens)):
@@ -289,12 +292,11 @@ class TwinWorker:
         """Keep a request's tokens, drawn at ``times``, until the router is to get them."""
         found = self._kept.get(delta.key)
         if found is None:
-            found = self._kept[delta.key] = _KeptTokens()
+            found = self._kept[delta.key] = KeptTokens()
         found.deltas.append(delta)
         found.times.extend(times)
-        is_news = delta.position == 0 or delta.finish_reason is not None or delta.handover is not None
-        if is_news or len(found.times) >= MAX_KEPT_STEPS:
-            joined = _join(found.deltas)
+        if is_news(delta) or len(found.times) >= MAX_KEPT_STEPS:
+            joined = join(found.deltas)
             self._due.setdefault(to, []).append(joined)
             self._twin.note_drawn(joined, found.times)
             del self._kept[delta.key]
@@ -375,24 +377,3 @@ class TwinWorker:
         self._catch_up()
         self.core.handle_connector_event(event, self._clock.now)
         self._settle()
-
-
-@dataclass(slots=True)
-class _KeptTokens:
-    """Tokens of one request that its router hasn't got."""
-
-    deltas: list[TokenDelta] = field(default_factory=list)
-    times: list[float] = field(default_factory=list)  # at which they were drawn
-
-
-def _join(parts: Sequence[TokenDelta]) -> TokenDelta:
-    """Return one delta with the tokens of all ``parts`` in their order."""
-    if len(parts) == 1:
-        return parts[0]
-    return msgspec.structs.replace(
-        parts[0],
-        token_ids=[token for part in parts for token in part.token_ids],
-        finish_reason=parts[-1].finish_reason,
-        handover=next((part.handover for part in parts if part.handover is not None), None),
-        marks=[mark for part in parts for mark in part.marks],
-    )
