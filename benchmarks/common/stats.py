@@ -3,8 +3,9 @@
 Times are in seconds from the load's start; figures are in milliseconds where their name says so.
 """
 
+import itertools
 from collections import Counter
-from collections.abc import MutableSequence, Sequence
+from collections.abc import Mapping, MutableSequence, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -15,6 +16,10 @@ from splitserve.common.errors import ConfigError
 
 Seconds: TypeAlias = NDArray[np.float64]
 PERCENTILES = (50, 90, 99)
+MIN_VALUES_OF_P99 = 100
+"""Number of values below which their 99th percentile says no more than the two highest of them do."""
+NOTABLE_LAG_MS = 10.0
+"""Delay of the client's own requests, at the 99th percentile, from which a bench says so."""
 BUNCHED_SECONDS = 1e-4  # chunks that arrive closer than this were read from the socket together
 
 
@@ -55,6 +60,23 @@ class RequestRecord:
         """The same as an array."""
         return np.diff(np.asarray(self.chunk_seconds, dtype=np.float64))
 
+    def gap_before(self, token: int) -> float | None:
+        """Return the gap before the token of this number, 2 or more; None if the answer is shorter.
+
+        Tokens of one chunk have no gap between them. Where the endpoint doesn't say how many there are in each, one is
+        assumed.
+        """
+        earlier, later = (self._chunk_of(number) for number in (token - 1, token))
+        return None if later >= len(self.chunk_seconds) else self.chunk_seconds[later] - self.chunk_seconds[earlier]
+
+    def _chunk_of(self, token: int) -> int:
+        """Return the index of the chunk with the token of this number; one beyond all chunks if the answer is
+        shorter."""
+        if len(self.chunk_tokens) != len(self.chunk_seconds):
+            return token - 1
+        sums = enumerate(itertools.accumulate(self.chunk_tokens))
+        return next((index for index, num_tokens in sums if num_tokens >= token), len(self.chunk_seconds))
+
 
 @dataclass(frozen=True, slots=True)
 class Objective:
@@ -90,13 +112,20 @@ def parse_objective(bounds: Sequence[str]) -> Objective:
 
 
 def percentiles_ms(seconds: "Sequence[float] | Seconds") -> dict[str, float]:
-    """Compute mean, percentiles and maximum in milliseconds; empty for no values."""
+    """Compute mean, percentiles and maximum in milliseconds, and the number of values; empty for no values."""
     if not len(seconds):
         return {}
     values = np.asarray(seconds) * 1e3
     figures = {"mean": float(np.mean(values))}
     figures |= {f"p{share}": float(np.percentile(values, share)) for share in PERCENTILES}
-    return figures | {"max": float(np.max(values))}
+    return figures | {"max": float(np.max(values)), "count": len(values)}
+
+
+def few_values_notes(figures: Mapping[str, Sequence[Mapping[str, float]]]) -> list[str]:
+    """Return a note that names the figures, by their labels, whose 99th percentile is that of too few values."""
+    least = {label: min((each["count"] for each in found if each), default=0) for label, found in figures.items()}
+    few = [f"{count} of {label}" for label, count in least.items() if 0 < count < MIN_VALUES_OF_P99]
+    return [f"p99 of fewer than {MIN_VALUES_OF_P99} values is close to their maximum: {', '.join(few)}"] if few else []
 
 
 def mean_of_longest_tenth_ms(seconds: "Sequence[float] | Seconds") -> float:
@@ -108,7 +137,8 @@ def mean_of_longest_tenth_ms(seconds: "Sequence[float] | Seconds") -> float:
 def summarise(records: Sequence[RequestRecord], objective: Objective | None) -> dict[str, Any]:
     """Compute all figures of a load. A failed request has no latency, and misses any objective.
 
-    ``second_token_ms``, after the first, shows a hand-over; ``later_itl_ms`` are all other gaps.
+    ``second_token_ms``, the gap before the second token, shows a hand-over. If prefill draws that token, too, the
+    hand-over shows in ``third_token_ms``, the gap before the third one. ``later_itl_ms`` are all gaps but the first.
     """
     done = [record for record in records if not record.error]
     duration = max((record.end_seconds for record in records), default=0.0)
@@ -129,7 +159,8 @@ def summarise(records: Sequence[RequestRecord], objective: Objective | None) -> 
         "ttft_ms": percentiles_ms([record.ttft_seconds for record in done]),
         "tpot_ms": percentiles_ms([record.tpot_seconds for record in done if record.output_tokens > 1]),
         "itl_ms": percentiles_ms(gaps),
-        "second_token_ms": percentiles_ms([float(each[0]) for each in by_record if len(each)]),
+        "second_token_ms": _gaps_before(2, done),
+        "third_token_ms": _gaps_before(3, done),
         "later_itl_ms": percentiles_ms(_joined([each[1:] for each in by_record])),
         "itl_longest_tenth_mean_ms": mean_of_longest_tenth_ms(gaps),
         "bunched_gaps_share": int(np.count_nonzero(gaps < BUNCHED_SECONDS)) / max(1, len(gaps)),
@@ -142,6 +173,12 @@ def summarise(records: Sequence[RequestRecord], objective: Objective | None) -> 
         figures["slo_attainment"] = num_good / max(1, len(records))
         figures["goodput_requests_per_second"] = num_good * per_second
     return figures
+
+
+def _gaps_before(token: int, records: Sequence[RequestRecord]) -> dict[str, float]:
+    """Compute the percentiles of the gap before the token of this number, of the requests that have it."""
+    gaps = (record.gap_before(token) for record in records)
+    return percentiles_ms([gap for gap in gaps if gap is not None])
 
 
 def _tokens_per_chunk(records: Sequence[RequestRecord]) -> dict[str, float]:

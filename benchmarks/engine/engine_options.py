@@ -62,6 +62,12 @@ def switches(options: argparse.Namespace) -> dict[str, Any]:
     return {name: getattr(options, name) for name in _SWITCHES}
 
 
+def changed_switches(options: argparse.Namespace) -> dict[str, Any]:
+    """Return those that aren't at their defaults."""
+    defaults = EngineConfig(model="")
+    return {name: value for name, value in switches(options).items() if value != getattr(defaults, name)}
+
+
 @contextlib.contextmanager
 def model_of(options: argparse.Namespace) -> Iterator[str]:
     """Yield the checkpoint of ``--model``, or one of ``--shape``, which is removed at the end."""

@@ -33,6 +33,7 @@ from splitserve.benchmarks.common.report import (
 from splitserve.benchmarks.engine.engine_options import (
     add_engine_options,
     add_max_num_seqs,
+    changed_switches,
     engine_config,
     max_num_seqs,
     model_of,
@@ -245,6 +246,7 @@ def _conditions(options: argparse.Namespace, arms: Mapping[str, Arm | None], sou
             "kv_memory": options.kv_memory,
             "side_by_side": options.side_by_side,
             "max_num_seqs": max_num_seqs(options),
+            **changed_switches(options),
         },
     )
 

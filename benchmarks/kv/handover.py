@@ -43,7 +43,10 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "cuda": {"shape": "llama-3.1-8b", "dtype": "bfloat16", "prompt_tokens": [1024, 4096, 8192], "block_size": [64]},
 }
 NOT_SERVED = ("threads", "split_size", "path", "copy_streams", "poll_us", "serve_poll_us", "naive")
-ONLY_SERVED = ("against_mixed", "attention_backend", "model", "ray")
+ONLY_SERVED = (
+    *("against_mixed", "attention_backend", "model", "ray", "chunk_tokens", "kv_memory"),
+    *("late_launch", "second_token_at_prefill"),
+)
 NAIVE_PIECE_BYTES = 32 << 10  # pieces of a layout per layer for Llama-3.1-8B with 16 tokens per block
 
 

@@ -4,7 +4,8 @@ One request at a time, so that no other hand-over is in flight. For each prompt 
 chunk, after which all of its blocks have yet to move, and in chunks, whose blocks move while the next chunk is
 computed. Reported are
 
-    handover   from the first token to decode ready, both as reported to the router
+    handover   from the first token to decode ready, both as reported to the router; with ``--second-token-at-prefill``
+               from the second token, which prefill draws meanwhile
     exposed    of that, the time that decode waited for blocks after it knew of the last ones
     prefill    from the request to the first token, as the client sees it; ``exposed_share`` is of that
     GB/s       bytes over the time from the first read posted to the last one verified; only if they all move at once,

@@ -4,8 +4,10 @@ Two kinds of requests arrive at fixed rates: *streams* with a short prompt and a
 prompt and a short answer. Each arrangement of workers gets the same requests at the same times over HTTP, one
 arrangement after the other: 1P1D, one mixed worker, two mixed workers, 1P1D that hands over only where that is
 predicted to pay (conditional), or either 1P1D with second tokens drawn at prefill. Reported are the gaps between tokens
-of streams, the time to first token of prompts, the mean time of each stage, and whether the arrangement kept up:
-figures of one that fell behind aren't comparable.
+of streams, those before the second and before the third token by themselves, the time to first token of prompts, the
+mean time of each stage, and whether the arrangement kept up: figures of one that fell behind, or of which requests
+failed, aren't comparable. Where prefill draws the second token, the wait for the hand-over is in the gap before the
+third one: compare both.
 
 With ``--stream-rate 0`` only prompts arrive, and gaps are those of their own answers. Rounds differ in their seed, and
 in the arrangement that comes first.
@@ -24,7 +26,7 @@ import msgspec
 
 from splitserve.benchmarks.common.arguments import finite, not_negative, positive, positive_seconds
 from splitserve.benchmarks.common.report import add_result_options, keep_result, table
-from splitserve.benchmarks.common.stats import RequestRecord, summarise
+from splitserve.benchmarks.common.stats import NOTABLE_LAG_MS, RequestRecord, few_values_notes, summarise
 from splitserve.benchmarks.engine.engine_options import (
     add_engine_options,
     add_max_num_seqs,
@@ -114,6 +116,14 @@ def start_cluster(options: argparse.Namespace, model: str, arrangement: str) -> 
     return LocalCluster(spec, log_level="warning", entries=Entries(worker=ENTRY), environment={STEPS_VARIABLE: steps})
 
 
+def names_of(options: argparse.Namespace) -> list[str]:
+    """Return the arrangements, each once. ``--second-token-at-prefill`` stands for those that have it in their name."""
+    if not options.second_token_at_prefill:
+        return list(dict.fromkeys(options.arrangements))
+    return list(dict.fromkeys(f"{name}{SECOND}" if f"{name}{SECOND}" in ARRANGEMENTS else name
+                              for name in options.arrangements))  # fmt: skip
+
+
 def measure(
     options: argparse.Namespace, cluster: LocalCluster, arrangement: str, vocab_size: int, seed: int
 ) -> dict[str, Any]:
@@ -125,7 +135,8 @@ def measure(
     before = read_stage_sums(cluster.url)
     records = asyncio.run(run_load(endpoint, load.bodies, load.due_seconds))
     stages = mean_stages_ms(before, read_stage_sums(cluster.url))
-    result = result_of(arrangement, load, records, max(record.end_seconds for record in alone))
+    warm = alone[len(alone) // 2 :]
+    result = result_of(arrangement, load, records, max(record.end_seconds for record in warm))
     return result | {"seed": seed, "mean_stages_ms": stages}
 
 
@@ -135,13 +146,17 @@ def _one_of_each(load: Load) -> list[dict[str, Any]]:
 
 
 def result_of(arrangement: str, load: Load, records: Sequence[RequestRecord], alone: float) -> dict[str, Any]:
-    """Compute the figures of an arrangement. ``alone``: seconds of a request without load."""
+    """Compute the figures of an arrangement. ``alone``: seconds of a request without load.
+
+    An arrangement of which a request failed didn't keep up: the others had a lighter load.
+    """
     behind = max(record.end_seconds for record in records) - load.due_seconds[-1] - alone
+    num_failed = sum(bool(record.error) for record in records)
     of_kind = {kind: [r for r, k in zip(records, load.kinds, strict=True) if k == kind] for kind in _KINDS}
     return {
         "arrangement": arrangement,
         "gpus_or_workers": sum(ARRANGEMENTS[arrangement].get(role, 0) for role in _ROLES),
-        "kept_up": behind < KEPT_UP_SECONDS + alone,
+        "kept_up": behind < KEPT_UP_SECONDS + alone and not num_failed,
         "seconds_behind": behind,
         "all": summarise(records, None),
         **{kind: summarise(found, None) for kind, found in of_kind.items() if found},
@@ -158,7 +173,7 @@ def run(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
             model = str(write_demo_config(Path(directory) / options.shape, shape=options.shape))
             options.load_format = "dummy"
         vocab_size = load_model_config(model).vocab_size
-        names = list(options.arrangements)
+        names = names_of(options)
         together = {
             name: stack.enter_context(start_cluster(options, model, name)) for name in names if options.side_by_side
         }
@@ -170,25 +185,52 @@ def run(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
                     yield measure(options, cluster, name, vocab_size, options.seed + SEEDS_OF_A_ROUND * number)
 
 
-HEADERS = ["", "workers", "kept up", "ITL p50 ms", "p99", "max", "2nd token p50", "p99", "later ITL p99"]
-HEADERS += ["TTFT p50 ms", "p99", "tokens/s", "failed"]
+HEADERS = ["", "workers", "kept up", "ITL p50 ms", "p99", "max", "2nd token p50", "p99", "3rd token p50", "p99"]
+HEADERS += ["later ITL p99", "TTFT p50 ms", "p99", "tokens/s", "failed"]
 
 
 def row_of(result: dict[str, Any]) -> list[object]:
     streams = result.get("streams", result["all"])
-    gaps, second, later = (streams[name] for name in ("itl_ms", "second_token_ms", "later_itl_ms"))
+    gaps = streams["itl_ms"]
     first = result.get("prompts", result["all"])["ttft_ms"]
     return [
         result["arrangement"],
         result["gpus_or_workers"],
-        "yes" if result["kept_up"] else f"no, {result['seconds_behind']:.1f} s late",
-        *(f"{gaps.get(name, float('nan')):.2f}" for name in ("p50", "p99", "max")),
-        *(f"{second.get(name, float('nan')):.2f}" for name in ("p50", "p99")),
-        f"{later.get('p99', float('nan')):.2f}",
-        *(f"{first.get(name, float('nan')):.1f}" for name in ("p50", "p99")),
+        _kept_up_words(result),
+        *(_cell(gaps, name) for name in ("p50", "p99", "max")),
+        *(_cell(streams[f"{which}_token_ms"], name) for which in ("second", "third") for name in ("p50", "p99")),
+        _cell(streams["later_itl_ms"], "p99"),
+        *(_cell(first, name) for name in ("p50", "p99")),
         f"{result['all']['output_tokens_per_second']:.0f}",
         result["all"]["requests"] - result["all"]["completed"],
     ]
+
+
+def _cell(figures: dict[str, float], name: str) -> str:
+    """Format a figure; "-" where no request has it."""
+    return f"{figures[name]:.2f}" if name in figures else "-"
+
+
+def _kept_up_words(result: dict[str, Any]) -> str:
+    if result["kept_up"]:
+        return "yes"
+    return "no, requests failed" if result["all"]["failed"] else f"no, {result['seconds_behind']:.1f} s late"
+
+
+def notes(results: Sequence[dict[str, Any]]) -> list[str]:
+    """Return caveats about the figures: of streams, and the time to first token of prompts, as the table has them."""
+    shown = [(each.get("streams", each["all"]), each.get("prompts", each["all"])) for each in results]
+    numbers = {
+        "ITL": [streams["itl_ms"] for streams, _ in shown],
+        "2nd token": [streams["second_token_ms"] for streams, _ in shown],
+        "3rd token": [streams["third_token_ms"] for streams, _ in shown],
+        "TTFT": [prompts["ttft_ms"] for _, prompts in shown],
+    }
+    found = few_values_notes(numbers)
+    lags = [each["all"]["dispatch_lag_ms"].get("p99", 0.0) for each in results]
+    if max(lags) > NOTABLE_LAG_MS:
+        found.append(f"requests went out late (p99 up to {max(lags):.0f} ms): the client was short of time")
+    return found
 
 
 def parser() -> argparse.ArgumentParser:
@@ -234,5 +276,7 @@ def main(argv: Sequence[str]) -> int:
     finally:  # after an interruption, too: a run is long, and its first rounds are worth as much
         if results:
             print(table([row_of(result) for result in results], HEADERS))
+            for note in notes(results):
+                print(f"note: {note}")
             keep_result("isolation", argv, {"results": results}, options)
     return 1 if any(result["all"]["failed"] for result in results) else 0

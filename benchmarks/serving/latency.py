@@ -2,8 +2,9 @@
 
 Both clusters run side by side on the same checkpoint, every worker with the same number of threads; requests alternate
 between them, one at a time, so each finds its cluster idle and a noisy machine disturbs both alike. Reported per prompt
-length: TTFT of both and their ratio; the second token minus the first; the steps after it; the time that decode waited
-after the last offer.
+length, as medians: TTFT of both, and the ratio with the least and the most of any pair; the gaps before the second and
+before the third token; the steps after the second; and by how much 1P1D's two gaps exceed these. The hand-over shows in
+the gap before the second token, with ``--second-token-at-prefill`` in that before the third.
 """
 
 import argparse
@@ -61,9 +62,10 @@ def one_request(cluster: LocalCluster, prompt: list[int]) -> RequestRecord:
 
 
 def seconds_of(record: RequestRecord) -> dict[str, float]:
-    """Return TTFT, second token minus first, and the median of the steps after that."""
-    gaps = record.itl_seconds
-    return {"ttft": record.ttft_seconds, "second": gaps[0], "step": statistics.median(gaps[1:])}
+    """Return TTFT, the gaps before the second and the third token, and the median of the gaps after the second."""
+    second, third, *others = record.itl_seconds
+    step = statistics.median([third, *others])
+    return {"ttft": record.ttft_seconds, "second": second, "third": third, "step": step}
 
 
 def measure(
@@ -82,14 +84,18 @@ def measure(
 
 
 def figures_of(num_tokens: int, samples: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
-    """Reduce :func:`seconds_of` each request, by cluster, to medians in milliseconds; the ratio is that of pairs."""
+    """Reduce :func:`seconds_of` each request, by cluster, to medians in milliseconds; the ratio is that of pairs, with
+    the least and the most of them."""
     result: dict[str, Any] = {"prompt_tokens": num_tokens}
     for name, rows in samples.items():
-        for figure in ("ttft", "second", "step"):
+        for figure in ("ttft", "second", "third", "step"):
             result[f"{name}_{figure}_ms"] = statistics.median(row[figure] for row in rows) * 1e3
     pairs = zip(samples["1P1D"], samples["mixed"], strict=True)
-    result["ttft_ratio"] = statistics.median(split["ttft"] / mixed["ttft"] for split, mixed in pairs)
-    result["second_beyond_step_ms"] = statistics.median(row["second"] - row["step"] for row in samples["1P1D"]) * 1e3
+    ratios = [split["ttft"] / mixed["ttft"] for split, mixed in pairs]
+    result |= {"ttft_ratio": statistics.median(ratios), "ttft_ratios": [min(ratios), max(ratios)]}
+    for which in ("second", "third"):
+        beyond = [row[which] - row["step"] for row in samples["1P1D"]]
+        result[f"{which}_beyond_step_ms"] = statistics.median(beyond) * 1e3
     return result
 
 
@@ -102,6 +108,16 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
             "1P1D": stack.enter_context(start_cluster(options, model, num_prefill=1, num_decode=1)),
         }
         return [measure(clusters, num_tokens, vocab_size, options) for num_tokens in options.prompt_tokens]
+
+
+COLUMNS = ("1P1D_second_ms", "1P1D_third_ms", "1P1D_step_ms", "second_beyond_step_ms", "third_beyond_step_ms")
+HEADERS = ["prompt", "mixed_ttft_ms", "1P1D_ttft_ms", "ttft_ratio", "of pairs", *COLUMNS]
+
+
+def row_of(result: dict[str, Any]) -> list[object]:
+    least, most = result["ttft_ratios"]
+    shown = [f"{result[name]:.2f}" for name in HEADERS[1:4]]
+    return [result["prompt_tokens"], *shown, f"{least:.2f} to {most:.2f}", *(f"{result[name]:.2f}" for name in COLUMNS)]
 
 
 def main(argv: Sequence[str]) -> int:
@@ -117,8 +133,6 @@ def main(argv: Sequence[str]) -> int:
     add_result_options(parser)
     options = parser.parse_args(list(argv))
     results = run(options)
-    columns = ["mixed_ttft_ms", "1P1D_ttft_ms", "ttft_ratio", "1P1D_second_ms", "1P1D_step_ms", "second_beyond_step_ms"]
-    rows = [[result["prompt_tokens"], *(f"{result[column]:.2f}" for column in columns)] for result in results]
-    print(table(rows, ["prompt", *columns]))
+    print(table([row_of(result) for result in results], HEADERS))
     keep_result("latency", argv, {"results": results}, options)
     return 0

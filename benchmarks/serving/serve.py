@@ -12,7 +12,13 @@ from typing import Any
 
 from splitserve.benchmarks.common.arguments import finite, not_negative, positive, positive_seconds
 from splitserve.benchmarks.common.report import add_result_options, keep_result, table
-from splitserve.benchmarks.common.stats import RequestRecord, parse_objective, summarise
+from splitserve.benchmarks.common.stats import (
+    NOTABLE_LAG_MS,
+    RequestRecord,
+    few_values_notes,
+    parse_objective,
+    summarise,
+)
 from splitserve.benchmarks.serving.load import Endpoint, run_load, take_profile
 from splitserve.benchmarks.serving.workload import (
     TextPrompts,
@@ -25,8 +31,16 @@ from splitserve.common.errors import ConfigError
 from splitserve.orchestration.cli.command_parser import CommandParser
 
 _NOTABLE_TOKENS_PER_CHUNK = 1.05
-_NOTABLE_LAG_MS = 10.0
 _NOTABLE_BUNCHED_SHARE = 0.1
+LATENCIES = {
+    "TTFT": "ttft_ms",
+    "TPOT": "tpot_ms",
+    "ITL, by chunk": "itl_ms",
+    "second token": "second_token_ms",
+    "third token": "third_token_ms",
+    "later ITL": "later_itl_ms",
+    "E2E": "e2e_ms",
+}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -95,10 +109,8 @@ def _prompts(options: argparse.Namespace, num_prompts: int) -> Sequence[str | li
 
 def render(figures: dict[str, Any]) -> str:
     """Format the figures as two tables."""
-    latencies = [("TTFT", "ttft_ms"), ("TPOT", "tpot_ms"), ("ITL, by chunk", "itl_ms")]
-    latencies += [("second token", "second_token_ms"), ("later ITL", "later_itl_ms"), ("E2E", "e2e_ms")]
     columns = ("mean", "p50", "p90", "p99", "max")
-    rows = [[label, *(figures[key].get(column, "-") for column in columns)] for label, key in latencies]
+    rows = [[label, *(figures[key].get(column, "-") for column in columns)] for label, key in LATENCIES.items()]
     totals: list[tuple[str, object]] = [
         ("requests completed", f"{figures['completed']} of {figures['requests']}"),
         ("duration, s", figures["duration_seconds"]),
@@ -121,7 +133,7 @@ def render(figures: dict[str, Any]) -> str:
 
 def notes(figures: dict[str, Any], output_len: int) -> list[str]:
     """Return caveats about the figures."""
-    found = []
+    found = few_values_notes({label: [figures[key]] for label, key in LATENCIES.items()})
     per_chunk = figures["tokens_per_chunk"]
     if max(per_chunk.get("mean", 1.0), per_chunk.get("max", 1.0)) > _NOTABLE_TOKENS_PER_CHUNK:
         found.append("the stream packs several tokens into some chunks: ITL is between chunks, not tokens; see TPOT")
@@ -130,7 +142,7 @@ def notes(figures: dict[str, Any], output_len: int) -> list[str]:
             f"{100 * figures['bunched_gaps_share']:.0f}% of chunks arrived together with the previous one: a "
             "proxy, the network or this client delays chunks; p50 of ITL means little, see TPOT and the long ITLs"
         )
-    if figures["dispatch_lag_ms"].get("p99", 0.0) > _NOTABLE_LAG_MS:
+    if figures["dispatch_lag_ms"].get("p99", 0.0) > NOTABLE_LAG_MS:
         found.append(
             f"requests went out late (p99 {figures['dispatch_lag_ms']['p99']:.0f} ms): the client was short of time"
         )

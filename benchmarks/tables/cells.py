@@ -6,6 +6,15 @@ from dataclasses import dataclass
 from splitserve.benchmarks.tables.runs import NO_COMMIT, Run, short
 
 Rows = list[list[str]]
+ARRANGEMENTS = {
+    "1P1D": "1P1D, 2 GPUs",
+    "mixed": "1 mixed, 1 GPU",
+    "2 mixed": "2 mixed, 2 GPUs",
+    "conditional": "1P1D conditional, 2 GPUs",
+    "1P1D second token": "1P1D, second token at prefill, 2 GPUs",
+    "conditional second token": "1P1D conditional, second token at prefill, 2 GPUs",
+}
+"""Arrangements of ``bench isolation``, in the order of the tables, with the titles of their columns."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,22 +5,15 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
-from splitserve.benchmarks.tables.cells import extent, number, of_bench, percent
+from splitserve.benchmarks.tables.cells import ARRANGEMENTS, extent, number, of_bench, percent
 from splitserve.benchmarks.tables.runs import Run, cited
 from splitserve.benchmarks.tables.sections import GREEDY, SHAPE, isolation_load, readings
 
 Found = Sequence[tuple[Run, dict[str, Any]]]
-ARRANGEMENTS = {
-    "1P1D": "1P1D, 2 GPUs",
-    "mixed": "1 mixed, 1 GPU",
-    "2 mixed": "2 mixed, 2 GPUs",
-    "conditional": "1P1D conditional, 2 GPUs",
-    "1P1D second token": "1P1D, second token at prefill, 2 GPUs",
-    "conditional second token": "1P1D conditional, second token at prefill, 2 GPUs",
-}
 LOADED = (
     ("TTFT p50", "ttft_ms", "p50"), ("TTFT p99", "ttft_ms", "p99"), ("second token p50", "second_token_ms", "p50"),
-    ("second token p99", "second_token_ms", "p99"), ("ITL p50", "itl_ms", "p50"), ("ITL p99", "itl_ms", "p99"),
+    ("second token p99", "second_token_ms", "p99"), ("third token p50", "third_token_ms", "p50"),
+    ("third token p99", "third_token_ms", "p99"), ("ITL p50", "itl_ms", "p50"), ("ITL p99", "itl_ms", "p99"),
     ("longest gap", "itl_ms", "max"),
 )  # fmt: skip
 BOTH = "with cores kept awake and without"
@@ -47,7 +40,11 @@ def loaded_rows(runs: Sequence[Run], *, with_runs: bool = True) -> list[list[str
     rows = []
     for load, arrangements in loads.items():
         for title, name, which in LOADED:
-            columns = [[figures[name][which] for _, figures in found] for found in arrangements.values()]
+            columns = [
+                [figures[name][which] for _, figures in found if name in figures] for found in arrangements.values()
+            ]
+            if not any(columns):  # a figure that runs have only of late
+                continue
             least = min(max(values) for values in columns if values)
             cells = [_cell(values, least) for values in columns]
             rows.append([load, title, *cells])
@@ -151,13 +148,17 @@ def handover_rows(runs: Sequence[Run]) -> Iterable[list[str]]:
                  and (each["prompt_tokens"], each["prefill_tp"], each["decode_tp"]) == (4096, 1, 1)]  # fmt: skip
         conditions = f"2 GPUs, one reader, idle{', cores kept awake' if cores else ''}"
         yield figure("KV of 4096 tokens (537 MB) read", conditions, found, _read_texts)
-    found = [(run, each) for run in of_bench(runs, "handover") if run.is_served for each in run.content["results"]
-             if (run.shape, each["prompt_tokens"], each["mode"]) == (SHAPE, 4096, "one chunk")]  # fmt: skip
+    served = [(run, each) for run in of_bench(runs, "handover") if run.is_served for each in run.content["results"]
+              if (run.shape, each["prompt_tokens"], each["mode"]) == (SHAPE, 4096, "one chunk")]  # fmt: skip
     conditions = f"1P1D, 2 GPUs, idle; {BOTH}, with Ray and without"
-    yield figure(
-        "first token to decode ready, 4096 tokens in one chunk", conditions, found,
-        lambda found: [f"{p} {values(found, f'handover_{p}_ms')} ms" for p in ("p50", "p99")],
-    )  # fmt: skip
+    for token, is_second in (("first token", False), ("second token, drawn at prefill,", True)):
+        found = [(run, each) for run, each in served if run.draws_second_tokens == is_second]
+        if found or not is_second:
+            yield figure(f"{token} to decode ready, 4096 tokens in one chunk", conditions, found, _ready_texts)
+
+
+def _ready_texts(found: Found) -> Iterable[str]:
+    yield from (f"{p} {values(found, f'handover_{p}_ms')} ms" for p in ("p50", "p99"))
 
 
 def _read_texts(found: Found) -> Iterable[str]:
@@ -168,7 +169,7 @@ def _read_texts(found: Found) -> Iterable[str]:
 def latency_rows(runs: Sequence[Run]) -> Iterable[list[str]]:
     for tokens in (1024, 4096, 8192):
         found = [(run, each) for run in of_bench(runs, "latency") for each in run.content["results"]
-                 if each["prompt_tokens"] == tokens]  # fmt: skip
+                 if each["prompt_tokens"] == tokens and not run.draws_second_tokens]  # fmt: skip
         conditions = f"2 GPUs against 1, idle; {BOTH}; last chunk 512 or 1024"
         yield figure(f"1P1D against a mixed worker, {tokens} tokens", conditions, found, _latency_texts)
 

@@ -84,6 +84,11 @@ class Run:
         return "--keep-cores-awake" in self.content["command"]
 
     @property
+    def draws_second_tokens(self) -> bool:
+        """True if prefill may draw the second token, too; of ``bench isolation`` the arrangement's name says so."""
+        return "--second-token-at-prefill" in self.content["command"]
+
+    @property
     def last_chunk(self) -> int:
         """Tokens of the last chunk of a long prompt that is handed over."""
         if given := self.option("--tail-chunk-tokens"):

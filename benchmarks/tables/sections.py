@@ -115,28 +115,39 @@ def isolation_load(run: Run) -> str:
     return f"{run.option('--prompt-rate')} requests/s, {lengths}{drawn}"
 
 
+_GAPS = {
+    "TTFT": ("ttft_ms", ("p50", "p99")),
+    "2nd token": ("second_token_ms", ("p50", "p99")),
+    "3rd token": ("third_token_ms", ("p50", "p99")),
+    "later ITL": ("later_itl_ms", ("p99",)),
+    "ITL": ("itl_ms", ("p50", "p99", "max")),
+}
+"""Figures of loaded arrangements by title: their name in the result, and which of its values."""
+
+
 def isolation(runs: Sequence[Run]) -> Section:
+    found = [(run, result) for run in of_bench(runs, "isolation") for result in run.content["results"]]
+    gaps = {title: figure for title, figure in _GAPS.items() if any(figure[0] in each["all"] for _, each in found)}
     rows = []
-    for run in of_bench(runs, "isolation"):
+    for run, result in found:
         assert run.option("--seconds") == "12", f"{run.path.name}: the text below says 12 s"
-        for result in run.content["results"]:
-            assert result["kept_up"], f"{run.path.name}: figures of an arrangement that fell behind aren't comparable"
-            found = result["all"]
-            figures = [
-                number(found[name][which])
-                for name, names in (
-                    ("ttft_ms", ("p50", "p99")), ("second_token_ms", ("p50", "p99")), ("later_itl_ms", ("p99",)),
-                    ("itl_ms", ("p50", "p99", "max")),
-                )
-                for which in names
-            ]  # fmt: skip
-            chunk = str(run.last_chunk) if result["arrangement"] in ("1P1D", "conditional") else "-"
-            gpus = f"{result['gpus_or_workers']} x {run.gpu}"
-            head = [isolation_load(run), result["arrangement"], gpus, run_link(run), awake(run), chunk]
-            rows.append([*head, *figures, commit(run)])
-    rows.sort(key=lambda row: (row[0], ["1P1D", "conditional", "mixed", "2 mixed"].index(row[1]), row[3]))
-    headers = ["load", "arrangement", "GPUs", "run", "cores", "last chunk", "TTFT p50 ms", "p99", "2nd token p50 ms"]
-    headers += ["p99", "later ITL p99 ms", "ITL p50 ms", "p99", "max", "commit"]
+        assert result["kept_up"], f"{run.path.name}: figures of an arrangement that fell behind aren't comparable"
+        figures = [
+            number(result["all"][name][which]) if name in result["all"] else "-"
+            for name, names in gaps.values()
+            for which in names
+        ]
+        arrangement = result["arrangement"]
+        chunk = "-" if "mixed" in arrangement else str(run.last_chunk)
+        gpus = f"{result['gpus_or_workers']} x {run.gpu}"
+        head = [isolation_load(run), arrangement, gpus, run_link(run), awake(run), chunk]
+        rows.append([*head, *figures, commit(run)])
+    order = ["1P1D", "1P1D second token", "conditional", "conditional second token", "mixed", "2 mixed"]
+    rows.sort(key=lambda row: (row[0], order.index(row[1]), row[3]))
+    headers = ["load", "arrangement", "GPUs", "run", "cores", "last chunk"]
+    for title, (_, (first, *others)) in gaps.items():
+        headers += [f"{title} {first} ms", *others]
+    headers.append("commit")
     text = (
         "`bench isolation`: requests arrive for 12 s at random times (Poisson), whether or not earlier ones are "
         "done; all kept up; greedy unless the load names a temperature, through HTTP, prefix caching off. ITL are all "
@@ -146,6 +157,11 @@ def isolation(runs: Sequence[Run]) -> Section:
         "idle, on the same GPUs. At 3 requests/s second tokens are "
         "1.6% of all gaps (36 of 2,268), so p99 of ITL is one of them."
     )
+    if "3rd token" in gaps:
+        text += (
+            " With second tokens at prefill the hand-over comes before the 3rd token: compare the gaps before both. "
+            "Earlier runs have none of it (-)."
+        )
     return Section("1P1D against mixed workers, loaded", text, headers, rows)
 
 
@@ -153,12 +169,12 @@ def latency(runs: Sequence[Run]) -> Section:
     names = ["mixed_ttft_ms", "1P1D_ttft_ms", "ttft_ratio", "mixed_second_ms", "1P1D_second_ms"]
     names += ["mixed_step_ms", "1P1D_step_ms", "second_beyond_step_ms"]
     rows = [
-        [str(result["prompt_tokens"]), run_link(run), awake(run), str(run.last_chunk),
+        [str(result["prompt_tokens"]) + _second_words(run), run_link(run), awake(run), str(run.last_chunk),
          *(number(result[n]) for n in names), commit(run)]
         for run in of_bench(runs, "latency")
         for result in run.content["results"]
     ]  # fmt: skip
-    rows.sort(key=lambda row: (int(row[0]), row[1]))
+    rows.sort(key=lambda row: (int(row[0].partition(",")[0]), row[1]))
     headers = ["prompt", "run", "cores", "last chunk", "TTFT mixed ms", "1P1D", "ratio", "2nd token mixed ms", "1P1D"]
     headers += ["later steps mixed ms", "1P1D", "1P1D's 2nd token beyond its steps, ms", "commit"]
     text = (
@@ -167,6 +183,10 @@ def latency(runs: Sequence[Run]) -> Section:
         "idle, so these are its figures as well."
     )
     return Section("1P1D against a mixed worker, idle", text, headers, rows)
+
+
+def _second_words(run: Run) -> str:
+    return ", second token at prefill" if run.draws_second_tokens else ""
 
 
 def last_chunk(runs: Sequence[Run], small: str, large: str) -> Section:
@@ -263,12 +283,13 @@ def served(runs: Sequence[Run]) -> Section:
         for result in run.content["results"] if run.is_served else []:
             names = ("handover_p50_ms", "handover_p99_ms", "exposed_p50_ms", "exposed_p99_ms", "prefill_ms")
             rows.append(
-                [result["mode"], str(result["prompt_tokens"]), run.shape, result["place"], run_link(run), awake(run),
+                [result["mode"] + _second_words(run), str(result["prompt_tokens"]), run.shape, result["place"],
+                 run_link(run), awake(run),
                  str(run.last_chunk) if result["mode"] == "chunks" else "-", *(number(result[name]) for name in names),
                  percent(result["exposed_share"]),
                  f"{result['equal']} of {result['compared']}" if "equal" in result else "-", commit(run)]
             )  # fmt: skip
-    rows.sort(key=lambda row: (row[0] == "chunks", int(row[1]), row[2] != "llama-3.1-8b", row[4], row[3]))
+    rows.sort(key=lambda row: (row[0].startswith("chunks"), int(row[1]), row[2] != "llama-3.1-8b", row[4], row[3]))
     headers = [
         "mode",
         "prompt",
@@ -287,5 +308,7 @@ def served(runs: Sequence[Run]) -> Section:
         "it knew of the last ones; its share is of the prefill. Same tokens: 32 tokens of an answer against those of a "
         "mixed worker."
     )
+    if any(run.is_served and run.draws_second_tokens for run in of_bench(runs, "handover")):
+        text += " Where prefill drew the second token, too, the time to decode ready is that from the second one."
     headers += ["exposed p50 ms", "p99", "prefill ms", "exposed share", "same tokens", "commit"]
     return Section("Whole hand-overs", text, headers, rows)

@@ -14,7 +14,7 @@ from splitserve.benchmarks.tables import goodputs, kernels, models, placement, s
 from splitserve.benchmarks.tables import more_sections as results_more
 from splitserve.benchmarks.tables import readme as results_readme
 from splitserve.benchmarks.tables import sections as results_sections
-from splitserve.benchmarks.tables.cells import Section, commit
+from splitserve.benchmarks.tables.cells import ARRANGEMENTS, Section, commit
 from splitserve.benchmarks.tables.runs import Run, read_runs
 
 BEGIN = "<!-- figures: made by `python -m splitserve.benchmarks.tables.write`, not by hand -->"
@@ -119,7 +119,7 @@ def results_page(runs: Sequence[Run]) -> str:
 
 
 def loaded_table(runs: Sequence[Run], *, with_runs: bool) -> str:
-    columns = [results_readme.ARRANGEMENTS[name] for name in results_readme.arrangements_of(runs)]
+    columns = [ARRANGEMENTS[name] for name in results_readme.arrangements_of(runs)]
     headers = ["load", "", *columns]
     return markdown(headers, results_readme.loaded_rows(runs, with_runs=with_runs))
 

@@ -193,9 +193,11 @@ class TestRequests:
 
     def test_percentiles(self) -> None:
         figures = percentiles_ms([value / 1000 for value in range(101)])
-        assert figures == pytest.approx({"mean": 50.0, "p50": 50.0, "p90": 90.0, "p99": 99.0, "max": 100.0})
+        assert figures == pytest.approx(
+            {"mean": 50.0, "p50": 50.0, "p90": 90.0, "p99": 99.0, "max": 100.0, "count": 101}
+        )
         assert percentiles_ms([0.002, 0.001]) == pytest.approx(
-            {"mean": 1.5, "p50": 1.5, "p90": 1.9, "p99": 1.99, "max": 2.0}
+            {"mean": 1.5, "p50": 1.5, "p90": 1.9, "p99": 1.99, "max": 2.0, "count": 2}
         ), "between two values, by their distance"
 
     def test_a_load(self) -> None:
@@ -208,11 +210,26 @@ class TestRequests:
         assert (figures["completed"], figures["duration_seconds"]) == (2, 4.0)
         assert (figures["ttft_ms"]["p50"], figures["ttft_ms"]["max"]) == pytest.approx((625.0, 1000.0))
         assert (figures["second_token_ms"]["p50"], figures["second_token_ms"]["max"]) == pytest.approx((312.5, 500.0))
+        assert (figures["third_token_ms"]["p50"], figures["third_token_ms"]["max"]) == pytest.approx((1062.5, 1875.0))
         assert (figures["later_itl_ms"]["p50"], figures["later_itl_ms"]["max"]) == pytest.approx((1062.5, 1875.0))
         assert (figures["itl_ms"]["p50"], figures["itl_ms"]["mean"]) == pytest.approx((375.0, 687.5))
         assert (figures["e2e_ms"]["p50"], figures["dispatch_lag_ms"]["max"]) == pytest.approx((2000.0, 500.0))
         assert (figures["input_tokens_per_second"], figures["output_tokens_per_second"]) == pytest.approx((5.0, 1.5))
         assert (figures["slo_attainment"], figures["goodput_requests_per_second"]) == pytest.approx((1 / 3, 0.25))
+
+    def test_gaps_before_the_second_and_the_third_token_are_those_of_tokens_not_of_chunks(self) -> None:
+        """The first chunk of one has two tokens, the second chunk of the other; the last answer has one token."""
+        both = record(0.0, 0.0, 1.0, 1.5, 3.5, output_tokens=4)
+        both.chunk_tokens = [2, 1, 1]
+        later = record(0.0, 0.0, 1.0, 1.25, 3.25, output_tokens=4)
+        later.chunk_tokens = [1, 2, 1]
+        alone = record(0.0, 0.0, 1.0)
+        alone.chunk_tokens = [1]
+        assert [[one.gap_before(token) for token in (2, 3, 4, 5)] for one in (both, later, alone)] == [
+            [0.0, 0.5, 2.0, None], [0.25, 0.0, 2.0, None], [None] * 4
+        ]  # fmt: skip
+        figures = summarise([both, later, alone], None)
+        assert (figures["second_token_ms"]["max"], figures["third_token_ms"]["max"]) == pytest.approx((250.0, 500.0))
 
 
 DELAY_SECONDS = 0.4
@@ -262,30 +279,36 @@ def test_clients_measure_from_sending_to_arrival() -> None:
 class TestSingleRequests:
     def test_latency_of_one_request(self) -> None:
         seconds = latency.seconds_of(record(0.0, 1.0, 1.5, 1.75, 2.75, 2.875, 3.0))
-        assert seconds == {"ttft": 0.5, "second": 0.25, "step": 0.125}
+        assert seconds == {"ttft": 0.5, "second": 0.25, "third": 1.0, "step": 0.125}
 
     def test_latency_pair_by_pair(self) -> None:
-        def row(ttft: float, second: float, step: float) -> dict[str, float]:
-            return {"ttft": ttft, "second": second, "step": step}
+        def row(ttft: float, second: float, third: float, step: float) -> dict[str, float]:
+            return {"ttft": ttft, "second": second, "third": third, "step": step}
 
         samples = {
-            "mixed": [row(0.1, 0.004, 0.004), row(0.2, 0.004, 0.004), row(0.4, 0.005, 0.004)],
-            "1P1D": [row(0.2, 0.006, 0.004), row(0.3, 0.008, 0.005), row(0.4, 0.007, 0.005)],
+            "mixed": [row(0.1, 0.004, 0.004, 0.004), row(0.2, 0.004, 0.003, 0.004), row(0.4, 0.005, 0.002, 0.004)],
+            "1P1D": [row(0.2, 0.006, 0.009, 0.004), row(0.3, 0.008, 0.006, 0.005), row(0.4, 0.007, 0.008, 0.005)],
         }
         figures = latency.figures_of(1024, samples)
+        assert figures.pop("ttft_ratios") == pytest.approx([1.0, 2.0])
         assert figures == pytest.approx(
             {
                 "prompt_tokens": 1024,
                 "mixed_ttft_ms": 200.0,
                 "mixed_second_ms": 4.0,
+                "mixed_third_ms": 3.0,
                 "mixed_step_ms": 4.0,
                 "1P1D_ttft_ms": 300.0,
                 "1P1D_second_ms": 7.0,
+                "1P1D_third_ms": 8.0,
                 "1P1D_step_ms": 5.0,
                 "ttft_ratio": 1.5,  # of 2, 1.5 and 1
                 "second_beyond_step_ms": 2.0,  # of 2, 3 and 2
+                "third_beyond_step_ms": 3.0,  # of 5, 1 and 3
             }
         )
+        row_of_table = latency.row_of(figures | {"ttft_ratios": [1.0, 2.0]})
+        assert dict(zip(latency.HEADERS, row_of_table, strict=True))["of pairs"] == "1.00 to 2.00"
 
     def test_reads_against_copies(self) -> None:
         figures = handover.read_figures(10**9, [0.004, 0.005, 0.002], [0.002, 0.002, 0.002], [0.001, 0.002, 0.001])

@@ -1,6 +1,7 @@
 """``splitserve bench isolation``, small: every arrangement gets the same requests and answers all of them."""
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from splitserve.benchmarks.common.stats import RequestRecord
-from splitserve.benchmarks.serving.isolation import Load, main, result_of
+from splitserve.benchmarks.serving.isolation import HEADERS, Load, main, names_of, notes, parser, result_of, row_of
 from splitserve.benchmarks.serving.stage_times import mean_stages_ms, stage_sums
 from splitserve.common.errors import ConfigError
 
@@ -33,9 +34,12 @@ def test_three_arrangements(tmp_path: Path) -> None:
         assert each["streams"]["output_tokens"] == 6 * 16
         assert each["prompts"]["input_tokens"] == 4 * 200
         assert each["streams"]["itl_ms"]["p99"] > 0 and each["prompts"]["ttft_ms"]["p50"] > 0
+        assert each["streams"]["third_token_ms"]["count"] == 6
 
 
-def test_paced_workers_show_what_a_second_token_at_prefill_gains(tmp_path: Path) -> None:
+def test_paced_workers_show_what_a_second_token_at_prefill_gains(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     argv = ["--paced", "H200", "--kv-memory", "64MiB", "--seconds", "2", "--stream-rate", "0", "--prompt-rate", "2"]
     argv += ["--prompt-input-len", "1000", "--prompt-output-len", "12", "--arrangements", "1P1D second token"]
     assert main([*argv, "--save", "--result-dir", str(tmp_path)]) == 0
@@ -45,6 +49,12 @@ def test_paced_workers_show_what_a_second_token_at_prefill_gains(tmp_path: Path)
     assert (figures["completed"], figures["output_tokens"]) == (4, 48)
     assert figures["ttft_ms"]["p50"] > 20, "a prompt takes a step of 25 ms by the roofline"
     assert figures["second_token_ms"]["p50"] >= 3.5, "and a token one of 4 ms"
+    assert figures["third_token_ms"]["count"] == 4 and figures["third_token_ms"]["p50"] > 0
+    shown = capsys.readouterr().out
+    header, row = (re.split(r"\s{2,}", line) for line in shown.splitlines() if re.match(r"\s+workers|1P1D.*  ", line))
+    third = dict(zip(header[header.index("3rd token p50") :], row[header.index("3rd token p50") :], strict=True))
+    assert third["3rd token p50"] == f"{figures['third_token_ms']['p50']:.2f}"
+    assert "note: p99 of fewer than 100 values is close to their maximum: 44 of ITL, 4 of 2nd token" in shown
     with pytest.raises(ConfigError, match="leave --device out"):
         main([*argv, "--device", "cuda"])
 
@@ -80,6 +90,26 @@ def test_who_falls_behind_is_told() -> None:
     assert result_of("mixed", load, ended(1.0, 11.0), alone=1.0)["kept_up"]
     late = result_of("mixed", load, ended(14.0, 16.0), alone=1.0)
     assert not late["kept_up"] and late["seconds_behind"] == 5.0
+    assert row_of(late)[2] == "no, 5.0 s late"
+
+
+def test_an_arrangement_of_which_requests_fail_has_not_kept_up() -> None:
+    """The others had a lighter load, so their figures are those of another one."""
+    load = Load([{}, {}], [0.0, 10.0], ["streams", "prompts"])
+    refused = RequestRecord(0.0, end_seconds=0.1, error="HTTP 503")
+    result = result_of("mixed", load, [refused, RequestRecord(10.0, 10.0, 11.0, [11.0])], alone=1.0)
+    assert not result["kept_up"]
+    shown = dict(zip(HEADERS, row_of(result), strict=True))
+    assert (shown["kept up"], shown["failed"]) == ("no, requests failed", 1)
+    assert shown["2nd token p50"] == shown["3rd token p50"] == shown["ITL p50 ms"] == "-", "none has that many tokens"
+    assert notes([result]) == ["p99 of fewer than 100 values is close to their maximum: 1 of TTFT"]
+
+
+def test_second_tokens_at_prefill_are_in_the_arrangements_name_however_they_are_asked_for() -> None:
+    """Otherwise their figures would stand among those of the arrangement without them."""
+    given = ["--arrangements", "1P1D", "2 mixed", "1P1D second token"]
+    assert names_of(parser().parse_args(given)) == ["1P1D", "2 mixed", "1P1D second token"]
+    assert names_of(parser().parse_args([*given, "--second-token-at-prefill"])) == ["1P1D second token", "2 mixed"]
 
 
 def test_mean_stages_are_those_between_two_readings() -> None:

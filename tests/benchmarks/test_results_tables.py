@@ -18,6 +18,7 @@ from splitserve.benchmarks.tables.cells import extent, number, percent
 from splitserve.benchmarks.tables.runs import Run, cited, read_runs
 
 ROOT = Path(__file__).parents[2]
+AWAKE = "--keep-cores-awake"
 SPEED = re.compile(r"\d ?(ms|us|µs|GB/s|TB/s|TFLOP/s|tokens/s)\b|\d%|\btimes (as fast|faster)\b")
 
 pytestmark = pytest.mark.skipif(not results_table.README.is_file(), reason="not a checkout")
@@ -96,6 +97,52 @@ def test_the_worst_of_all_runs_is_in_the_tables_and_two_mixed_workers_beside() -
     assert rows["longest gap"] == ["12.0 to 57.5", "20.0", "**16.0**"]
     assert rows["second token p99"] == ["6.00 to 28.8", "10.0", "**8.00**"]
     assert rows["runs"][0] == "`abc1234`: 1123T000001, 1123T000002"
+
+
+def test_files_from_before_the_third_token_stand_beside_those_that_have_it() -> None:
+    load = ("--prompt-rate", "3", "--prompt-input-len", "8192", "--prompt-output-len", "64", "--seconds", "12")
+    old, new = loaded("1P1D", 12.0) | {"kept_up": True}, loaded("1P1D second token", 16.0) | {"kept_up": True}
+    before = [result_run("isolation", "1123T000001", *load, results=[old])]
+    assert all(row[1] != "third token p50" for row in results_readme.loaded_rows(before))
+    assert not any("3rd" in header for header in results_sections.isolation(before).headers)
+
+    new["all"] = new["all"] | {"third_token_ms": {"p50": 7.0, "p99": 9.0}}
+    runs = [*before, result_run("isolation", "1123T000002", *load, results=[new])]
+    rows = {row[1]: row[2:] for row in results_readme.loaded_rows(runs)}
+    assert rows["third token p50"] == ["-", "**7.00**"] and rows["third token p99"] == ["-", "**9.00**"]
+    section = results_sections.isolation(runs)
+    column = section.headers.index("3rd token p50 ms")
+    assert [row[1] for row in section.rows] == ["1P1D", "1P1D second token"]
+    assert [row[column : column + 2] for row in section.rows] == [["-", "-"], ["7.00", "9.00"]]
+    assert all(len(row) == len(section.headers) for row in section.rows)
+
+
+def test_second_tokens_at_prefill_are_told_from_first_ones_wherever_runs_share_a_table() -> None:
+    whole = {"mode": "one chunk", "prompt_tokens": 4096, "place": "local", "prefill_ms": 40.0, "exposed_share": 0.05}
+    whole |= {"handover_p50_ms": 2.0, "handover_p99_ms": 3.0, "exposed_p50_ms": 1.0, "exposed_p99_ms": 2.0}
+    option, read = "--second-token-at-prefill", {"prefill_tp": 1, "decode_tp": 1, "prompt_tokens": 4096}
+    read |= {"handover_ms": 1.0, "share_of_copy": 0.5}
+    reads = [result_run("handover", f"1127T00001{len(cores)}", *cores, results=[read]) for cores in ((), (AWAKE,))]
+    runs = [
+        result_run("handover", "1127T000001", "--served", results=[whole]),
+        result_run("handover", "1127T000002", "--served", option, results=[whole | {"handover_p50_ms": 1.0}]),
+    ]
+    rows = [row for row in results_readme.handover_rows([*reads, *runs]) if "decode ready" in row[0]]
+    assert [(row[0].partition(" to ")[0], row[2]) for row in rows] == [
+        ("first token", "p50 2.00 ms; p99 3.00 ms"),
+        ("second token, drawn at prefill,", "p50 1.00 ms; p99 3.00 ms"),
+    ]
+    assert len([row for row in results_readme.handover_rows([*reads, runs[0]]) if "decode ready" in row[0]]) == 1
+    assert [row[0] for row in results_sections.served(runs).rows] == ["one chunk", "one chunk, second token at prefill"]
+
+    names = ("mixed_ttft_ms", "1P1D_ttft_ms", "ttft_ratio", "mixed_second_ms", "1P1D_second_ms", "mixed_step_ms")
+    idle = dict.fromkeys((*names, "1P1D_step_ms", "second_beyond_step_ms"), 4.0) | {"prompt_tokens": 1024}
+    runs = [
+        result_run("latency", "1127T000003", results=[idle]),
+        result_run("latency", "1127T000004", option, results=[idle | {"1P1D_second_ms": 3.0}]),
+    ]
+    assert next(iter(results_readme.latency_rows(runs)))[2].count("second token 4.00 ms") == 1
+    assert [row[0] for row in results_sections.latency(runs).rows] == ["1024", "1024, second token at prefill"]
 
 
 def test_documentation_shows_one_kind_of_gpu_and_the_results_page_names_each() -> None:

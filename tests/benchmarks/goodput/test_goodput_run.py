@@ -68,6 +68,8 @@ def test_the_report_is_one_file(folder: Path) -> None:
 def test_other_conditions_need_another_folder(folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"other conditions \(itl_ms\)"):
         main([*OPTIONS, "--itl-ms", "7", "--continue", str(folder)])
+    with pytest.raises(ConfigError, match=r"other conditions \(settings\)"):
+        main([*OPTIONS, "--second-token-at-prefill", "--continue", str(folder)])
 
 
 def test_a_dry_run_measures_nothing(capsys: pytest.CaptureFixture[str]) -> None:

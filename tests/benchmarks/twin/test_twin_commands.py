@@ -35,6 +35,11 @@ def test_a_roofline_is_marked_as_uncalibrated(tmp_path: Path, capsys: pytest.Cap
     assert kept["runs"][0]["paths"] == {"disaggregated disaggregated ok": 20}
 
 
+def test_the_median_of_two_runs_is_between_them() -> None:
+    runs = [{"figures": {"ttft_ms": {"p50": value}, "slo_attainment": 1.0}} for value in (4.0, 10.0)]
+    assert simulate.rows_of(runs) == [["TTFT p50, ms", 7.0, 4.0, 10.0], ["within the objectives, %", 100, 100, 100]]
+
+
 def test_specs_and_requests_of_a_comparison_can_be_exported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Read again, the trace gives the same requests at the same times."""
     folder = tmp_path / "exported"
