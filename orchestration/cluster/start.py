@@ -62,10 +62,10 @@ class ClusterStart:
             case ChildExited(name, returncode):
                 child = self._children.by_name[name]
                 raise LaunchError(f"{name}: {child.describe_exit(returncode)}")
-            case ChildProgress(name, "down", {"reason": reason}) if is_lmcache(name):
+            case ChildProgress(name, "down", {"reason": reason}) if is_lmcache(name) and name in self._not_ready():
                 raise LaunchError(
-                    f"{name}: its server {reason}; the log of {name} has the server's own messages: mend what they "
-                    "name, or start without the part lmcache of the spec"
+                    f"{name}: its server {reason}; the log of {name} has the server's own messages, if it wrote any: "
+                    "mend what they name, or start without the part lmcache of the spec"
                 )
             case ChildProgress() as progress:
                 self._note_progress(progress)

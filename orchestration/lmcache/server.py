@@ -147,8 +147,10 @@ class LMCacheServer:
                         lock = _hold_segment(segment)
                         stack.callback(os.close, lock)
                         _start_allocating(segment, stack)
-                if now - last_answer > (HANG_SECONDS if ready_at is not None else START_SECONDS):
-                    return "doesn't answer", None if ready_at is None else last_answer - ready_at
+                if ready_at is None and now - started > START_SECONDS:
+                    return f"hasn't answered within {START_SECONDS:g} s of its start", None
+                if ready_at is not None and now - last_answer > HANG_SECONDS:
+                    return f"hasn't answered for {HANG_SECONDS:g} s", last_answer - ready_at
         return "was stopped", None
 
     def _reason_of_end(self, status: int, ready_at: float | None) -> str:

@@ -1,6 +1,9 @@
-"""Starts of clusters whose LMCache server can't start: they fail, and the message has the reason."""
+"""Starts of clusters whose LMCache server can't start: they fail, and the message has the reason. One that has answered
+is started again instead, as later."""
 
+import shlex
 import socket
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,6 +25,25 @@ sleep 0.7  # workers are ready before it ends
 echo "the server has a bad day" >&2
 exit 3
 """
+# Answers until it has said so often enough that its keeper knows; then ends. Its second life goes on.
+SERVER_THAT_ENDS_ONCE = """
+import os, pathlib, sys
+import zmq
+arguments, marker = sys.argv, pathlib.Path(sys.argv[1])
+pathlib.Path("/dev/shm", arguments[arguments.index("--shm-name") + 1]).write_bytes(bytes(4096))
+is_second = marker.with_suffix(".first").exists()
+server = zmq.Context().socket(zmq.ROUTER)
+server.bind("tcp://127.0.0.1:" + arguments[arguments.index("--port") + 1])
+if is_second:
+    marker.touch()
+num_answers = 0
+while is_second or num_answers < 6:
+    client, *_ = server.recv_multipart()
+    server.send_multipart([client, b"OK"])
+    num_answers += 1
+marker.with_suffix(".first").touch()
+sys.exit(3)
+"""
 
 
 @pytest.fixture
@@ -34,9 +56,14 @@ def taken() -> Iterator[int]:
 
 
 def cluster_with_crashing_server(folder: Path, port: int) -> LocalCluster:
+    return cluster_with_server(folder, port, SERVER_THAT_CRASHES)
+
+
+def cluster_with_server(folder: Path, port: int, script: str) -> LocalCluster:
+    """Return a cluster with this script in place of the interpreter of LMCache's environment."""
     python = folder / "bin" / "python"
     python.parent.mkdir()
-    python.write_text(SERVER_THAT_CRASHES)
+    python.write_text(script)
     python.chmod(0o755)
     spec = simple_spec(
         EngineConfig(model="./some/model"),
@@ -58,6 +85,21 @@ def test_a_server_that_crashes_fails_the_start(tmp_path: Path, capfd: pytest.Cap
         pass
     assert not cluster.pids
     assert "the server has a bad day" in capfd.readouterr().err
+
+
+def test_a_server_that_ends_after_it_has_answered_does_not_end_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The worker is ready once there is a second server, so the start sees the end of the first."""
+    second = tmp_path / "server.second"
+    monkeypatch.setenv("SPLITSERVE_TEST_BEHAVIOUR", "mixed-0=awaits-file")
+    monkeypatch.setenv("SPLITSERVE_TEST_AWAITED", str(second))
+    server = tmp_path / "server.py"
+    server.write_text(SERVER_THAT_ENDS_ONCE)
+    run = shlex.join(["exec", sys.executable, str(server), str(second)])
+    script = SERVER_THAT_CRASHES.partition("sleep")[0] + f'{run} "$@"\n'
+    with cluster_with_server(tmp_path, 0, script) as cluster:
+        assert second.exists() and cluster.state == "serving" and set(cluster.pids) == {"router", "mixed-0", "lmcache"}
 
 
 def test_a_port_in_use_fails_the_start(tmp_path: Path, taken: int) -> None:

@@ -80,6 +80,9 @@ def run_worker(config: WorkerConfig, progress: Progress) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         case "slow":
             time.sleep(60)
+        case "awaits-file":
+            while not Path(os.environ["SPLITSERVE_TEST_AWAITED"]).exists():
+                time.sleep(0.02)
         case "stubborn":
             for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, signal.SIG_IGN)
