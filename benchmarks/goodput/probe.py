@@ -20,7 +20,13 @@ from splitserve.benchmarks.common.stats import summarise
 from splitserve.benchmarks.goodput.arms import Arm
 from splitserve.benchmarks.goodput.clusters import Clusters
 from splitserve.benchmarks.goodput.objectives import Objectives, Outcome
-from splitserve.benchmarks.serving.conversations import Prompts, TurnRecord, completion_body, run_in_processes
+from splitserve.benchmarks.serving.conversations import (
+    Prompts,
+    TurnRecord,
+    completion_body,
+    run_in_processes,
+    with_unsent,
+)
 from splitserve.benchmarks.serving.load import Endpoint
 from splitserve.benchmarks.twin.calibration import measures_each_role, report_of
 from splitserve.common.errors import SplitserveError
@@ -176,8 +182,10 @@ class Prober:
 
 
 def result_of(arm_name: str, rate: float, seed: int, workload: Workload, turns: Sequence[TurnRecord]) -> ProbeResult:
-    """Judge the turns that were due after the first :data:`SETTLED_SHARE` of them."""
-    judged = turns[int(SETTLED_SHARE * len(turns)) :]
+    """Judge the turns that were due after the first :data:`SETTLED_SHARE` of them. Those that failed turns cut off
+    count as failed."""
+    everything = with_unsent(workload, turns)
+    judged = everything[int(SETTLED_SHARE * len(everything)) :]
     records = [turn.record for turn in judged]
     outcome = Outcome.of(records, [turn.num_output_tokens for turn in judged])
     return ProbeResult(

@@ -7,7 +7,7 @@ import itertools
 import random
 import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import aiohttp
@@ -71,6 +71,7 @@ def _hits_of(
                 [again] = ask(clusters["with"], [prompt], 1)
                 resident.append(again.ttft_seconds)
     load_seconds = _load_seconds(clusters["with"]) - load_seconds
+    speedups = [without / found for found, without in zip(ttft["with"], ttft["without"], strict=True)]
     return {
         "tokens": length,
         "requests": len(ttft["with"]),
@@ -78,7 +79,8 @@ def _hits_of(
         **{f"{arm}_cached_share": statistics.mean(cached[arm]) / length for arm in ARMS},
         "resident_ttft_ms": statistics.median(resident) * 1e3,
         "load_ms": load_seconds / len(ttft["with"]) * 1e3,
-        "speedup": statistics.median(wo / w for w, wo in zip(ttft["with"], ttft["without"], strict=True)),
+        "speedup": statistics.median(speedups),
+        "speedups": speedups,
     }
 
 
@@ -105,8 +107,14 @@ def fits(clusters: Clusters, options: argparse.Namespace, vocab_size: int) -> di
     return {
         "requests": options.rounds * len(prompts),
         **{f"{arm}_requests_per_second": statistics.median(rates[arm]) for arm in ARMS},
-        "throughput_ratio": statistics.median(w / wo for w, wo in zip(rates["with"], rates["without"], strict=True)),
+        **throughput_ratios(rates),
     }
+
+
+def throughput_ratios(rates: Mapping[str, Sequence[float]]) -> dict[str, Any]:
+    """Return the median of the ratios, round by round, and all of them."""
+    ratios = [with_tiers / without for with_tiers, without in zip(rates["with"], rates["without"], strict=True)]
+    return {"throughput_ratio": statistics.median(ratios), "throughput_ratios": ratios}
 
 
 # ---- the pace of those that decode ----

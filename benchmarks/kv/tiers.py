@@ -17,15 +17,15 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
-from splitserve.benchmarks.common.arguments import not_negative, positive
+from splitserve.benchmarks.common.arguments import positive
 from splitserve.benchmarks.common.report import add_result_options, keep_result, table
 from splitserve.benchmarks.engine.engine_options import add_engine_options, engine_config, model_of
 from splitserve.benchmarks.kv.tier_client import ARMS, arms_in_turn, ask
-from splitserve.benchmarks.kv.tier_hits import fits, hits, pace
+from splitserve.benchmarks.kv.tier_hits import fits, hits, pace, throughput_ratios
 from splitserve.benchmarks.kv.tier_shared import add_shared_options, shared, shared_rows
 from splitserve.models.config import load_model_config
 from splitserve.orchestration.cli.command_parser import CommandParser
-from splitserve.orchestration.cli.option_types import positive_bytes
+from splitserve.orchestration.cli.option_types import positive_bytes, whole_number
 from splitserve.orchestration.cluster.launcher import LocalCluster
 from splitserve.orchestration.spec.shorthand import simple_spec
 from splitserve.protocol.engine_config import KEEP_POLICIES
@@ -69,6 +69,7 @@ def chats(clusters: dict[str, LocalCluster], options: argparse.Namespace, vocab_
         "different_answers": num_different,
         **{f"{arm}_ttft_ms": statistics.median(ttft[arm]) * 1e3 for arm in ARMS},
         "ttft_ratio": statistics.median(ratios),
+        "ttft_ratios": ratios,
         "ttft_mean_ratio": sum(ttft["with"]) / sum(ttft["without"]),
     }
 
@@ -86,12 +87,10 @@ def no_reuse(clusters: dict[str, LocalCluster], options: argparse.Namespace, voc
             ask(clusters[arm], prompts, options.output_tokens)
             if number:  # the first round warms up
                 rates[arm].append(len(prompts) / (time.perf_counter() - started))
-    ratios = [w / wo for w, wo in zip(rates["with"], rates["without"], strict=True)]
     return {
         "requests": options.rounds * options.fresh_requests,
         **{f"{arm}_requests_per_second": statistics.median(rates[arm]) for arm in ARMS},
-        "throughput_ratio": statistics.median(ratios),
-        "throughput_ratios": ratios,
+        **throughput_ratios(rates),
     }
 
 
@@ -118,24 +117,30 @@ def rows_of(results: dict[str, Any]) -> list[list[Any]]:
     rows: list[list[Any]] = []
     if "chats" in results:
         part = results["chats"]
-        rows.append(["TTFT of turns 2+, ms", part["without_ttft_ms"], part["with_ttft_ms"], part["ttft_ratio"]])
+        times = part["without_ttft_ms"], part["with_ttft_ms"]
+        rows.append(["TTFT of turns 2+, ms", *times, part["ttft_ratio"], _spread(part["ttft_ratios"])])
     for name, text in (("no_reuse", "requests/s without reuse"), ("fits", "requests/s, all fits the block pool")):
         if name in results:
             part = results[name]
             rates = (part[f"{arm}_requests_per_second"] for arm in ARMS)
-            rows.append([text, *rates, part["throughput_ratio"]])
+            rows.append([text, *rates, part["throughput_ratio"], _spread(part["throughput_ratios"])])
     if "shared" in results:
-        rows += shared_rows(results["shared"])
+        rows += [[*row, "-"] for row in shared_rows(results["shared"])]
     for part in results.get("hits", ()):
         text = f"TTFT of {part['tokens']} tokens, {part['with_cached_share']:.0%} found, ms"
-        rows.append(
-            [text, part["without_ttft_ms"], part["with_ttft_ms"], part["with_ttft_ms"] / part["without_ttft_ms"]]
-        )
+        ratios = [1 / each for each in part["speedups"]]
+        times = part["without_ttft_ms"], part["with_ttft_ms"]
+        rows.append([text, *times, 1 / part["speedup"], _spread(ratios)])
     return rows
 
 
+def _spread(ratios: Sequence[float]) -> str:
+    """Format the least and the most of the ratios of pairs or rounds."""
+    return f"{min(ratios):.2f} to {max(ratios):.2f}"
+
+
 def print_results(results: dict[str, Any]) -> None:
-    print(table(rows_of(results), ["", "without tiers", "with tiers", "ratio"]))
+    print(table(rows_of(results), ["", "without tiers", "with tiers", "ratio", "of single ones"]))
     for part in [results.get("chats"), results.get("shared", {}).get("chats")]:
         if part:
             print(f"{part['different_answers']} of {part['requests']} answers differ")
@@ -166,21 +171,21 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--disk-kv-dir", default="", metavar="DIR", help="the same worker has a disk tier there, too")
     parser.add_argument("--kv-keep", choices=KEEP_POLICIES, default="all")
     parser.add_argument("--users", type=positive, default=20)
-    parser.add_argument("--turns", type=positive, default=6)
+    parser.add_argument("--turns", type=whole_number(2), default=6, help="of each user; the first isn't measured")
     parser.add_argument("--turn-tokens", type=positive, default=64, help="new tokens of each turn")
     parser.add_argument("--output-tokens", type=positive, default=4)
     parser.add_argument(
-        "--fresh-requests", type=not_negative, default=8, help="requests at once in each round without reuse"
+        "--fresh-requests", type=positive, default=8, help="requests at once in each round without reuse"
     )
     parser.add_argument("--fresh-tokens", type=positive, default=256)
     parser.add_argument("--rounds", type=positive, default=5)
     parser.add_argument("--hit-tokens", type=positive, nargs="+", default=[4096], help="lengths of the prompts of hits")
     parser.add_argument("--hit-rounds", type=positive, default=3, help="number of times that each of them is repeated")
     parser.add_argument(
-        "--pace-streams", type=not_negative, default=16, help="streams that decode while prompts are onboarded"
+        "--pace-streams", type=positive, default=16, help="streams that decode while prompts are onboarded"
     )
-    parser.add_argument("--pace-tokens", type=not_negative, default=4096, help="length of each of these prompts")
-    parser.add_argument("--pace-rounds", type=not_negative, default=40, help="number of these prompts")
+    parser.add_argument("--pace-tokens", type=positive, default=4096, help="length of each of these prompts")
+    parser.add_argument("--pace-rounds", type=positive, default=40, help="number of these prompts")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS[:2], help="what to measure")
     add_shared_options(parser)
     parser.add_argument("--seed", type=int, default=0)

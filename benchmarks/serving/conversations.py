@@ -10,6 +10,7 @@ import contextlib
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -25,6 +26,7 @@ from splitserve.workloads.conversation import Conversation, Piece, Turn, Workloa
 START_SECONDS = 0.5
 """Time before the first arrival, in which the client makes the first prompts."""
 PROCESS_START_SECONDS = 4.0
+NOT_SENT = "not sent: an earlier turn of its conversation failed"
 _MAX_CACHED_PIECES = 4096
 
 
@@ -94,6 +96,25 @@ async def run_conversations(
                     running.append(tasks.create_task(talk.run()))
     records = [record for task in running for record in task.result()]
     return sorted(records, key=lambda each: each.record.due_seconds)
+
+
+def with_unsent(workload: Workload, turns: Sequence[TurnRecord]) -> list[TurnRecord]:
+    """Return ``turns``, and as failed ones those that were not sent since an earlier one of the conversation had
+    failed, due when that ended; in the order of arrival.
+
+    Without them a load of which turns fail would count as one of fewer requests.
+    """
+    ends = {turn.conversation: turn for turn in turns if turn.record.error}
+    unsent = []
+    for conversation in workload.conversations:
+        if (last := ends.get(conversation.name)) is None:
+            continue
+        at = last.record.end_seconds
+        for number, turn in enumerate(conversation.turns[last.number + 1 :], last.number + 1):
+            record = RequestRecord(due_seconds=at, sent_seconds=at, end_seconds=at, error=NOT_SENT)
+            sizes = turn.num_new_tokens, turn.num_output_tokens
+            unsent.append(TurnRecord(conversation.name, number, *sizes, record))
+    return sorted([*turns, *unsent], key=lambda each: each.record.due_seconds)
 
 
 def run_in_processes(

@@ -192,7 +192,13 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="maximum number of requests in flight; 0: no bound (open loop)",
     )
-    add("--slo", nargs="+", default=[], metavar="BOUND", help="ttft:MS tpot:MS itl:MS (a request's longest gap), for goodput")
+    add(
+        "--slo",
+        nargs="+",
+        default=[],
+        metavar="BOUND",
+        help="ttft:MS tpot:MS itl:MS (a request's longest gap), for goodput",
+    )
     add(
         "--profile-steps",
         type=not_negative,

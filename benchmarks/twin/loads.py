@@ -2,12 +2,13 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
-from splitserve.benchmarks.common.stats import RequestRecord
+from splitserve.benchmarks.common.stats import Objective, RequestRecord, summarise
 from splitserve.benchmarks.goodput.arms import Arm
 from splitserve.benchmarks.goodput.objectives import Objectives
 from splitserve.benchmarks.goodput.probe import ProbeResult, result_of
-from splitserve.benchmarks.serving.conversations import TurnRecord
+from splitserve.benchmarks.serving.conversations import TurnRecord, with_unsent
 from splitserve.common.errors import ConfigError
 from splitserve.protocol.request import Role
 from splitserve.simulation.twin.cluster import TwinCluster, TwinResult, TwinSpec
@@ -44,6 +45,11 @@ def records_of(result: TwinResult) -> list[TurnRecord]:
         )
         for turn in result.turns
     ]
+
+
+def figures_of(workload: Workload, result: TwinResult, objective: Objective) -> dict[str, Any]:
+    """Return the figures of a load on the twin, as of `splitserve bench serve`."""
+    return summarise([turn.record for turn in with_unsent(workload, records_of(result))], objective)
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ import msgspec
 
 from splitserve.benchmarks.common.arguments import finite, positive, positive_seconds
 from splitserve.benchmarks.common.report import add_result_options, keep_result, table
-from splitserve.benchmarks.common.stats import Objective, summarise
+from splitserve.benchmarks.common.stats import Objective
 from splitserve.benchmarks.engine.engine_options import add_engine_options, add_max_num_seqs, engine_config, model_of
 from splitserve.benchmarks.goodput.arms import FORMS, parse_arm
 from splitserve.benchmarks.twin.calibration import CPU, of_cluster, of_roofline, read_calibration, report_of
@@ -31,9 +31,9 @@ from splitserve.benchmarks.twin.loads import (
     LongestSequence,
     check_arrivals,
     check_lengths,
+    figures_of,
     left_out_words,
     longest_of,
-    records_of,
 )
 from splitserve.benchmarks.twin.setups import described, setups_of_arm, setups_of_cluster
 from splitserve.common.errors import ConfigError
@@ -176,12 +176,12 @@ def _simulate(options: argparse.Namespace, source: Source, cluster: Cluster) -> 
     for number in range(options.runs):
         seed, began = options.seed + number, time.process_time()
         with _rarely_collected():
-            result = TwinCluster(spec, seed).run(source.at(options.rate, options.num_requests, seed), seed)
-        figures = summarise([turn.record for turn in records_of(result)], objective)
+            workload = source.at(options.rate, options.num_requests, seed)
+            result = TwinCluster(spec, seed).run(workload, seed)
         runs.append(
             {
                 "seed": seed,
-                "figures": figures,
+                "figures": figures_of(workload, result, objective),
                 "busy": result.busy_shares,
                 "paths": dict(result.counts),
                 "steps": sum(result.num_steps.values()),

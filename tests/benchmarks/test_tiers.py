@@ -8,6 +8,7 @@ import torch
 
 from lmcache_server import python_with_lmcache
 from splitserve.benchmarks.kv import tier_copies, tier_soak, tiers
+from splitserve.benchmarks.kv.tier_hits import throughput_ratios
 from splitserve.common.errors import ConfigError
 
 
@@ -80,3 +81,28 @@ def test_copies(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_copies_of_a_gpu_need_one() -> None:
     with pytest.raises(ConfigError, match="there is no CUDA device here"):
         tier_copies.main(["--device", "cuda"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--turns", "1"], "--turns: must be a whole number from 2 on, got '1'"),
+        (["--fresh-requests", "0"], "--fresh-requests: must be a whole number from 1 on, got '0'"),
+        (["--pace-rounds", "0"], "--pace-rounds: must be a whole number from 1 on, got '0'"),
+    ],
+)
+def test_parts_of_which_nothing_would_be_measured_are_refused_at_once(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        tiers.main(arguments)
+    assert words in capsys.readouterr().err
+
+
+def test_ratios_stand_beside_the_least_and_the_most_of_them() -> None:
+    figures = throughput_ratios({"with": [2.0, 3.0, 4.0], "without": [4.0, 3.0, 5.0]})
+    assert figures == {"throughput_ratio": 0.8, "throughput_ratios": [0.5, 1.0, 0.8]}
+    rates = {"with_requests_per_second": 3.0, "without_requests_per_second": 4.0}
+    hit = {"tokens": 9, "with_cached_share": 1.0, "without_ttft_ms": 8.0, "with_ttft_ms": 2.0, "speedup": 4.0}
+    rows = tiers.rows_of({"fits": figures | rates, "hits": [hit | {"speedups": [2.0, 4.0, 5.0]}]})
+    assert [row[-2:] for row in rows] == [[0.8, "0.50 to 1.00"], [0.25, "0.20 to 0.50"]]

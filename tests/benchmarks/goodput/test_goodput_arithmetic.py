@@ -17,10 +17,11 @@ from splitserve.benchmarks.goodput.probe import ProbeResult, Setup, held_of, res
 from splitserve.benchmarks.goodput.report import _arms_table, notes
 from splitserve.benchmarks.goodput.search import Search, Sweep
 from splitserve.benchmarks.goodput.verdict import crossing, judge, losing_region, ranked, sentence
-from splitserve.benchmarks.serving.conversations import TurnRecord
+from splitserve.benchmarks.serving.conversations import NOT_SENT, TurnRecord, with_unsent
 from splitserve.common.errors import ConfigError
 from splitserve.router.admin.metrics import RouterMetrics
 from splitserve.router.placement.modes.serving_mode import Held
+from splitserve.workloads.conversation import Conversation, Piece, Turn, Workload
 from splitserve.workloads.named import parse_workload
 
 OBJECTIVES = Objectives(ttft_ms=100.0, itl_ms=20.0, percentile=90.0)
@@ -313,3 +314,23 @@ def test_short_answers_and_short_loads_are_noted() -> None:
     for seconds, rate in ((2.0, 3.0), (1.1, 1.0)):  # 2 requests at 1/s take 2 s on average, if not here
         probe.seconds, probe.rate = seconds, rate
         assert not any(words[:13] in note for note in notes([probe], verdict))
+
+
+def test_turns_that_a_failed_one_cuts_off_count_as_failed() -> None:
+    """Otherwise an arm that drops conversations would be judged by a lighter load."""
+    turns = (Turn((Piece("p", 9),), 2),) * 4
+    workload = Workload("two", (Conversation("whole", 0.0, turns), Conversation("cut", 0.5, turns)))
+    records = [
+        TurnRecord("whole", number, 9, 2, RequestRecord(number, number, number + 0.2, [number + 0.1, number + 0.2]))
+        for number in range(4)
+    ]
+    records.insert(1, TurnRecord("cut", 0, 9, 2, RequestRecord(0.5, 0.5, 0.75, error="HTTP 503")))
+    everything = with_unsent(workload, records)
+    assert [(each.conversation, each.number) for each in everything] == [
+        ("whole", 0), ("cut", 0), ("cut", 1), ("cut", 2), ("cut", 3), ("whole", 1), ("whole", 2), ("whole", 3)
+    ]  # fmt: skip
+    probe = result_of("2M:least-loaded", 1.0, 0, workload, records)
+    assert (len(probe.ttft_ms), probe.outcome.num_failed) == (8, 4)
+    assert probe.figures["failed"] == {"HTTP 503": 1, NOT_SENT: 3}
+    assert [gaps for gaps in probe.gaps_ms if None in gaps] == [[None]] * 4
+    assert with_unsent(workload, records[:1]) == records[:1], "the second turn may come yet"
