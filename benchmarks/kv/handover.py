@@ -22,6 +22,7 @@ import torch
 
 from splitserve.benchmarks.common.arguments import finite, not_negative, positive
 from splitserve.benchmarks.common.report import add_result_options, keep_result, table
+from splitserve.benchmarks.common.stats import few_values_notes
 from splitserve.benchmarks.engine.engine_options import add_switches
 from splitserve.benchmarks.kv import handover_served
 from splitserve.benchmarks.kv.handover_ranks import STAGES, RankSetup, Sinks, Timing, two_workers
@@ -367,6 +368,8 @@ def main(argv: Sequence[str]) -> int:
             results.append(result)
             print(" ".join(map(str, to_row(result))), flush=True)  # before anything else can fail
     print(table([to_row(result) for result in results], headers))
+    for note in few_values_notes({"each figure": [{"count": options.repeats}]}):
+        print(f"note: {note}")
     if options.served and options.ray:
         print(handover_served.summary(results))
     keep_result("handover", argv, {"device": device, "results": results}, options)

@@ -38,6 +38,7 @@ class Judged:
     ttft: NDArray[np.float64]  # of each request; infinite for one that failed
     mean_gaps: NDArray[np.float64]  # the same
     gaps: NDArray[np.float64]  # of all that didn't fail
+    failed_share: float
     seconds: float  # in which they arrived
     local_share: float
 
@@ -46,7 +47,9 @@ class Judged:
         turns = records_of(result)
         records = [turn.record for turn in turns[int(SETTLED_SHARE * len(turns)) :]]
         num_local = sum(count for path, count in result.counts.items() if path.startswith("local"))
+        failed = [bool(each.error) for each in records]
         return cls(
+            failed_share=sum(failed) / len(failed),
             ttft=np.array([np.inf if each.error else 1e3 * each.ttft_seconds for each in records]),
             mean_gaps=np.array([np.inf if each.error else 1e3 * each.tpot_seconds for each in records]),
             gaps=np.concatenate([1e3 * np.asarray(each.gaps) for each in records if not each.error]),
@@ -55,12 +58,16 @@ class Judged:
         )
 
     def figures(self, itl_ms: float) -> Row:
-        """Return the figures of a row; goodput in requests per second, if there are objectives."""
+        """Return the figures of a row; goodput in requests per second, if there are objectives.
+
+        Percentiles are those of requests that didn't fail.
+        """
         done = self.ttft[np.isfinite(self.ttft)]
         row = {
             "ttft_p50_ms": float(np.percentile(done, 50)),
             "ttft_p99_ms": float(np.percentile(done, 99)),
             "itl_p99_ms": float(np.percentile(self.gaps, 99)),
+            "failed_share": self.failed_share,
             "local_share": self.local_share,
         }
         if itl_ms:

@@ -42,6 +42,7 @@ _OWN_COLUMNS = (
     "bound",
     "goodput_ratio",
     "worst_of_plain",
+    "failed_share",
     "empty_share",
     "first_ttft_p50_ms",
     "cached_share",

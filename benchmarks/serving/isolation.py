@@ -129,20 +129,25 @@ def measure(
 ) -> dict[str, Any]:
     load = make_load(options, cluster.spec.served_model_name, vocab_size, seed)
     endpoint = Endpoint(cluster.url)
-    alone = [asyncio.run(run_load(endpoint, [body], [0.0]))[0] for body in _one_of_each(load)]
-    if failed := [record.error for record in alone if record.error]:
+    first = [asyncio.run(run_load(endpoint, [body], [0.0]))[0] for body in _one_of_each(load)]
+    if failed := [record.error for record in first if record.error]:
         raise SplitserveError(f"{arrangement}: a first request failed: {failed[0]}")
     before = read_stage_sums(cluster.url)
     records = asyncio.run(run_load(endpoint, load.bodies, load.due_seconds))
     stages = mean_stages_ms(before, read_stage_sums(cluster.url))
-    warm = alone[len(alone) // 2 :]
-    result = result_of(arrangement, load, records, max(record.end_seconds for record in warm))
+    result = result_of(arrangement, load, records, seconds_alone(first))
     return result | {"seed": seed, "mean_stages_ms": stages}
 
 
 def _one_of_each(load: Load) -> list[dict[str, Any]]:
     """Return one body of each kind, twice: the first ones warm up."""
     return [load.bodies[load.kinds.index(kind)] for kind in _KINDS if kind in load.kinds] * 2
+
+
+def seconds_alone(first: Sequence[RequestRecord]) -> float:
+    """Return the longest time of a request without load, from the records of :func:`_one_of_each`: those that warmed up
+    would hide how far an arrangement falls behind."""
+    return max(record.end_seconds for record in first[len(first) // 2 :])
 
 
 def result_of(arrangement: str, load: Load, records: Sequence[RequestRecord], alone: float) -> dict[str, Any]:

@@ -46,6 +46,8 @@ def main(argv: Sequence[str]) -> int:
         return EXIT_INTERRUPTED
     compared = run.compared()
     show(compared)
+    for note in failure_notes(run.measured()):
+        print(f"note: {note}")
     data = {
         "conditions": msgspec.to_builtins(run.conditions),
         "cases": [plain(each) for each in compared],
@@ -85,6 +87,16 @@ def show(compared: Sequence[Compared]) -> None:
         f"{sum(one.is_inside for one in predictions)} of {len(predictions)} figures are inside their interval of 90%; "
         f"{sum(bool(one.holds) for one in bounded)} of {len(bounded)} are within their bound"
     )
+
+
+def failure_notes(runs: Sequence[Measured]) -> list[str]:
+    """Return a note on each measured load of which requests failed: its figures are those of the others."""
+    return [
+        f"{run.name}: {sum(failed.values())} of {run.figures['requests']} requests failed; the load's figures are those "
+        "of the others"
+        for run in runs
+        if (failed := run.figures.get("failed"))
+    ]
 
 
 def summary(run: Measured) -> dict[str, object]:

@@ -122,6 +122,17 @@ def left_out_words(source: Source) -> str:
     )
 
 
+def notes_of(source: Source, num_runs: int) -> list[str]:
+    """Return notes on what a trace leaves out, and on what its runs have in common."""
+    found = [left_out_words(source)]
+    if source.trace is not None and num_runs > 1:
+        found.append(
+            f"each run has the same requests of the trace {source.name} at the same times: the lowest and the highest "
+            "figure don't show what other arrivals would change"
+        )
+    return list(filter(None, found))
+
+
 def check_arrivals(source: Source, num_requests: int) -> str:
     """Return why no rate can be offered with the first ``num_requests`` requests of a trace: all come at the same time,
     as those of a single line or without timestamps do, or are turns of one conversation; "" if one can."""

@@ -32,8 +32,8 @@ from splitserve.benchmarks.twin.loads import (
     check_arrivals,
     check_lengths,
     figures_of,
-    left_out_words,
     longest_of,
+    notes_of,
 )
 from splitserve.benchmarks.twin.setups import described, setups_of_arm, setups_of_cluster
 from splitserve.common.errors import ConfigError
@@ -117,7 +117,7 @@ def _begin(options: argparse.Namespace, source: Source, clusters: Sequence[Clust
         print(f"specs and requests are in {options.export}; {WORKLOAD_FILE} has {rate:.6g} requests per second")
     if not options.against:
         print(f"model: {model_words(options)}")
-    if words := left_out_words(source):
+    for words in notes_of(source, options.runs):
         print(f"note: {words}")
     for note in dict.fromkeys(filter(None, notes)):
         print(f"note: in the first run {note}")

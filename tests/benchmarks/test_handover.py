@@ -14,11 +14,12 @@ PAIRS = ["1:1", "1:2", "4:2"]
 
 
 @pytest.mark.slow
-def test_pairs_of_ranks_on_cpu(tmp_path: Path) -> None:
+def test_pairs_of_ranks_on_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Every read's generations, and every head of every block, are checked by the bench itself."""
     argv = ["--device", "cpu", "--shape", "tiny", "--prompt-tokens", "100", "--block-size", "16", "--repeats", "2"]
     argv += ["--tp", *PAIRS, "--naive", "--save"]
     assert main([*argv, "--result-dir", str(tmp_path)]) == 0
+    assert "p99 of fewer than 100 values is close to their maximum: 2 of each figure" in capsys.readouterr().out
     (file,) = tmp_path.glob("handover-*.json")
     written = json.loads(file.read_text())
     assert written["command"] == ["splitserve", "bench", "handover", *argv]

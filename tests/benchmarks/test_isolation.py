@@ -10,7 +10,17 @@ from pathlib import Path
 import pytest
 
 from splitserve.benchmarks.common.stats import RequestRecord
-from splitserve.benchmarks.serving.isolation import HEADERS, Load, main, names_of, notes, parser, result_of, row_of
+from splitserve.benchmarks.serving.isolation import (
+    HEADERS,
+    Load,
+    main,
+    names_of,
+    notes,
+    parser,
+    result_of,
+    row_of,
+    seconds_alone,
+)
 from splitserve.benchmarks.serving.stage_times import mean_stages_ms, stage_sums
 from splitserve.common.errors import ConfigError
 
@@ -110,6 +120,11 @@ def test_second_tokens_at_prefill_are_in_the_arrangements_name_however_they_are_
     given = ["--arrangements", "1P1D", "2 mixed", "1P1D second token"]
     assert names_of(parser().parse_args(given)) == ["1P1D", "2 mixed", "1P1D second token"]
     assert names_of(parser().parse_args([*given, "--second-token-at-prefill"])) == ["1P1D second token", "2 mixed"]
+
+
+def test_requests_that_warm_up_do_not_count_as_those_without_load() -> None:
+    """A first request of each kind takes seconds, by which an arrangement could fall behind unseen."""
+    assert seconds_alone([RequestRecord(0.0, end_seconds=seconds) for seconds in (9.0, 4.0, 0.5, 0.75)]) == 0.75
 
 
 def test_mean_stages_are_those_between_two_readings() -> None:

@@ -24,8 +24,10 @@ def test_a_request_is_good_within_both_objectives() -> None:
         ttft=np.array([100.0, 100.0, 501.0, np.inf]),
         mean_gaps=np.array([9.0, 16.0, 9.0, np.inf]),
         gaps=np.array([9.0, 9.0, 16.0]),
+        failed_share=0.25,
         seconds=2.0,
         local_share=0.0,
     )
     assert run.figures(15.0)["goodput"] == 0.5 and run.figures(30.0)["goodput"] == 1.0
     assert "goodput" not in run.figures(0.0)
+    assert run.figures(0.0)["failed_share"] == 0.25, "the percentiles are those of the others"

@@ -4,6 +4,8 @@ import json
 from array import array
 from pathlib import Path
 
+import pytest
+
 from splitserve.benchmarks.router.overhead import main
 from splitserve.benchmarks.router.stages import prompt_stages
 
@@ -14,10 +16,11 @@ def test_stages_of_a_prompt_are_timed_where_all_of_it_hits() -> None:
     assert all(milliseconds > 0 for milliseconds in stages.values())
 
 
-def test_long_answers_come_whole(tmp_path: Path) -> None:
+def test_long_answers_come_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """400 tokens of 50 requests at once are 20,000 messages, and an answer is longer than 64 KiB."""
     options = ["--output-tokens", "400", "--rate", "4", "--seconds", "1", "--result-dir", str(tmp_path)]
     assert main(options) == 0
+    assert capsys.readouterr().out.split()[:4] == ["arm", "req/s", "requests", "failed"]
     [path] = tmp_path.iterdir()
     rows = json.loads(path.read_text())["results"]
     assert [(row["arm"], row["failed"], row["requests"]) for row in rows] == [

@@ -51,6 +51,15 @@ def test_bounds_follow_the_load_and_the_noise_of_repeats() -> None:
     assert not Prediction("TTFT mean", 100.0, 0.01, 108.0, 101.0, 110.0, 0.05).holds
 
 
+def test_failed_requests_of_a_measured_load_are_named() -> None:
+    """The figures that the twin is compared with are those of the others."""
+    whole, cut = (measured(Case(device="paced", arm=arm, workload="64/4", load=0.5), 9.0) for arm in ("1M", "2M"))
+    whole.figures.update(requests=20, completed=20, failed={})
+    cut.figures.update(requests=20, completed=17, failed={"HTTP 503": 3})
+    [note] = bench.failure_notes([whole, cut])
+    assert note.startswith(f"{cut.name}: 3 of 20 requests failed")
+
+
 def test_other_loads_await_the_throughput_of_the_highest_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Its repeats begin at once, at a rate that is estimated. Of a repeat, it comes first, since it takes longest."""
     monkeypatch.setattr(Run, "_burst_rate", lambda _run, case: {"1M": 10.0, "2M": 20.0}[case.arm])

@@ -181,7 +181,10 @@ def test_single_requests_of_a_trace_that_are_too_long_are_counted(
     ) in shown
     assert "note: 3 of the 12 requests of all runs failed; 3 times: no ready mixed worker takes" in shown
     assert simulate.main([*options, "--runs", "1", "--max-tokens", "4096"]) == 0
-    assert "note: in the first run" not in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "note: in the first run" not in shown and "each run has the same requests" not in shown
+    assert simulate.main([*options, "--runs", "2", "--max-tokens", "4096"]) == 0
+    assert "note: each run has the same requests of the trace trace at the same times" in capsys.readouterr().out
 
 
 def test_the_model_is_named_and_objectives_only_where_there_are_any(
