@@ -92,8 +92,8 @@ def show(compared: Sequence[Compared]) -> None:
 def failure_notes(runs: Sequence[Measured]) -> list[str]:
     """Return a note on each measured load of which requests failed: its figures are those of the others."""
     return [
-        f"{run.name}: {sum(failed.values())} of {run.figures['requests']} requests failed; the load's figures are those "
-        "of the others"
+        f"{run.name}: {sum(failed.values())} of {run.figures['requests']} requests failed; "
+        "the load's figures are those of the others"
         for run in runs
         if (failed := run.figures.get("failed"))
     ]
