@@ -199,13 +199,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="BOUND",
         help="ttft:MS tpot:MS itl:MS (a request's longest gap), for goodput",
     )
-    add(
-        "--profile-steps",
-        type=not_negative,
-        default=0,
-        metavar="N",
-        help="let Splitserve's workers record N of their steps",
-    )
+    add("--profile-steps", type=not_negative, default=0, metavar="N", help="let Splitserve's workers record N steps")
     add(
         "--profile-after",
         type=finite,
