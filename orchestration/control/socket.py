@@ -99,6 +99,11 @@ def ask(path: Path, request: AnyRequest) -> AnyReply:
             connection.connect(str(path))
             connection.sendall(encode(request) + b"\n")
             line = _read_line(connection)
+        except TimeoutError as error:
+            raise ConfigError(
+                f"the cluster hasn't answered within {_ANSWER_SECONDS:g} s at {path}: its launcher is stopped or hangs; "
+                "router and workers may serve on, but none of them is started again. `splitserve logs` may show why"
+            ) from error
         except OSError as error:
             raise ConfigError(f"the cluster doesn't answer at {path}: {error.strerror or error}") from error
     if not line:
