@@ -101,8 +101,8 @@ def ask(path: Path, request: AnyRequest) -> AnyReply:
             line = _read_line(connection)
         except TimeoutError as error:
             raise ConfigError(
-                f"the cluster hasn't answered within {_ANSWER_SECONDS:g} s at {path}: its launcher is stopped or hangs; "
-                "router and workers may serve on, but none of them is started again. `splitserve logs` may show why"
+                f"no answer came within {_ANSWER_SECONDS:g} s at {path}: its launcher is stopped or hangs. "
+                "Router and workers may serve on, but none of them is started again; splitserve logs may show why"
             ) from error
         except OSError as error:
             raise ConfigError(f"the cluster doesn't answer at {path}: {error.strerror or error}") from error

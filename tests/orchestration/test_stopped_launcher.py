@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from splitserve.common.errors import ConfigError
@@ -29,10 +30,10 @@ def test_a_stopped_launcher_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyP
             wait_until(path.exists, "the launcher listens")
             assert ask(path, GetStatus()) == Accepted()
             launcher.send_signal(signal.SIGSTOP)
+            stopped = psutil.Process(launcher.pid)
+            wait_until(lambda: stopped.status() == psutil.STATUS_STOPPED, "the launcher stands still")
             monkeypatch.setattr(control_socket, "_ANSWER_SECONDS", 1.0)
-            with pytest.raises(
-                ConfigError, match=r"hasn't answered within 1 s at .*: its launcher is stopped or hangs"
-            ):
+            with pytest.raises(ConfigError, match=r"no answer came within 1 s at .*: its launcher is stopped or hangs"):
                 ask(path, GetStatus())
             launcher.send_signal(signal.SIGCONT)
             monkeypatch.undo()
