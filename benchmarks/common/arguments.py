@@ -26,6 +26,14 @@ def finite(text: str) -> float:
     return number
 
 
+def share(text: str) -> float:
+    """Parse a number from 0 to 1."""
+    number = finite_number(text)
+    if not 0 <= number <= 1:
+        raise argparse.ArgumentTypeError(f"must be a share, from 0 to 1, got {text!r}")
+    return number
+
+
 def more_than_one(text: str) -> float:
     """Parse a finite number above 1."""
     number = finite_number(text)

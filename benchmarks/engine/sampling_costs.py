@@ -23,6 +23,7 @@ from llguidance import LLMatcher
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
+from splitserve.benchmarks.common.arguments import positive
 from splitserve.benchmarks.common.report import add_result_options, keep_result, table
 from splitserve.kernels.sampling import SamplingBatch
 from splitserve.models.sampling.sampler import Sampler, sampling_batch
@@ -72,9 +73,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(prog="splitserve bench sampling", description=__doc__)
-    parser.add_argument("--batch", type=int, default=16, help="sequences of a step (default: %(default)s)")
-    parser.add_argument("--vocab-size", type=int, default=151_936, help="tokens (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=200, help="steps of each row (default: %(default)s)")
+    parser.add_argument("--batch", type=positive, default=16, help="sequences of a step (default: %(default)s)")
+    parser.add_argument("--vocab-size", type=positive, default=151_936, help="tokens (default: %(default)s)")
+    parser.add_argument("--steps", type=positive, default=200, help="steps of each row (default: %(default)s)")
     add_result_options(parser)
     return parser
 

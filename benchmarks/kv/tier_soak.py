@@ -18,7 +18,7 @@ from typing import Any
 
 import aiohttp
 
-from splitserve.benchmarks.common.arguments import positive
+from splitserve.benchmarks.common.arguments import positive, share
 from splitserve.benchmarks.common.report import add_result_options, keep_result
 from splitserve.benchmarks.kv.tier_client import ask, complete, metrics, session
 from splitserve.common.errors import SplitserveError
@@ -187,7 +187,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--requests", type=positive, default=10_000)
     parser.add_argument("--prompts", type=positive, default=600, help="different ones")
     parser.add_argument("--concurrency", type=positive, default=16)
-    parser.add_argument("--abort-share", type=float, default=0.05, help="share of clients that disconnect")
+    parser.add_argument("--abort-share", type=share, default=0.05, help="share of clients that disconnect")
     parser.add_argument("--workers", type=positive, default=2)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--kv-memory", type=positive_bytes, default="4MiB", metavar="SIZE")

@@ -20,6 +20,7 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from splitserve.benchmarks.common.arguments import positive
 from splitserve.benchmarks.common.report import add_result_options, keep_result, table
 from splitserve.benchmarks.router.worker_script import DEFAULT_LAYOUT
 from splitserve.common.collector import Collector
@@ -237,7 +238,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the bench that ``argv`` describes."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     parser = argparse.ArgumentParser(prog="splitserve bench observability", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--rounds", type=int, default=30, help="turns of each arm")
+    parser.add_argument("--rounds", type=positive, default=30, help="turns of each arm")
     parser.add_argument(
         "--otlp-endpoint", default="", metavar="URL", help="collector for the arm with traces; empty: none"
     )

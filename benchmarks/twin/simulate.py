@@ -20,7 +20,7 @@ from typing import Any
 
 import msgspec
 
-from splitserve.benchmarks.common.arguments import finite, positive, positive_seconds
+from splitserve.benchmarks.common.arguments import finite, not_negative, positive, positive_seconds
 from splitserve.benchmarks.common.report import add_result_options, keep_result, table
 from splitserve.benchmarks.common.stats import Objective
 from splitserve.benchmarks.engine.engine_options import add_engine_options, add_max_num_seqs, engine_config, model_of
@@ -364,7 +364,7 @@ def add_cluster_options(parser: argparse.ArgumentParser) -> None:
     add_max_num_seqs(parser)
     add("--host-kv-memory", type=bytes_option, default="0", metavar="SIZE", help="host tier of each worker; 0: as in "
         "the calibration, else none")  # fmt: skip
-    add("--max-model-len", type=int, default=0, metavar="TOKENS", help="0: the model's own, cut to KV memory")
+    add("--max-model-len", type=not_negative, default=0, metavar="TOKENS", help="0: the model's own, cut to KV memory")
     add("--ttft-ms", type=finite, default=0.0, metavar="MS", help="objective for TTFT; 0: none")
     add("--itl-ms", type=finite, default=0.0, metavar="MS", help="objective for the gaps between tokens; 0: none")
     add("--num-requests", type=positive, default=300, metavar="N", help="requests of a run")

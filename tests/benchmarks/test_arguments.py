@@ -4,10 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from splitserve.benchmarks.engine import awake_cores
-from splitserve.benchmarks.kv import handover, tiers
+from splitserve.benchmarks.engine import awake_cores, sampling_costs
+from splitserve.benchmarks.kv import handover, tier_soak, tiers
+from splitserve.benchmarks.router import observability
 from splitserve.benchmarks.router import overhead as router_overhead
 from splitserve.benchmarks.serving import isolation, latency, serve
+from splitserve.benchmarks.twin import simulate
 from splitserve.common.errors import ConfigError
 
 
@@ -28,6 +30,10 @@ from splitserve.common.errors import ConfigError
         (serve, ["--model", "m", "--timeout", "nan"], "--timeout: must be a finite number, got 'nan'"),
         (handover, ["--seed", "-5"], "--seed: must be a whole number from 0 on, got '-5'"),
         (handover, ["--result-dir", "/proc"], "/proc can't be written to"),
+        (tier_soak, ["--abort-share", "5"], "--abort-share: must be a share, from 0 to 1, got '5'"),
+        (sampling_costs, ["--steps", "0"], "--steps: must be a whole number from 1 on, got '0'"),
+        (observability, ["--rounds", "0"], "--rounds: must be a whole number from 1 on, got '0'"),
+        (simulate, ["--max-model-len", "-1"], "--max-model-len: must be a whole number from 0 on, got '-1'"),
         (tiers, ["--rounds", "0"], "--rounds: must be a whole number from 1 on, got '0'"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
