@@ -101,7 +101,7 @@ def ask(path: Path, request: AnyRequest) -> AnyReply:
             line = _read_line(connection)
         except TimeoutError as error:
             raise ConfigError(
-                f"no answer came within {_ANSWER_SECONDS:g} s at {path}: its launcher is stopped or hangs. "
+                f"no answer came within {_ANSWER_SECONDS:g} s at {path}: the cluster's launcher is stopped or hangs. "
                 "Router and workers may serve on, but none of them is started again; splitserve logs may show why"
             ) from error
         except OSError as error:

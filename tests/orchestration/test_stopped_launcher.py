@@ -33,7 +33,9 @@ def test_a_stopped_launcher_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyP
             stopped = psutil.Process(launcher.pid)
             wait_until(lambda: stopped.status() == psutil.STATUS_STOPPED, "the launcher stands still")
             monkeypatch.setattr(control_socket, "_ANSWER_SECONDS", 1.0)
-            with pytest.raises(ConfigError, match=r"no answer came within 1 s at .*: its launcher is stopped or hangs"):
+            with pytest.raises(
+                ConfigError, match=r"no answer came within 1 s at .*: the cluster's launcher is stopped or hangs"
+            ):
                 ask(path, GetStatus())
             launcher.send_signal(signal.SIGCONT)
             monkeypatch.undo()
