@@ -33,7 +33,8 @@ def remember_order(cluster: str, order: bytes) -> None:
 
 def order_of(cluster: str) -> bytes | None:
     """Return the order of the cluster's last controller; None if there is no cluster."""
-    return internal_kv._internal_kv_get(order_key(cluster))
+    stored: bytes | None = internal_kv._internal_kv_get(order_key(cluster))
+    return stored
 
 
 def stored_keys(cluster: str) -> list[str]:
