@@ -155,7 +155,7 @@ class RouterMetrics:
             registry, "e2e", "Arrival of an HTTP request to its end, whatever that was", _E2E_BUCKETS
         )
         self.handover_seconds = _histogram(
-            registry, "handover", "Arrival of prefill's first token to decode's readiness", _HANDOVER_BUCKETS
+            registry, "handover", "Arrival of the last token that prefill sent to decode's readiness", _HANDOVER_BUCKETS
         )
         self.stage_seconds = QuickHistogram(
             "splitserve_stage_seconds",
@@ -167,7 +167,7 @@ class RouterMetrics:
         )
         self.handover_stage_seconds = QuickHistogram(
             "splitserve_handover_stage_seconds",
-            "Stages from prefill's first token to decode's own first one, by transport: "
+            "Stages from the last token that prefill drew to decode's own first one, by transport: "
             + "; ".join(f"{stage}: {meaning}" for stage, meaning in HANDOVER_STAGES.items()),
             _STAGE_BUCKETS,
             registry,

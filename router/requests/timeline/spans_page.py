@@ -20,8 +20,9 @@ its event was marked, and begins at the event before.
 _STAGES = """## Stages
 
 Stages are adjacent and add up: those of the time to first token to that time, those of the hand-over to the time from
-prefill's first token to decode's own first one. They are the label `stage` of `splitserve_stage_seconds` and
-`splitserve_handover_stage_seconds`, fields of `return_route`, and the last lines of `splitserve trace`.
+the last token that prefill drew (the second one, if it drew that, too) to decode's own first one. They are the label
+`stage` of `splitserve_stage_seconds` and `splitserve_handover_stage_seconds`, fields of `return_route`, and the last
+lines of `splitserve trace`.
 """
 
 _SPANS = """## Spans

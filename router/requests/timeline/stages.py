@@ -38,7 +38,7 @@ HANDOVER_STAGES = {
     "first_step": "Launch of the first decode step until its token is drawn",
     UNEXPLAINED: "Time between events of which one is unknown",
 }
-"""Stages from prefill's first token to decode's own first one, in their order, with their meanings."""
+"""Stages from the last token that prefill drew to decode's own first one, in their order, with their meanings."""
 
 Boundary = tuple[str, float | None]
 
