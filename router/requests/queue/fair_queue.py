@@ -57,21 +57,24 @@ class _Lane:
     """The requests of one tenant with one priority, by rank."""
 
     waiting: list[Waiting] = field(default_factory=list)
+    prompts: list[Waiting] = field(default_factory=list)  # those of them without anything to decode
     cost: float = 0.0
     interval: float = 0.0  # sum, as of the cost
-    num_prompt_only: int = 0  # requests without anything to decode
 
     def add(self, waiting: Waiting) -> None:
-        insort(self.waiting, waiting, key=_rank)
-        self.num_prompt_only += waiting.request.is_prompt_only
+        for each in self._lists_of(waiting):
+            insort(each, waiting, key=_rank)
         self.cost += waiting.cost
         self.interval += waiting.interval
 
     def remove(self, waiting: Waiting) -> None:
-        del self.waiting[bisect_left(self.waiting, waiting.rank, key=_rank)]
-        self.num_prompt_only -= waiting.request.is_prompt_only
+        for each in self._lists_of(waiting):
+            del each[bisect_left(each, waiting.rank, key=_rank)]
         self.cost -= waiting.cost
         self.interval -= waiting.interval
+
+    def _lists_of(self, waiting: Waiting) -> list[list[Waiting]]:
+        return [self.waiting, self.prompts] if waiting.request.is_prompt_only else [self.waiting]
 
     def cost_before(self, due_at: float) -> float:
         return sum(each.cost for each in self.waiting if each.due_at <= due_at)
@@ -152,7 +155,7 @@ class FairQueue:
         self._virtual_time = 0.0
         self._finish: dict[str, float] = {}  # by tenant: the virtual time up to which it has been served
         self._numbers = itertools.count()
-        self._place: _Place | None = None  # of the last request of :meth:`in_turn`
+        self._places: dict[bool, _Place] = {}  # of the last request of :meth:`in_turn`, by its ``prompts_only``
         self._rate = BeginRate()
 
     def __len__(self) -> int:
@@ -174,46 +177,59 @@ class FairQueue:
         lane.add(waiting)
         self._by_id[request.request_id] = waiting, lane
 
-    def in_order(self, num_each: int, barred: Collection[str] = ()) -> Iterator[ActiveRequest]:
+    def in_order(
+        self, num_each: int, barred: Collection[str] = (), *, prompts_only: bool = False
+    ) -> Iterator[ActiveRequest]:
         """Yield the waiting requests in the order in which they are to begin as things stand, of each tenant at most
-        ``num_each`` of one priority, and none of ``barred`` tenants. The queue may not change meanwhile."""
+        ``num_each`` of one priority, and none of ``barred`` tenants. ``prompts_only``: those without anything to
+        decode. The queue may not change meanwhile."""
         for priority in sorted(self._lanes):
-            lanes = {name: lane for name, lane in self._lanes[priority].items() if name not in barred}
+            queued = self._queued(self._lanes[priority], barred, prompts_only=prompts_only)
             # Among equals the one whose request is due first.
-            for name in sorted(lanes, key=lambda name: (self._start(name), lanes[name].waiting[0].rank)):
-                yield from (waiting.request for waiting in islice(lanes[name].waiting, num_each))
+            for name in sorted(queued, key=lambda name: (self._start(name), queued[name][0].rank)):
+                yield from (waiting.request for waiting in islice(queued[name], num_each))
 
     def in_turn(self, barred: Collection[str] = (), *, prompts_only: bool = False) -> Iterator[ActiveRequest]:
         """Yield all waiting requests once, but those of ``barred`` tenants, by priority, tenant and deadline, from the
         one after the last that an earlier call yielded: calls that look at a few come to each request, wherever it
-        stands. ``prompts_only``: those without anything to decode. The queue may not change meanwhile."""
-        both = chain(self._after(self._place, barred), self._after(None, barred))
-        wanted = ((place, request) for place, request in both if request.is_prompt_only or not prompts_only)
-        for place, request in islice(wanted, self.num_except(barred, prompts_only=prompts_only)):
-            self._place = place
+        stands. ``prompts_only``: those without anything to decode, in turns of their own. The queue may not change
+        meanwhile."""
+        last = self._places.get(prompts_only)
+        both = chain(*(self._after(place, barred, prompts_only=prompts_only) for place in (last, None)))
+        for place, request in islice(both, self.num_except(barred, prompts_only=prompts_only)):
+            self._places[prompts_only] = place
             yield request
 
     def num_except(self, barred: Collection[str], *, prompts_only: bool = False) -> int:
         """Return the number of waiting requests without those of ``barred`` tenants; ``prompts_only``: of those without
         anything to decode."""
-        lanes = [lane for level in self._lanes.values() for name, lane in level.items() if name not in barred]
-        return sum(lane.num_prompt_only if prompts_only else len(lane.waiting) for lane in lanes)
+        levels = (self._queued(lanes, barred, prompts_only=prompts_only) for lanes in self._lanes.values())
+        return sum(len(queued) for level in levels for queued in level.values())
 
     def tenants_that_decode(self) -> set[str]:
         """Return the names of the tenants with waiting requests, all of which need a worker that decodes."""
         lanes = [pair for level in self._lanes.values() for pair in level.items()]
-        return {name for name, _ in lanes} - {name for name, lane in lanes if lane.num_prompt_only}
+        return {name for name, _ in lanes} - {name for name, lane in lanes if lane.prompts}
 
-    def _after(self, place: _Place | None, barred: Collection[str]) -> Iterator[tuple[_Place, ActiveRequest]]:
+    def _queued(
+        self, lanes: dict[str, _Lane], barred: Collection[str], *, prompts_only: bool
+    ) -> dict[str, list[Waiting]]:
+        """Return the requests of one priority by tenant, by rank; tenants without any are left out."""
+        every = {name: lane.prompts if prompts_only else lane.waiting for name, lane in lanes.items()}
+        return {name: queued for name, queued in every.items() if queued and name not in barred}
+
+    def _after(
+        self, place: _Place | None, barred: Collection[str], *, prompts_only: bool
+    ) -> Iterator[tuple[_Place, ActiveRequest]]:
         """Yield the requests after a place, each with its own; None: all."""
         for priority, lanes in sorted(self._lanes.items()):
-            for name in sorted(lanes.keys() - set(barred)):
+            for name, queued in sorted(self._queued(lanes, barred, prompts_only=prompts_only).items()):
                 start = 0
                 if place is not None and (priority, name) <= place[:2]:
                     if (priority, name) < place[:2]:
                         continue
-                    start = bisect_right(lanes[name].waiting, place[2], key=_rank)
-                for waiting in islice(lanes[name].waiting, start, None):
+                    start = bisect_right(queued, place[2], key=_rank)
+                for waiting in islice(queued, start, None):
                     yield (priority, name, waiting.rank), waiting.request
 
     def begin(self, request: ActiveRequest, now: float) -> None:
@@ -286,8 +302,8 @@ class FairQueue:
                 assert math.isclose(lane.cost, cost, abs_tol=1e-6), f"{name} has {lane.cost} queued where {cost} are"
                 assert lane.waiting == sorted(lane.waiting, key=_rank), f"{name}'s requests are out of order"
                 assert lane.waiting, f"{name} has a lane without requests"
-                num_prompt_only = sum(each.request.is_prompt_only for each in lane.waiting)
-                assert lane.num_prompt_only == num_prompt_only, f"{name} has {num_prompt_only} requests to score"
+                prompts = [each for each in lane.waiting if each.request.is_prompt_only]
+                assert lane.prompts == prompts, f"{name} has {len(prompts)} requests to score"
 
 
 def due_at(request: ActiveRequest) -> float:

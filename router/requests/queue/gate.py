@@ -105,7 +105,7 @@ class Gate:
         """Begin requests of the queue while workers have room. One that waits for its own worker lets those behind it
         begin at others; one that none of the workers takes any more leaves the queue. A turn tries few of them:
         further turns follow while some worker has room."""
-        self._num_untried = self.queue.num_except(self._barred(now), prompts_only=not self._any_slot(now))
+        self._num_untried = len(self.queue)
         self._take_turn(now)
 
     def on_try_more(self, now: float, *, is_paused: bool) -> None:
@@ -141,11 +141,14 @@ class Gate:
 
     def _to_try(self, barred: Collection[str], *, prompts_only: bool) -> Iterator[ActiveRequest]:
         """Yield the first requests in order, and then a few of those behind them: others in each turn.
-        ``prompts_only``: behind them those without anything to decode."""
+        ``prompts_only``: behind them those without anything to decode, the first of these in order as well."""
+        self._num_untried = min(self._num_untried, self.queue.num_except(barred, prompts_only=prompts_only))
         tried = set[str]()
-        for request in islice(self.queue.in_order(TRIES_OF_TENANT, barred), MAX_TRIES):
-            tried.add(request.request_id)
-            yield request
+        for only in (False, True) if prompts_only else (False,):
+            for request in islice(self.queue.in_order(TRIES_OF_TENANT, barred, prompts_only=only), MAX_TRIES):
+                if request.request_id not in tried:
+                    tried.add(request.request_id)
+                    yield request
         num_first = len(tried)
         for request in self.queue.in_turn(barred, prompts_only=prompts_only):
             self._num_untried -= 1
@@ -235,13 +238,17 @@ class Gate:
 
     def _any_room_by_role(self, now: float) -> bool:
         """Return whether further turns are worth their time: workers of the roles that compute prompts have room, and
-        those that decode as well, unless some request has nothing to decode."""
+        those that decode as well, or those with room for a prompt that has nothing to decode."""
         usable, is_aggregated = self._membership.usable(now), self._placer.is_aggregated
-        return any(
-            record.queue_seconds(now) <= AHEAD_SECONDS
+        ready = [
+            record
             for record in usable
-            if is_aggregated or record.info.role is not Role.DECODE
-        ) and (self._any_slot(now) or self.queue.num_except((), prompts_only=True) > 0)
+            if (is_aggregated or record.info.role is not Role.DECODE) and record.queue_seconds(now) <= AHEAD_SECONDS
+        ]
+        if not ready or self._any_slot(now):
+            return bool(ready)
+        has_slot = any(record.num_requests_of_all < _num_slots(record) for record in ready)
+        return has_slot and self.queue.num_except((), prompts_only=True) > 0
 
     def _any_slot(self, now: float) -> bool:
         """Return whether a worker of the roles that decode has a slot."""
