@@ -62,10 +62,16 @@ def one_request(cluster: LocalCluster, prompt: list[int]) -> RequestRecord:
 
 
 def seconds_of(record: RequestRecord) -> dict[str, float]:
-    """Return TTFT, the gaps before the second and the third token, and the median of the gaps after the second."""
-    second, third, *others = record.itl_seconds
-    step = statistics.median([third, *others])
-    return {"ttft": record.ttft_seconds, "second": second, "third": third, "step": step}
+    """Return TTFT, the gaps before the second and the third token, and the median of the gaps after the second.
+
+    Tokens that come in one chunk have no gap between them. Raises :class:`SplitserveError` for fewer than three tokens.
+    """
+    found = (record.gap_before(token) for token in range(2, record.output_tokens + 1))
+    gaps = [gap for gap in found if gap is not None]
+    if len(gaps) < 2:
+        raise SplitserveError(f"an answer has {record.output_tokens} tokens, where {OUTPUT_TOKENS} were asked for")
+    second, *later = gaps
+    return {"ttft": record.ttft_seconds, "second": second, "third": later[0], "step": statistics.median(later)}
 
 
 def measure(

@@ -26,6 +26,7 @@ from splitserve.benchmarks.kv.tier_client import Answer, complete, session
 from splitserve.benchmarks.kv.tier_hits import _paces
 from splitserve.benchmarks.serving import latency
 from splitserve.benchmarks.serving.load import Endpoint, run_load
+from splitserve.common.errors import SplitserveError
 from splitserve.models.demo.checkpoint import shape_config
 from splitserve.models.demo.published import named_config
 from splitserve.models.step_costs import attended_pairs, decode_bytes, kv_token_elements, prefill_flops, weight_elements
@@ -280,6 +281,15 @@ class TestSingleRequests:
     def test_latency_of_one_request(self) -> None:
         seconds = latency.seconds_of(record(0.0, 1.0, 1.5, 1.75, 2.75, 2.875, 3.0))
         assert seconds == {"ttft": 0.5, "second": 0.25, "third": 1.0, "step": 0.125}
+
+    def test_latency_of_one_request_is_that_of_tokens_not_of_chunks(self) -> None:
+        """Where the first chunk has the second token, too, the hand-over is in the gap before the third one."""
+        together = record(0.0, 1.0, 1.5, 2.5, 2.625, 2.75, output_tokens=5)
+        together.chunk_tokens = [2, 1, 1, 1]
+        seconds = latency.seconds_of(together)
+        assert seconds == {"ttft": 0.5, "second": 0.0, "third": 1.0, "step": 0.125}
+        with pytest.raises(SplitserveError, match="an answer has 2 tokens, where 12 were asked for"):
+            latency.seconds_of(record(0.0, 1.0, 1.5, 2.5))
 
     def test_latency_pair_by_pair(self) -> None:
         def row(ttft: float, second: float, third: float, step: float) -> dict[str, float]:
