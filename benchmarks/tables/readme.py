@@ -41,7 +41,7 @@ def loaded_rows(runs: Sequence[Run], *, with_runs: bool = True) -> list[list[str
     for load, arrangements in loads.items():
         for title, name, which in LOADED:
             columns = [
-                [figures[name][which] for _, figures in found if name in figures] for found in arrangements.values()
+                [figures[name][which] for _, figures in found if figures.get(name)] for found in arrangements.values()
             ]
             if not any(columns):  # a figure that runs have only of late
                 continue

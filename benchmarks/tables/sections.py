@@ -127,13 +127,13 @@ _GAPS = {
 
 def isolation(runs: Sequence[Run]) -> Section:
     found = [(run, result) for run in of_bench(runs, "isolation") for result in run.content["results"]]
-    gaps = {title: figure for title, figure in _GAPS.items() if any(figure[0] in each["all"] for _, each in found)}
+    gaps = {title: figure for title, figure in _GAPS.items() if any(each["all"].get(figure[0]) for _, each in found)}
     rows = []
     for run, result in found:
         assert run.option("--seconds") == "12", f"{run.path.name}: the text below says 12 s"
         assert result["kept_up"], f"{run.path.name}: figures of an arrangement that fell behind aren't comparable"
         figures = [
-            number(result["all"][name][which]) if name in result["all"] else "-"
+            number(result["all"][name][which]) if result["all"].get(name) else "-"
             for name, names in gaps.values()
             for which in names
         ]
@@ -166,17 +166,20 @@ def isolation(runs: Sequence[Run]) -> Section:
 
 
 def latency(runs: Sequence[Run]) -> Section:
+    found = [(run, result) for run in of_bench(runs, "latency") for result in run.content["results"]]
+    has_third = any("third_beyond_step_ms" in result for _, result in found)
     names = ["mixed_ttft_ms", "1P1D_ttft_ms", "ttft_ratio", "mixed_second_ms", "1P1D_second_ms"]
     names += ["mixed_step_ms", "1P1D_step_ms", "second_beyond_step_ms"]
+    names += ["third_beyond_step_ms"] if has_third else []
     rows = [
         [str(result["prompt_tokens"]) + _second_words(run), run_link(run), awake(run), str(run.last_chunk),
-         *(number(result[n]) for n in names), commit(run)]
-        for run in of_bench(runs, "latency")
-        for result in run.content["results"]
+         *(number(result[n]) if n in result else "-" for n in names), commit(run)]
+        for run, result in found
     ]  # fmt: skip
     rows.sort(key=lambda row: (int(row[0].partition(",")[0]), row[1]))
     headers = ["prompt", "run", "cores", "last chunk", "TTFT mixed ms", "1P1D", "ratio", "2nd token mixed ms", "1P1D"]
-    headers += ["later steps mixed ms", "1P1D", "1P1D's 2nd token beyond its steps, ms", "commit"]
+    headers += ["later steps mixed ms", "1P1D", "1P1D's 2nd token beyond its steps, ms"]
+    headers += [*(["3rd token, likewise"] if has_third else []), "commit"]
     text = (
         "`bench latency`: one request at a time on an idle system, greedy, medians of 9 or 11, prefix caching "
         "off; 1P1D has two GPUs, the mixed worker one; the clusters take turns. A second mixed worker would be "

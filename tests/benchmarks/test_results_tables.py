@@ -116,6 +116,9 @@ def test_files_from_before_the_third_token_stand_beside_those_that_have_it() -> 
     assert [row[column : column + 2] for row in section.rows] == [["-", "-"], ["7.00", "9.00"]]
     assert all(len(row) == len(section.headers) for row in section.rows)
 
+    new["all"] = new["all"] | {"third_token_ms": {}}  # answers of two tokens
+    assert results_readme.loaded_rows(runs[1:]) and results_sections.isolation(runs[1:]).rows
+
 
 def test_second_tokens_at_prefill_are_told_from_first_ones_wherever_runs_share_a_table() -> None:
     whole = {"mode": "one chunk", "prompt_tokens": 4096, "place": "local", "prefill_ms": 40.0, "exposed_share": 0.05}
@@ -139,10 +142,17 @@ def test_second_tokens_at_prefill_are_told_from_first_ones_wherever_runs_share_a
     idle = dict.fromkeys((*names, "1P1D_step_ms", "second_beyond_step_ms"), 4.0) | {"prompt_tokens": 1024}
     runs = [
         result_run("latency", "1127T000003", results=[idle]),
-        result_run("latency", "1127T000004", option, results=[idle | {"1P1D_second_ms": 3.0}]),
+        result_run(
+            "latency", "1127T000004", option, results=[idle | {"1P1D_second_ms": 3.0, "third_beyond_step_ms": 2.0}]
+        ),
     ]
     assert next(iter(results_readme.latency_rows(runs)))[2].count("second token 4.00 ms") == 1
-    assert [row[0] for row in results_sections.latency(runs).rows] == ["1024", "1024, second token at prefill"]
+    section = results_sections.latency(runs)
+    assert [row[0] for row in section.rows] == ["1024", "1024, second token at prefill"]
+    third = section.headers.index("3rd token, likewise")
+    assert [row[third] for row in section.rows] == ["-", "2.00"], "there the hand-over shows"
+    assert all(len(row) == len(section.headers) for row in section.rows)
+    assert "3rd token, likewise" not in results_sections.latency(runs[:1]).headers
 
 
 def test_documentation_shows_one_kind_of_gpu_and_the_results_page_names_each() -> None:
