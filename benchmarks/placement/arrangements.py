@@ -13,9 +13,11 @@ from numpy.typing import NDArray
 
 from splitserve.benchmarks.goodput.arms import parse_arm
 from splitserve.benchmarks.goodput.probe import SETTLED_SHARE
+from splitserve.benchmarks.serving.conversations import with_unsent
 from splitserve.benchmarks.twin.loads import records_of
 from splitserve.benchmarks.twin.simulate import Cluster, clusters_of, parser
 from splitserve.simulation.twin.cluster import TwinCluster, TwinResult, TwinSpec
+from splitserve.workloads.conversation import Workload
 from splitserve.workloads.named import parse_workload
 
 Row: TypeAlias = dict[str, Any]
@@ -43,8 +45,10 @@ class Judged:
     local_share: float
 
     @classmethod
-    def of(cls, result: TwinResult) -> "Judged":
-        turns = records_of(result)
+    def of(cls, workload: Workload, result: TwinResult) -> "Judged":
+        """Judge the turns after the first :data:`SETTLED_SHARE` of them. Those that failed ones cut off count as
+        failed."""
+        turns = with_unsent(workload, records_of(result))
         records = [turn.record for turn in turns[int(SETTLED_SHARE * len(turns)) :]]
         num_local = sum(count for path, count in result.counts.items() if path.startswith("local"))
         failed = [bool(each.error) for each in records]
@@ -97,7 +101,8 @@ def arrangements(count: int) -> Iterator[Row]:
 def _runs(cluster: Cluster, workload: str, rate: float, count: int, itl_ms: float) -> list[Judged]:
     source, ttft_ms = parse_workload(workload), TTFT_MS if itl_ms else 0.0
     spec = TwinSpec(cluster.workers, cluster.calibration, cluster.policy, ttft_ms, itl_ms)
-    return [Judged.of(TwinCluster(spec, seed).run(source.at(rate, count, seed), seed)) for seed in range(NUM_RUNS)]
+    workloads = [source.at(rate, count, seed) for seed in range(NUM_RUNS)]
+    return [Judged.of(workload, TwinCluster(spec, seed).run(workload, seed)) for seed, workload in enumerate(workloads)]
 
 
 def _mean(rows: Sequence[Row]) -> Row:

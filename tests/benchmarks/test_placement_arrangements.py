@@ -1,10 +1,15 @@
 """``splitserve bench placement --cases arrangements`` on a small load."""
 
+from array import array
+from collections import Counter
+
 import numpy as np
 import pytest
 
 from splitserve.benchmarks.placement import arrangements
 from splitserve.benchmarks.placement.arrangements import ARMS, Judged
+from splitserve.simulation.twin.cluster import TurnTimes, TwinResult
+from splitserve.workloads.conversation import Conversation, Piece, Turn, Workload
 
 
 def test_each_arm_is_compared_with_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -17,6 +22,16 @@ def test_each_arm_is_compared_with_the_others(monkeypatch: pytest.MonkeyPatch) -
     best = max(bound, key=lambda row: row["goodput"])
     assert best["goodput_ratio"] >= 1.0 and best["goodput_ratio"] > bound[0]["goodput_ratio"]
     assert [row["local_share"] for row in bound[:4]] == [0.0, 0.0, 1.0, 1.0] and 0.0 < bound[4]["local_share"] < 1.0
+
+
+def test_turns_that_a_failed_one_cuts_off_count_as_failed() -> None:
+    """Otherwise an arm of which conversations fail would be judged by a lighter load."""
+    turns = (Turn((Piece("p", 9),), 2),) * 4
+    workload = Workload("two", (Conversation("whole", 0.0, turns), Conversation("cut", 3.5, turns)))
+    times = [TurnTimes("whole", at, at, 9, 2, array("d", [at + 0.1, at + 0.2]), ended_at=at + 0.2) for at in range(4)]
+    times.append(TurnTimes("cut", 0, 3.5, 9, 2, ended_at=4.0, error="HTTP 503"))
+    run = Judged.of(workload, TwinResult(times, 4.0, {}, {}, {}, Counter(local=4)))
+    assert (len(run.ttft), run.failed_share) == (8, 0.5)
 
 
 def test_a_request_is_good_within_both_objectives() -> None:
