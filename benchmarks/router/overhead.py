@@ -237,7 +237,7 @@ def _row(name: str, rate: float, arm: Arm, base: dict[str, float]) -> dict[str, 
         "first_ms": percentiles_ms(arm.first_seconds),
         "last_ms": last_ms,
         "lag_ms": percentiles_ms(arm.lag_seconds),
-        "added_ms": {share: last_ms[share] - base[share] for share in last_ms} if base else {},
+        "added_ms": {name: last_ms[name] - base[name] for name in last_ms if name != "count"} if base else {},
     }
 
 

@@ -23,6 +23,7 @@ def test_long_answers_come_whole(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert capsys.readouterr().out.split()[:4] == ["arm", "req/s", "requests", "failed"]
     [path] = tmp_path.iterdir()
     rows = json.loads(path.read_text())["results"]
+    assert "count" in rows[1]["last_ms"] and {*rows[1]["added_ms"]} == {"mean", "p50", "p90", "p99", "max"}
     assert [(row["arm"], row["failed"], row["requests"]) for row in rows] == [
         ("direct", 0, 4), ("whole", 0, 4), ("stream", 0, 4),
     ]  # fmt: skip
