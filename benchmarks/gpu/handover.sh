@@ -55,7 +55,7 @@ fi
 if has families; then
   for shape in ${FAMILIES:-deepseek-v2-lite gpt-oss-20b qwen3-30b-a3b}; do
     mark "families: $shape as 1P1D, and its tokens against a mixed worker's"
-    timeout 240 $C bench handover --served --against-mixed --device cuda --shape $shape --attention-backend triton --prompt-tokens 1024 4096 --chunk-tokens 2048 --kv-memory 6GiB --repeats 8 --save --result-dir $OUT 2>&1 | tail -6
+    timeout 240 $C bench handover --served --against-mixed --device cuda --shape $shape --attention-backend triton --prompt-tokens 1024 4096 --chunk-tokens 2048 --kv-memory 6GiB --repeats 8 --save --result-dir $OUT 2>&1 | tail -7
   done
 fi
 

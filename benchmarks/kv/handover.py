@@ -325,10 +325,12 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _given(options: argparse.Namespace, names: Sequence[str]) -> str:
-    """Return the first option of ``names`` that isn't at its default; "" if all are."""
+    """Return the first option of ``names`` that isn't at its default, as it was given; "" if all are."""
     defaults = parser().parse_args([])
     given = [name for name in names if getattr(options, name) != getattr(defaults, name)]
-    return f"--{given[0].replace('_', '-')}" if given else ""
+    if not given:
+        return ""
+    return f"--{'no-' if getattr(options, given[0]) is False else ''}{given[0].replace('_', '-')}"
 
 
 def main(argv: Sequence[str]) -> int:

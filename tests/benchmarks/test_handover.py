@@ -83,7 +83,7 @@ def test_one_rank_alone_reads_between_two_gpus() -> None:
         (["--served", "--path", "layers"], "--path isn't for --served"),
         (["--served", "--split-size", "4MiB"], "--split-size isn't for --served"),
         (["--second-token-at-prefill"], "--second-token-at-prefill is for --served: without it no worker runs"),
-        (["--no-late-launch"], "--late-launch is for --served"),
+        (["--no-late-launch"], "--no-late-launch is for --served"),
         (["--chunk-tokens", "512"], "--chunk-tokens is for --served"),
         (["--naive", "--tp", "2:1"], "--naive is measured for the pair 1:1"),
     ],
