@@ -28,6 +28,8 @@ from splitserve.orchestration.spec.shorthand import simple_spec
 REPLACED = "prefill-0"
 START_SECONDS = 300.0
 FIND_SECONDS = 3.0  # longest time until a worker has found the server
+LEAST_SHARED_TURNS = 3
+"""The first isn't measured; of the others one at least comes before the replacement, and one after it."""
 
 NoReuse = Callable[[dict[str, LocalCluster], argparse.Namespace, int], dict[str, Any]]
 

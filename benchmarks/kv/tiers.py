@@ -22,7 +22,8 @@ from splitserve.benchmarks.common.report import add_result_options, keep_result,
 from splitserve.benchmarks.engine.engine_options import add_engine_options, engine_config, model_of
 from splitserve.benchmarks.kv.tier_client import ARMS, arms_in_turn, ask
 from splitserve.benchmarks.kv.tier_hits import fits, hits, pace, throughput_ratios
-from splitserve.benchmarks.kv.tier_shared import add_shared_options, shared, shared_rows
+from splitserve.benchmarks.kv.tier_shared import LEAST_SHARED_TURNS, add_shared_options, shared, shared_rows
+from splitserve.common.errors import ConfigError
 from splitserve.models.config import load_model_config
 from splitserve.orchestration.cli.command_parser import CommandParser
 from splitserve.orchestration.cli.option_types import positive_bytes, whole_number
@@ -191,6 +192,11 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--seed", type=int, default=0)
     add_result_options(parser, always=True)
     options = parser.parse_args(list(argv))
+    if "shared" in options.parts and options.turns < LEAST_SHARED_TURNS:
+        raise ConfigError(
+            f"--turns is {options.turns}, but the part shared measures turns before and after a worker is replaced: "
+            f"give {LEAST_SHARED_TURNS} or more"
+        )
     results = run(options)
     print_results(results)
     keep_result("tiers", list(argv), results, options)

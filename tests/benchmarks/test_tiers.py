@@ -99,6 +99,11 @@ def test_parts_of_which_nothing_would_be_measured_are_refused_at_once(
     assert words in capsys.readouterr().err
 
 
+def test_shared_tiers_need_a_turn_before_and_one_after_the_replacement() -> None:
+    with pytest.raises(ConfigError, match=r"--turns is 2, but the part shared .*: give 3 or more"):
+        tiers.main(["--parts", "shared", "--turns", "2"])
+
+
 def test_ratios_stand_beside_the_least_and_the_most_of_them() -> None:
     figures = throughput_ratios({"with": [2.0, 3.0, 4.0], "without": [4.0, 3.0, 5.0]})
     assert figures == {"throughput_ratio": 0.8, "throughput_ratios": [0.5, 1.0, 0.8]}
