@@ -27,7 +27,7 @@ def recall(cluster: str) -> Memory | None:
 
 
 def remember_order(cluster: str, order: bytes) -> None:
-    """Store the order of a controller, a ``ControllerOrder`` as JSON, before that controller is created."""
+    """Store a controller's order (``ControllerOrder`` as JSON) once it is created, and before an upgrade removes it."""
     internal_kv._internal_kv_put(order_key(cluster), order)
 
 
