@@ -224,10 +224,8 @@ class RayClient:
         from splitserve.orchestration.ray.stored_state import order_of, recall, remember_order
 
         connect(self._address, with_code=True)
-        if self.is_headless():
-            stored = order_of(self._name)
-            assert stored is not None
-        else:
+        stored = order_of(self._name)
+        if stored is None or self.is_alive():
             stored = self._call(lambda controller: controller.order.remote())
             if not status_of(self).is_settled:
                 raise ConfigError(
@@ -240,6 +238,11 @@ class RayClient:
             ray.kill(controller)
         while self._controller() is not None:
             time.sleep(0.05)
+        if order_of(self._name) is None:
+            raise ConfigError(
+                f"cluster {self._name} was ended by `splitserve down` during this upgrade: start it anew with "
+                "`splitserve up`"
+            )
         spec = convert_spec(order.spec)
         create_controller(spec, order.log_level, restart=order.restart, entries=Entries(*order.entries))
         self.follow_start(lambda _progress: None)

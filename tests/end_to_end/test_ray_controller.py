@@ -8,9 +8,11 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import ray
+from ray.actor import ActorHandle
 from ray.cluster_utils import Cluster
 from ray.experimental import internal_kv
 
@@ -128,6 +130,28 @@ def test_an_upgrade_that_is_killed_between_two_controllers_is_continued_by_the_n
     finally:
         client.down(print)
     assert not client.leftovers()
+
+
+def test_a_cluster_that_is_ended_between_two_controllers_of_an_upgrade_is_not_started_again(
+    head: Cluster, tiny_qwen3: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client, kill = RayClient("ended", head.address), ray.kill
+
+    def kill_and_end(controller: ActorHandle[Any]) -> None:
+        monkeypatch.setattr(ray, "kill", kill)
+        kill(controller)
+        wait_until(lambda: not client.is_alive(), "the controller is removed")
+        assert "its controller is gone" in splitserve("down", "--ray", head.address, "--name", "ended")
+
+    create_controller(spec_of("ended", tiny_qwen3), "info", restart=True)
+    try:
+        client.follow_start(lambda _progress: None)
+        monkeypatch.setattr(ray, "kill", kill_and_end)
+        with pytest.raises(ConfigError, match="ended was ended by `splitserve down` during this upgrade"):
+            client.bring_code()
+        assert not client.leftovers()
+    finally:
+        client.down(print)
 
 
 def refusal_of_another_start(spec: ClusterSpec, address: str) -> str:
