@@ -1,4 +1,4 @@
-"""Second tokens from prefill on a GPU, with CUDA graphs and a hand-over within the GPU: the tokens of a mixed worker."""
+"""Second tokens from prefill on a GPU, with CUDA graphs and a hand-over within it: the tokens of a mixed worker."""
 
 from pathlib import Path
 from typing import Any

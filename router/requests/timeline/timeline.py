@@ -34,7 +34,7 @@ class AttemptTimeline:
     began_at: float  # the router placed it and sent its messages
     primary: "AttemptTimeline | None" = None  # that of the prompt's first choice, which computes the prompt
     batches: list[MarkBatch] = field(default_factory=list)  # as they came; mapped to the router's clock when read
-    handover_seconds: float | None = None  # from the last token that prefill sent to decode's report, as received by the router
+    handover_seconds: float | None = None  # from the last token that prefill sent to decode's report, at the router
     failure: str = ""  # reason of its end; "" while it goes on, or succeeded
     culprit: str = ""  # engine id of the worker to blame
 
@@ -145,8 +145,10 @@ class Timeline:
             self.first_written_at = now
 
     def on_handover(self, now: float, *, is_first: bool) -> float:
-        """Note decode's report and return the seconds since the last token that prefill sent. ``is_first``: decode's own
-        message brings the token: it was faster than prefill's."""
+        """Note decode's report and return the seconds since the last token that prefill sent.
+
+        ``is_first``: decode's own message brings the token: it was faster than prefill's.
+        """
         seconds = 0.0 if is_first or not self.num_tokens else now - self.last_token_at
         self.attempts[-1].handover_seconds = seconds
         return seconds

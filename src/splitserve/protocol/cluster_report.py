@@ -113,7 +113,7 @@ class RequestSummary(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     itl_seconds: float | None  # mean time per output token after the first
     longest_gap_seconds: float  # longest time between deliveries of tokens
     num_gaps: int  # times between deliveries of tokens above the objective
-    handover_seconds: float | None  # from the last token that prefill sent to decode's report, as received by the router
+    handover_seconds: float | None  # from the last token that prefill sent to decode's report, at the router
     transport: str  # of the hand-over; "" without one
     handover_bytes: int  # that decode read
     handover_read_seconds: float  # sum of its reads' durations
