@@ -138,8 +138,7 @@ def test_a_transport_that_was_asked_for() -> None:
 
 
 def test_a_pair_without_a_link_and_one_that_failed() -> None:
-    failed = PeerLink("prefill-0", "", 0.0, "it doesn't answer")
-    for links in ((), (failed,)):
+    for links in ((), (PeerLink("prefill-0", "", 0.0, "it doesn't answer"),)):
         found = report(worker("prefill-0", Role.PREFILL), worker("decode-0", Role.DECODE, links=links))
         (problem,) = (problem for check in cluster_checks(found) for problem in check.problems)
         assert problem.name == "unreachable_peer" and "tcp://prefill-0" in problem.text
