@@ -283,7 +283,7 @@ class TestSingleRequests:
         assert seconds == {"ttft": 0.5, "second": 0.25, "third": 1.0, "step": 0.125}
 
     def test_latency_of_one_request_is_that_of_tokens_not_of_chunks(self) -> None:
-        """Where the first chunk has the second token, too, the hand-over is in the gap before the third one."""
+        """A first chunk of two tokens: the hand-over is in the gap before the third one."""
         together = record(0.0, 1.0, 1.5, 2.5, 2.625, 2.75, output_tokens=5)
         together.chunk_tokens = [2, 1, 1, 1]
         seconds = latency.seconds_of(together)
