@@ -19,6 +19,7 @@ from compiled_tests import compiled_once
 from orderly_end import end_in_order
 from quick_interpreter import make_quick
 from splitserve.orchestration.hosts import forking
+from time_limit import TimeLimit
 from two_heads import two_heads  # noqa: F401  (a fixture)
 
 if not Path("/dev/nvidiactl").exists():  # no GPU: Triton's kernels run under its interpreter; read at triton's import
@@ -58,6 +59,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     end_abruptly(config)
     end_in_order(config)
+    config.pluginmanager.register(TimeLimit(config))
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

@@ -1,6 +1,7 @@
 """``.ci/run`` on a suite of two tests: its exit status, and its last lines."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -25,6 +26,24 @@ def test_second_time_lucky():
     assert not first
 """
 
+WITH_A_LIMIT = f"""
+import sys
+
+sys.path.insert(0, {str(ROOT / "tests" / "support")!r})
+from time_limit import TimeLimit
+
+def pytest_configure(config):
+    config.pluginmanager.register(TimeLimit(config))
+"""
+
+ENDS_ITS_TIME = """
+def test_that_lasts_to_the_end_of_the_time(pytestconfig):
+    for plugin in pytestconfig.pluginmanager.get_plugins():
+        if type(plugin).__name__ == "TimeLimit":
+            plugin.end = plugin.began
+    assert False
+"""
+
 
 @pytest.fixture
 def clone(tmp_path: Path) -> Path:
@@ -38,7 +57,7 @@ def clone(tmp_path: Path) -> Path:
         path.chmod(0o755)
     (tmp_path / ".venv").symlink_to(sys.prefix)
     (tmp_path / "pytest.ini").write_text(
-        "[pytest]\ntestpaths = tests\naddopts = --disable-plugin-autoload -p xdist.plugin\n"
+        "[pytest]\ntestpaths = tests\naddopts = --disable-plugin-autoload -p xdist.plugin --dist loadfile\n"
     )
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests" / "test_small.py").write_text(SUITE)
@@ -48,9 +67,15 @@ def clone(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def run(clone: Path) -> tuple[int, list[str]]:
+def run(clone: Path, minutes: str = "") -> tuple[int, list[str]]:
     done = subprocess.run(
-        [clone / ".ci" / "run"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False, timeout=200
+        [clone / ".ci" / "run"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+        timeout=200,
+        env={**os.environ, "SPLITSERVE_TEST_MINUTES": minutes},
     )
     return done.returncode, done.stdout.splitlines()
 
@@ -77,3 +102,25 @@ def test_a_test_that_fails_twice_fails_the_run(clone: Path) -> None:
     (clone / "tests" / "test_small.py").write_text("def test_broken():\n    assert False\n")
     status, lines = run(clone)
     assert status == 1 and lines[-1] == "tests/test_small.py::test_broken"
+
+
+def test_tests_that_begin_too_late_are_left_out_and_counted(clone: Path) -> None:
+    (clone / "tests" / "conftest.py").write_text(WITH_A_LIMIT)
+    (clone / "tests" / "test_small.py").write_text(ENDS_ITS_TIME + SUITE)
+    status, lines = run(clone, minutes="100")
+    assert status == 1 and "2 tests were not begun in the time of SPLITSERVE_TEST_MINUTES (100)" in lines
+    assert lines[-1] == "ci: this machine is slow: 2 tests were not begun; scripts/test runs them all"
+
+
+def test_without_a_limit_nothing_is_left_out(clone: Path) -> None:
+    (clone / "tests" / "conftest.py").write_text(WITH_A_LIMIT)
+    (clone / "tests" / "marker").touch()
+    status, lines = run(clone)
+    assert status == 0 and lines[-1] == "check is done"
+
+
+def test_a_limit_that_is_no_number_is_refused(clone: Path) -> None:
+    (clone / "tests" / "conftest.py").write_text(WITH_A_LIMIT)
+    status, lines = run(clone, minutes="soon")
+    assert status != 0
+    assert any("SPLITSERVE_TEST_MINUTES is 'soon': expected a number of minutes" in line for line in lines)

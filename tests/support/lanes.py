@@ -5,6 +5,8 @@ import os
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
+from time_limit import TimeLimit
+
 BESIDE_FOLDERS = {"common", "decode", "engine", "kernels", "models", "prefill", "protocol", "router", "simulation"}
 """Folders whose modules keep to about one core, and whose processes leave nothing that others could take for their own:
 no UCX in the process of the tests, no LMCache. They run in any order, beside the two lanes, and give way to them."""
@@ -245,11 +247,14 @@ _gave_way: list[str] = []
 
 
 class Lanes(LoadScopeScheduling):
-    """Scheduling by lanes. A process begins with the longest one that is left."""
+    """Scheduling by lanes. A process begins with the longest one that is left; from half of a run's time limit on with
+    the shortest, so that as many tests as possible are made on a machine that is too slow for all."""
 
     def _split_scope(self, nodeid: str) -> str:
         return lane_of(nodeid)
 
     def _assign_work_unit(self, node: object) -> None:
-        self.workqueue.move_to_end(max(self.workqueue, key=seconds_of), last=False)
+        limit: TimeLimit = next(each for each in self.config.pluginmanager.get_plugins() if isinstance(each, TimeLimit))
+        next_lane = (min if limit.is_half_over() else max)(self.workqueue, key=seconds_of)
+        self.workqueue.move_to_end(next_lane, last=False)
         super()._assign_work_unit(node)
