@@ -16,6 +16,7 @@ from splitserve.benchmarks.goodput.probe import SETTLED_SHARE
 from splitserve.benchmarks.serving.conversations import with_unsent
 from splitserve.benchmarks.twin.loads import records_of
 from splitserve.benchmarks.twin.simulate import Cluster, clusters_of, parser
+from splitserve.simulation.replay.results import percentile
 from splitserve.simulation.twin.cluster import TwinCluster, TwinResult, TwinSpec
 from splitserve.workloads.conversation import Workload
 from splitserve.workloads.named import parse_workload
@@ -56,7 +57,7 @@ class Judged:
             failed_share=sum(failed) / len(failed),
             ttft=np.array([np.inf if each.error else 1e3 * each.ttft_seconds for each in records]),
             mean_gaps=np.array([np.inf if each.error else 1e3 * each.tpot_seconds for each in records]),
-            gaps=np.concatenate([1e3 * np.asarray(each.gaps) for each in records if not each.error]),
+            gaps=np.concatenate([np.empty(0), *(1e3 * np.asarray(each.gaps) for each in records if not each.error)]),
             seconds=records[-1].sent_seconds - records[0].sent_seconds,
             local_share=num_local / max(1, result.counts.total()),
         )
@@ -64,13 +65,13 @@ class Judged:
     def figures(self, itl_ms: float) -> Row:
         """Return the figures of a row; goodput in requests per second, if there are objectives.
 
-        Percentiles are those of requests that didn't fail.
+        Percentiles are those of requests that didn't fail, 0 if all did.
         """
         done = self.ttft[np.isfinite(self.ttft)]
         row = {
-            "ttft_p50_ms": float(np.percentile(done, 50)),
-            "ttft_p99_ms": float(np.percentile(done, 99)),
-            "itl_p99_ms": float(np.percentile(self.gaps, 99)),
+            "ttft_p50_ms": percentile(done, 50),
+            "ttft_p99_ms": percentile(done, 99),
+            "itl_p99_ms": percentile(self.gaps, 99),
             "failed_share": self.failed_share,
             "local_share": self.local_share,
         }

@@ -105,6 +105,8 @@ class LocalClient:
         launcher = None
         with suppress(psutil.NoSuchProcess):
             launcher = psutil.Process(record.launcher_pid) if record is not None and record.launcher_pid else None
+            if launcher is not None:
+                launcher.send_signal(signal.SIGCONT)  # a stopped one would neither answer nor end
         try:
             accepted(self.ask(Stop()))
         except SplitserveError:  # the launcher doesn't listen (any more); a signal asks for the same

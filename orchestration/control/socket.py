@@ -100,15 +100,22 @@ def ask(path: Path, request: AnyRequest) -> AnyReply:
             connection.sendall(encode(request) + b"\n")
             line = _read_line(connection)
         except TimeoutError as error:
-            raise ConfigError(
-                f"no answer came within {_ANSWER_SECONDS:g} s at {path}: the cluster's launcher is stopped or hangs. "
-                "Router and workers may serve on, but none of them is started again; splitserve logs may show why"
-            ) from error
+            raise ConfigError(_silence(connection, path)) from error
         except OSError as error:
             raise ConfigError(f"the cluster doesn't answer at {path}: {error.strerror or error}") from error
     if not line:
         raise ConfigError(f"the cluster ended while it was asked at {path}")
     return decode_reply(line)
+
+
+def _silence(connection: socket.socket, path: Path) -> str:
+    """Return what to say of a launcher that listens at ``path`` and doesn't answer."""
+    pid = _credentials(connection)[0] if hasattr(socket, "SO_PEERCRED") else 0
+    name, remedy = (f", process {pid},", f"`kill -CONT {pid}` lets a stopped one go on, and ") if pid > 0 else ("", "")
+    return (
+        f"no answer came within {_ANSWER_SECONDS:g} s at {path}: the cluster's launcher{name} is stopped or hangs. "
+        f"Router and workers may serve on, but none of them is started again; {remedy}splitserve logs may show why"
+    )
 
 
 def _read_line(connection: socket.socket) -> bytes:
@@ -127,9 +134,14 @@ def _is_same_user(connection: socket.socket) -> bool:
     already."""
     if not hasattr(socket, "SO_PEERCRED"):
         return True
-    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    _, uid, _ = struct.unpack("3i", credentials)
-    return uid in (0, os.getuid())
+    return _credentials(connection)[1] in (0, os.getuid())
+
+
+def _credentials(connection: socket.socket) -> tuple[int, int, int]:
+    """Return the process, user and group of the peer; process 0 is one that this one can't see."""
+    data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    pid, uid, gid = struct.unpack("3i", data)
+    return pid, uid, gid
 
 
 def _check_length(path: Path) -> None:

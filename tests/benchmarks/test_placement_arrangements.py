@@ -34,6 +34,14 @@ def test_turns_that_a_failed_one_cuts_off_count_as_failed() -> None:
     assert (len(run.ttft), run.failed_share) == (8, 0.5)
 
 
+def test_a_run_of_which_all_requests_fail_has_figures() -> None:
+    workload = Workload("one", tuple(Conversation(str(at), at, (Turn((Piece("p", 9),), 2),)) for at in range(4)))
+    times = [TurnTimes(str(at), 0, at, 9, 2, ended_at=at + 1.0, error="HTTP 503") for at in range(4)]
+    figures = Judged.of(workload, TwinResult(times, 4.0, {}, {}, {}, Counter())).figures(15.0)
+    assert figures["failed_share"] == 1.0
+    assert {figures[name] for name in ("ttft_p50_ms", "ttft_p99_ms", "itl_p99_ms", "goodput")} == {0.0}
+
+
 def test_a_request_is_good_within_both_objectives() -> None:
     run = Judged(
         ttft=np.array([100.0, 100.0, 501.0, np.inf]),
