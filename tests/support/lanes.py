@@ -247,14 +247,14 @@ _gave_way: list[str] = []
 
 
 class Lanes(LoadScopeScheduling):
-    """Scheduling by lanes. A process begins with the longest one that is left; from half of a run's time limit on with
-    the shortest, so that as many tests as possible are made on a machine that is too slow for all."""
+    """Scheduling by lanes. A process begins with the longest one that is left; from a quarter of a run's time limit on
+    with the shortest, so that as many tests as possible are made on a machine that is too slow for all."""
 
     def _split_scope(self, nodeid: str) -> str:
         return lane_of(nodeid)
 
     def _assign_work_unit(self, node: object) -> None:
         limit: TimeLimit = next(each for each in self.config.pluginmanager.get_plugins() if isinstance(each, TimeLimit))
-        next_lane = (min if limit.is_half_over() else max)(self.workqueue, key=seconds_of)
+        next_lane = (min if limit.is_over(share=0.25) else max)(self.workqueue, key=seconds_of)
         self.workqueue.move_to_end(next_lane, last=False)
         super()._assign_work_unit(node)

@@ -33,8 +33,9 @@ class TimeLimit:
         self.began: float = getattr(config, "workerinput", {}).get("began", time.monotonic())
         self.end = self.began + 60 * minutes
 
-    def is_half_over(self) -> bool:
-        return time.monotonic() > (self.began + self.end) / 2
+    def is_over(self, share: float) -> bool:
+        """Return whether this share of the time is over."""
+        return time.monotonic() > self.began + share * (self.end - self.began)
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_configure_node(self, node: Any) -> None:
