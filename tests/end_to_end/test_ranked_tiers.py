@@ -26,7 +26,7 @@ BLOCK_BYTES = 2 * 2 * 2 * BLOCK_SIZE * 32 * 4  # of all heads: two layers, two h
 PROMPTS = [[300 + 7 * (user * 160 + position) % 1100 for position in range(161 + user)] for user in range(8)]
 IN_CHUNKS = sum(len(prompt) // CHUNK_TOKENS * CHUNK_TOKENS for prompt in PROMPTS)
 NUM_BLOCKS = sum((len(prompt) + 3) // BLOCK_SIZE for prompt in PROMPTS)  # of which KV is kept, answers included
-PATIENCE_SECONDS = 100.0
+PATIENCE_SECONDS = 250.0
 
 
 @contextmanager

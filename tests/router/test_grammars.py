@@ -3,7 +3,6 @@
 import asyncio
 import json
 import os
-import time
 
 import pytest
 from llguidance import LLMatcher
@@ -345,15 +344,13 @@ def test_grammars_are_compiled_in_a_process(tiny_qwen3, tokenizer):
 
 
 def test_a_grammar_that_takes_too_long_is_given_up(tiny_qwen3, tokenizer):
-    slow = json_schema_grammar({"properties": {f"p{i}": {"type": "string", "maxLength": 99} for i in range(1500)}})
+    slow = json_schema_grammar({"properties": {f"p{i}": {"type": "string", "maxLength": 99} for i in range(3000)}})
 
     async def run():
-        checker = GrammarChecker(tiny_qwen3, tokenizer.eos_token_ids, cpu_seconds=0.01)
+        checker = GrammarChecker(tiny_qwen3, tokenizer.eos_token_ids, cpu_seconds=0.1)
         try:
-            began = time.monotonic()
             (error,) = await verdicts(checker, [slow])
-            assert "takes more than 0.01 s" in error
-            assert time.monotonic() - began < 60
+            assert "takes more than 0.1 s" in error
             assert await verdicts(checker, ['start: "a"']) == [""]
         finally:
             checker.close()

@@ -27,7 +27,7 @@ from splitserve.router.placement.prefix_view import PrefixView
 
 ME = Party("w", 1)
 NOBODY = "tcp://127.0.0.1:1"  # an endpoint where nobody listens
-PATIENCE_SECONDS = 20.0
+PATIENCE_SECONDS = 60.0
 LONG = 1024  # bytes of a hash: few of them make a message that is large
 HASHES = [number.to_bytes(LONG, "big") for number in range(MAX_MESSAGE_BYTES // LONG + 1)]
 

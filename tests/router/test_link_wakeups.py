@@ -15,7 +15,7 @@ from splitserve.router.links.links import _MAX_FRAMES_PER_TURN, LoopSocket, new_
 LARGE = bytes(1 << 16)
 THROTTLE_SECONDS = 0.005
 """Sending looks for what has arrived if that was not done in the last three million ticks, about a millisecond."""
-PATIENCE_SECONDS = 20.0
+PATIENCE_SECONDS = 60.0
 NUM_MESSAGES = 400
 
 

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable
 
-PATIENCE_SECONDS = 60.0
+PATIENCE_SECONDS = 200.0
 """For all that is waited for: a bound on tests that fail, no figure of merit. A quiet machine takes little of it."""
 
 FIRST_PAUSE_SECONDS, LAST_PAUSE_SECONDS = 0.02, 0.25
