@@ -67,7 +67,7 @@ def clone(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def run(clone: Path, minutes: str = "") -> tuple[int, list[str]]:
+def run(clone: Path, **environment: str) -> tuple[int, list[str]]:
     done = subprocess.run(
         [clone / ".ci" / "run"],
         stdout=subprocess.PIPE,
@@ -75,7 +75,7 @@ def run(clone: Path, minutes: str = "") -> tuple[int, list[str]]:
         text=True,
         check=False,
         timeout=200,
-        env={**os.environ, "SPLITSERVE_TEST_MINUTES": minutes},
+        env={**os.environ, "SPLITSERVE_TEST_MINUTES": "", **environment},
     )
     return done.returncode, done.stdout.splitlines()
 
@@ -107,12 +107,12 @@ def test_a_test_that_fails_twice_fails_the_run(clone: Path) -> None:
 def test_tests_that_begin_too_late_are_left_out_and_counted(clone: Path) -> None:
     (clone / "tests" / "conftest.py").write_text(WITH_A_LIMIT)
     (clone / "tests" / "test_small.py").write_text(ENDS_ITS_TIME + SUITE)
-    status, lines = run(clone, minutes="100")
+    status, lines = run(clone, SPLITSERVE_TEST_MINUTES="100")
     assert status == 1 and "2 tests were not begun in the time of SPLITSERVE_TEST_MINUTES (100)" in lines
     assert lines[-1] == "ci: this machine is slow: 2 tests were not begun; scripts/test runs them all"
 
 
-def test_without_a_limit_nothing_is_left_out(clone: Path) -> None:
+def test_in_the_usual_time_nothing_is_left_out(clone: Path) -> None:
     (clone / "tests" / "conftest.py").write_text(WITH_A_LIMIT)
     (clone / "tests" / "marker").touch()
     status, lines = run(clone)
@@ -121,6 +121,12 @@ def test_without_a_limit_nothing_is_left_out(clone: Path) -> None:
 
 def test_a_limit_that_is_no_number_is_refused(clone: Path) -> None:
     (clone / "tests" / "conftest.py").write_text(WITH_A_LIMIT)
-    status, lines = run(clone, minutes="soon")
+    status, lines = run(clone, SPLITSERVE_TEST_MINUTES="soon")
     assert status != 0
     assert any("SPLITSERVE_TEST_MINUTES is 'soon': expected a number of minutes" in line for line in lines)
+
+
+def test_a_set_up_that_leaves_no_time_for_tests_fails_the_run(clone: Path) -> None:
+    status, lines = run(clone, SECONDS="2700")  # the shell's clock goes on from there
+    assert status == 1
+    assert lines[-1].startswith("ci: the set-up took 45 minutes") and not any(" passed" in line for line in lines)
