@@ -2,7 +2,8 @@
 
 Weights are random at the true shape. The ceilings are measured in the same run: a large device-to-device copy (bytes
 read and written), the fastest of several operations that only read, and a large bf16 matrix product. A decode step's
-floors are the times to read weights and KV once at the copy's and at the read bandwidth; a prefill's share is its
+floors are the times to read weights and KV once at the copy's and at the read bandwidth. Of a dense model the step is
+compared with its parts, too: its products by themselves, and its KV at the copy's bandwidth. A prefill's share is its
 floating-point operations over its time and the product's rate (:mod:`.step_costs`). Of experts, floors count those that
 the steps hit, which are counted before graphs are captured. Steps are launched as in a worker: the next one while the
 last one runs, its tokens looked up on the device. Ways to draw take turns, so that each is compared with greedy steps
@@ -23,12 +24,14 @@ from typing import Any, TypeVar
 
 import torch
 
-from splitserve.benchmarks.common.arguments import not_negative, positive
+from splitserve.benchmarks.common.arguments import positive
 from splitserve.benchmarks.common.report import add_result_options, keep_result, table
 from splitserve.benchmarks.engine.ceilings import bench_device, free_bytes, measure_ceilings, product_rate, synchronize
 from splitserve.benchmarks.engine.decode_steps import DecodeRun, HitExperts
+from splitserve.benchmarks.engine.products import products_of
 from splitserve.benchmarks.engine.sampling_modes import GREEDY, sampling_modes
 from splitserve.benchmarks.engine.sampling_modes import NAMES as MODES
+from splitserve.benchmarks.engine.step_cases import add_cases, decode_cases
 from splitserve.benchmarks.engine.step_costs import (
     Ceilings,
     DecodeFigure,
@@ -62,7 +65,7 @@ _PREFILLS_OF_A_ROUND = 4
 _NUM_PROMPT_TOKENS = 1000  # that penalties know of each sequence
 _DECODE_HEADERS = (
     "batch", "context", "step ms", "copy floor ms", "share", "read floor ms", "share", "busy share", "sampling",
-    "least", "most", "beyond greedy", "experts hit",
+    "least", "most", "beyond greedy", "experts hit", "products and KV ms", "share",
 )  # fmt: skip
 _MIXED_HEADERS = ("batch", "context", "prompt tokens", "step ms", "least", "most")
 _PREFILL_HEADERS = ("tokens", "ms", "tokens/s", "GEMM share", "least", "most", "share beside")
@@ -94,23 +97,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--repeat", type=positive, default=1, metavar="N", help="rounds of each case")
     parser.add_argument("--dtype", default="bfloat16", choices=sorted(_DTYPES))
-    parser.add_argument("--batch", type=positive, nargs="*", default=[1, 8, 64, 256])
-    parser.add_argument("--context", type=positive, nargs="*", default=[512, 1024, 2048, 8192])
-    parser.add_argument(
-        "--case", type=_case, nargs="*", default=[], metavar="BATCHxCONTEXT", help="decode cases beside their product"
-    )
-    parser.add_argument(
-        "--mixed", type=_case, nargs="*", default=[], metavar="BATCHxTOKENS",
-        help="steps of a batch, at each context, beside so many tokens of a prompt, after half of the context",
-    )  # fmt: skip
-    parser.add_argument("--prefill", type=positive, nargs="*", default=[512, 1024, 2048, 4096, 8192, 16384, 32768])
-    parser.add_argument(
-        "--prefix",
-        type=not_negative,
-        default=0,
-        metavar="TOKENS",
-        help="tokens before each prefill whose KV exists already",
-    )
+    add_cases(parser)
     parser.add_argument("--steps", type=positive, default=30, help="decode steps that are timed per case")
     parser.add_argument("--block-size", type=positive, default=64, metavar="TOKENS")
     parser.add_argument("--attention-backend", default="auto", help="auto, flashinfer or triton")
@@ -122,14 +109,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--profile", action="store_true", help="time of each case by kernel")
     add_result_options(parser, always=True)
     arguments = parser.parse_args(argv)
-    every = [*((batch, context) for batch in arguments.batch for context in arguments.context), *arguments.case]
-    arguments.case = list(dict.fromkeys(every))
+    arguments.case = decode_cases(arguments)
     return arguments
-
-
-def _case(text: str) -> tuple[int, int]:
-    batch, _, context = text.partition("x")
-    return positive(batch), positive(context)
 
 
 def measure_shape(config: ModelConfig, name: str, ceilings: Ceilings, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -201,7 +182,7 @@ class EngineBench:
         self._config = config
         self._ceilings = ceilings
         self._arguments = arguments
-        self._itemsize = dtype.itemsize
+        self._dtype = dtype
         self._names = [GREEDY, *(name for name in arguments.sampling if name != GREEDY)]
         started = time.perf_counter()
         kernels = replace(kernels, pack_router=self._hits)
@@ -287,7 +268,10 @@ class EngineBench:
         prompt = range(min(_NUM_PROMPT_TOKENS, self._config.vocab_size))
         runs = {name: DecodeRun(tables, case.start, self._modes[name], prompt) for name in self._names}
         seconds: dict[str, list[float]] = {name: [] for name in self._names}
+        products, product_seconds = products_of(self._config, batch, self._dtype), []
         for _ in range(options.repeat):
+            if products is not None:
+                product_seconds.append(products.seconds(options.steps))
             for name, run in runs.items():
                 seconds[name].append(run.seconds(self._runner, _WARM_UP_STEPS, options.steps) / options.steps)
         spans: dict[str, list[Span]] = {}
@@ -295,11 +279,14 @@ class EngineBench:
             title = f"decode {batch}x{context}" + ("" if name == GREEDY else f" {name}")
             spans[name] = self.profile(title, partial(self._profiled_steps, run), _PROFILED_STEPS)
         hit = self._experts_hit[batch, context]
-        num_bytes = decode_bytes(self._config, batch, context, self._itemsize, hit)
+        num_bytes, weight_bytes = (
+            decode_bytes(self._config, batch, length, self._dtype.itemsize, hit) for length in (context, 0)
+        )
         return [
             decode_figure(
                 batch, context, num_bytes, seconds[name], ceilings=self._ceilings, sampling=name,
                 spans=spans.get(name, []), greedy_seconds=seconds[GREEDY], experts_hit=hit,
+                product_seconds=product_seconds, kv_bytes=num_bytes - weight_bytes,
             )
             for name in self._names
         ]  # fmt: skip

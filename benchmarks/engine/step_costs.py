@@ -31,6 +31,8 @@ class DecodeFigure:
     most_ms: float = 0.0
     beyond_greedy: float = 0.0  # share of the greedy step of the same round: median
     experts_hit: float | None = None  # per layer, which the floors count; None: no experts
+    parts_ms: float = 0.0  # a dense model's products alone, median, and its KV at the copy's bandwidth; 0: not measured
+    parts_share: float = 0.0  # parts / wall time of the same round: median
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,13 +75,18 @@ def decode_figure(
     sampling: str = "greedy",
     greedy_seconds: Sequence[float] = (),
     experts_hit: float | None = None,
+    product_seconds: Sequence[float] = (),
+    kv_bytes: int = 0,
 ) -> DecodeFigure:
     """Compare steps that must read ``num_bytes`` with the ceilings; ``seconds``: of a step in each round; ``spans``:
-    the device's work; ``greedy_seconds``: of greedy steps in the same rounds."""
+    the device's work; ``greedy_seconds``, ``product_seconds``: of greedy steps and of a step's products alone in the
+    same rounds; ``kv_bytes``: how many of the bytes are KV."""
     floor, read_floor = num_bytes / ceilings.copy_bytes_per_second, num_bytes / ceilings.read_bytes_per_second
     middle = median(seconds)
     pairs = zip(seconds, greedy_seconds or seconds, strict=True)
     beyond = [own / greedy - 1 for own, greedy in pairs]
+    parts = [products + kv_bytes / ceilings.copy_bytes_per_second for products in product_seconds]
+    shares = [both / own for both, own in zip(parts, seconds, strict=True)] if parts else [0.0]
     return DecodeFigure(
         batch,
         context,
@@ -94,6 +101,8 @@ def decode_figure(
         most_ms=1e3 * max(seconds),
         beyond_greedy=median(beyond),
         experts_hit=experts_hit,
+        parts_ms=1e3 * median(parts or [0.0]),
+        parts_share=median(shares),
     )
 
 

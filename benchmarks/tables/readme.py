@@ -111,6 +111,8 @@ def _decode_texts(found: Found) -> Iterable[str]:
     yield f"the copy floor is {values(found, 'floor_share', percent, high=True)} of it"
     if reads := [(run, each) for run, each in found if "read_floor_share" in each]:
         yield f"the read floor {values(reads, 'read_floor_share', percent, high=True)}"
+    if parts := [(run, each) for run, each in found if each.get("parts_ms")]:
+        yield f"its products alone and its KV at the copy's rate {values(parts, 'parts_share', percent, high=True)}"
 
 
 def _prefill_texts(found: Found) -> Iterable[str]:

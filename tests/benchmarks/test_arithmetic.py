@@ -11,6 +11,7 @@ import torch
 from aiohttp import web
 
 from splitserve.benchmarks.common.stats import Objective, RequestRecord, percentiles_ms, summarise
+from splitserve.benchmarks.engine.products import product_shapes
 from splitserve.benchmarks.engine.step_costs import (
     Ceilings,
     decode_figure,
@@ -89,6 +90,21 @@ class TestStepCosts:
         assert (figure.step_ms, figure.floor_ms, figure.floor_share) == pytest.approx((6.0, 3.0, 0.5))
         assert (figure.read_floor_ms, figure.read_floor_share) == pytest.approx((1.5, 0.25))
         assert figure.busy_share == pytest.approx(0.8)
+
+    def test_a_decode_step_against_its_parts(self) -> None:
+        """KV takes 0.5 ms at the copy's bandwidth; products count beside the step of their own round."""
+        rounds = {"seconds": [0.004, 0.004, 0.005], "product_seconds": [0.001, 0.002, 0.003]}
+        figure = decode_figure(4, 512, 2_000_000, ceilings=CEILINGS, kv_bytes=500_000, **rounds)
+        assert (figure.parts_ms, figure.parts_share) == pytest.approx((2.5, 0.625))
+        alone = decode_figure(4, 512, 2_000_000, [0.004], ceilings=CEILINGS)
+        assert (alone.parts_ms, alone.parts_share) == (0.0, 0.0)
+
+    def test_weights_of_a_dense_models_products(self) -> None:
+        """All that a step reads are theirs, but norms: two of each layer and the last one."""
+        config = shape_config("llama-3.1-8b")
+        *layer, head = (outputs * inputs for outputs, inputs in product_shapes(config))
+        norms = (2 * config.num_layers + 1) * config.hidden_size
+        assert config.num_layers * sum(layer) + head == weight_elements(config) - norms
 
     def test_rounds_of_a_way_to_draw(self) -> None:
         """Each is compared with the greedy steps of its own round."""

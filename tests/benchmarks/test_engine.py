@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from bench_runner import LaunchingCpuRunner
-from splitserve.benchmarks.engine import ceilings, engine
+from splitserve.benchmarks.engine import ceilings, engine, products
 from splitserve.benchmarks.engine.engine_vs_transformers import main
 from splitserve.benchmarks.engine.sampling_modes import NAMES
 from splitserve.benchmarks.engine.step_memory import Sequences, StepMemory
@@ -50,12 +50,14 @@ SMALL = {
                     "sliding_window": 24},
     "deepseek-v2-lite": {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": None,
                          "num_key_value_heads": 4},
+    "gemma-3-27b": {"sliding_window": 24, "sliding_window_pattern": 2},
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", SMALL)
 def test_steps_of_a_gpu_with_a_cpu_in_its_place(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every way to draw takes its turn in each round; floors count the experts that were hit."""
+    """Every way to draw takes its turn in each round; floors count the experts that were hit. A dense model's steps are
+    compared with their products as well."""
     runners: list[LaunchingCpuRunner] = []
 
     def make_runner(*args: Any, **options: Any) -> LaunchingCpuRunner:
@@ -63,8 +65,9 @@ def test_steps_of_a_gpu_with_a_cpu_in_its_place(name: str, tmp_path: Path, monke
         return runners[-1]
 
     monkeypatch.setattr(engine, "CudaRunner", make_runner)
-    for module in (engine, ceilings):
+    for module in (engine, ceilings, products):
         monkeypatch.setattr(module, "bench_device", lambda: torch.device("cpu"))
+    for module in (engine, ceilings):
         monkeypatch.setattr(module, "synchronize", lambda: None)
     monkeypatch.setattr(engine, "free_bytes", lambda: 1 << 28)
     monkeypatch.setattr(ceilings, "_PRODUCT_SIZE", 256)
@@ -78,7 +81,11 @@ def test_steps_of_a_gpu_with_a_cpu_in_its_place(name: str, tmp_path: Path, monke
     cases = [(each["batch"], each["context"], each["sampling"]) for each in found["decode"]]
     assert cases == [(batch, context, mode) for batch, context in ((3, 40), (1, 130)) for mode in NAMES]
     for each in found["decode"]:
-        assert 1 <= each["experts_hit"] <= 8 and each["least_ms"] <= each["step_ms"] <= each["most_ms"]
+        assert each["least_ms"] <= each["step_ms"] <= each["most_ms"]
+        if config.experts is None:
+            assert each["experts_hit"] is None and each["parts_ms"] > 0 and each["parts_share"] > 0
+        else:
+            assert 1 <= each["experts_hit"] <= 8 and each["parts_ms"] == 0
         assert each["floor_ms"] == pytest.approx(2 * each["read_floor_ms"]) and each["floor_ms"] > 0
     assert [(each["batch"], each["context"], each["prompt_tokens"]) for each in found["mixed"]] == [(2, 40, 20)]
     assert all(0 < each["least_ms"] <= each["step_ms"] <= each["most_ms"] for each in found["mixed"])

@@ -49,7 +49,7 @@ class TimeLimit:
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
         number = sum(REASON in str(report.longrepr) for report in terminalreporter.stats.get("skipped", []))
-        if config.cache is not None:
+        if getattr(config, "cache", None) is not None:  # absent with -p no:cacheprovider
             config.cache.set(NUMBER, number)
         if number:
             terminalreporter.section("not begun")
