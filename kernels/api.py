@@ -16,6 +16,7 @@ from torch import Tensor
 from splitserve.kernels.experts.spec import RouterSpec
 from splitserve.kernels.experts.weights import Experts, ExpertWeights, Router, RouterWeights
 from splitserve.kernels.latent.shape import LatentShape
+from splitserve.kernels.norms import Norm, NormWeights
 from splitserve.kernels.raw_qkv import RawQkv
 from splitserve.kernels.sampling import MaskLogits, PenaliseLogits, Sample, ScoreTokens
 
@@ -274,6 +275,13 @@ class SiluMul(Protocol):
         ...
 
 
+class GeluMul(Protocol):
+    def __call__(self, gate_up: Tensor) -> Tensor:
+        """Return ``gelu(gate) * up`` [T, intermediate] of ``gate_up`` [T, 2 * intermediate]; GELU is approximated with
+        tanh (arXiv:1606.08415)."""
+        ...
+
+
 class Route(Protocol):
     def __call__(self, logits: Tensor, bias: Tensor | None, spec: RouterSpec) -> tuple[Tensor, Tensor]:
         """Choose experts by ``logits`` [T, E], any float dtype -> experts int32 [T, k], weights float32 [T, k].
@@ -310,7 +318,9 @@ class Kernels:
     begin_step: BeginStep
     rms_norm: RmsNorm
     prepare_qkv: PrepareQkv
+    pack_norm: Callable[[NormWeights], Norm]
     silu_mul: SiluMul
+    gelu_mul: GeluMul
     sample: Sample
     mask_logits: MaskLogits
     penalise_logits: PenaliseLogits

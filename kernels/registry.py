@@ -18,7 +18,7 @@ from splitserve.kernels.api import Kernels
 from splitserve.kernels.experts import reference as experts
 from splitserve.kernels.experts.router import PlainRouter
 from splitserve.kernels.latent import reference as latent
-from splitserve.kernels.reference import attention, kv_copy, linear, sampling
+from splitserve.kernels.reference import attention, kv_copy, linear, norms, sampling
 from splitserve.kernels.reference import operations as reference
 
 
@@ -85,11 +85,13 @@ _CANDIDATES: Mapping[str, tuple[Candidate, ...]] = {
         Candidate("reference", _always, lambda: reference.begin_step),
     ),
     "rms_norm": (_triton("triton.operations", "rms_norm"), Candidate("reference", _always, lambda: reference.rms_norm)),
+    "pack_norm": (_triton("triton.norms", "TritonNorm"), Candidate("reference", _always, lambda: norms.PlainNorm)),
     "prepare_qkv": (
         _triton("triton.attention.qkv", "prepare_qkv"),
         Candidate("reference", _always, lambda: reference.prepare_qkv),
     ),
     "silu_mul": (_triton("triton.operations", "silu_mul"), Candidate("reference", _always, lambda: reference.silu_mul)),
+    "gelu_mul": (_triton("triton.operations", "gelu_mul"), Candidate("reference", _always, lambda: reference.gelu_mul)),
     "sample": (_triton("triton.sampling", "sample"), Candidate("reference", _always, lambda: sampling.sample)),
     "mask_logits": (
         _triton("triton.sampling", "mask_logits"),

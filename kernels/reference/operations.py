@@ -56,6 +56,12 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     return torch.nn.functional.silu(gate, inplace=True) * up
 
 
+def gelu_mul(gate_up: Tensor) -> Tensor:
+    """See :class:`splitserve.kernels.api.GeluMul`."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return torch.nn.functional.gelu(gate, approximate="tanh") * up
+
+
 def prepare_qkv(raw: RawQkv, kv_layer: Tensor) -> Tensor:
     """See :class:`splitserve.kernels.api.PrepareQkv`."""
     qkv = join_parts(raw.parts, raw.rotation[0].dtype)

@@ -15,7 +15,7 @@ from torch import Tensor
 from splitserve.kernels.api import AttentionShape, TokenRows
 from splitserve.kernels.triton.launch import overlapped, wait
 
-_SILU_BLOCK = 1024
+_GATE_BLOCK = 1024
 
 
 def begin_step(
@@ -209,18 +209,33 @@ def normalised(x, weight, eps, SIZE: tl.constexpr):
 
 def silu_mul(gate_up: Tensor) -> Tensor:
     """See :class:`splitserve.kernels.api.SiluMul`. Leaves ``gate_up`` as it is."""
+    return _gate_mul(gate_up, gelu=False)
+
+
+def gelu_mul(gate_up: Tensor) -> Tensor:
+    """See :class:`splitserve.kernels.api.GeluMul`."""
+    return _gate_mul(gate_up, gelu=True)
+
+
+def _gate_mul(gate_up: Tensor, *, gelu: bool) -> Tensor:
     num_tokens, width = gate_up.shape
     size = width // 2
     out = torch.empty((num_tokens, size), dtype=gate_up.dtype, device=gate_up.device)
-    _silu_mul_kernel[(num_tokens, triton.cdiv(size, _SILU_BLOCK))](
-        gate_up, out, gate_up.stride(0), SIZE=size, BLOCK=_SILU_BLOCK, num_warps=4, **overlapped(out.device)
+    _gate_mul_kernel[(num_tokens, triton.cdiv(size, _GATE_BLOCK))](
+        gate_up, out, gate_up.stride(0), GELU=gelu, SIZE=size, BLOCK=_GATE_BLOCK, num_warps=4, **overlapped(out.device)
     )
     return out
 
 
 @triton.jit
-def _silu_mul_kernel(
-    gate_up_ptr, out_ptr, row_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr, OVERLAPPED: tl.constexpr
+def _gate_mul_kernel(
+    gate_up_ptr,
+    out_ptr,
+    row_stride,
+    GELU: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
 ):
     wait(OVERLAPPED)
     row = tl.program_id(0).to(tl.int64)
@@ -228,5 +243,9 @@ def _silu_mul_kernel(
     inside = columns < SIZE
     gate = tl.load(gate_up_ptr + row * row_stride + columns, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up_ptr + row * row_stride + SIZE + columns, mask=inside, other=0.0)
-    activated = (gate / (1.0 + tl.exp(-gate))).to(up.dtype).to(tl.float32) * up.to(tl.float32)
+    exponent = gate
+    if GELU:  # (1 + tanh(y)) / 2 is the logistic function of 2y
+        exponent = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)  # 2 * sqrt(2 / pi)
+        exponent = tl.maximum(exponent, -88.0)  # exp(88) is finite
+    activated = (gate / (1.0 + tl.exp(-exponent))).to(up.dtype).to(tl.float32) * up.to(tl.float32)
     tl.store(out_ptr + row * SIZE + columns, activated.to(up.dtype), mask=inside)

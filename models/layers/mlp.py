@@ -1,10 +1,18 @@
 """Feed-forward layers."""
 
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
 from splitserve.models.config import ModelConfig
 from splitserve.models.layers.layer import Layer, WeightSource
 from splitserve.models.layers.projection import InputProjections, OutputProjection
 from splitserve.models.layers.residual import Normed, Product
 from splitserve.models.layers.weight import Units
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from splitserve.kernels.api import Kernels
 
 
 class GatedMlp(Layer):
@@ -23,21 +31,29 @@ class GatedMlp(Layer):
             fused=None if fused is None else f"{name}.{fused}",
         )
         self.down = OutputProjection(f"{name}.down_proj", size, config.hidden_size, inner, bias=config.mlp_bias)
-        self._activation_name = config.activation
+        self._activation = config.activation
         self._is_plain = config.activation == "silu" and not config.mlp_bias
 
     def load(self, source: WeightSource) -> None:
         """Take the tensors, and the activation."""
-        from splitserve.models.layers.activations import ACTIVATIONS
-
         super().load(source)
-        self._activation = ACTIVATIONS[self._activation_name]
+        self._gate = _gated(self._activation, source.kernels)
 
     def __call__(self, x: Normed) -> Product:
         if self._is_plain:
             return self.down(self.gate_up.gated(x))
-        gate, up = self.gate_up.product(x).chunk(2, dim=-1)
-        return self.down(self._activation(gate) * up)
+        return self.down(self._gate(self.gate_up.product(x)))
+
+
+def _gated(activation: str, kernels: "Kernels") -> "Callable[[Tensor], Tensor]":
+    """Return a function that makes ``activation(gate) * up`` of [T, gate and up]."""
+    from splitserve.models.layers.activations import ACTIVATIONS
+
+    def gated(gate_up: "Tensor") -> "Tensor":
+        gate, up = gate_up.chunk(2, dim=-1)
+        return ACTIVATIONS[activation](gate) * up
+
+    return {"silu": kernels.silu_mul, "gelu_pytorch_tanh": kernels.gelu_mul}.get(activation, gated)
 
 
 class Mlp(Layer):

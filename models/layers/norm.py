@@ -11,6 +11,8 @@ from splitserve.models.layers.weight import Role, Stack, Units, Weight
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from splitserve.kernels.norms import Norm
+
 
 class RmsNorm(Layer):
     """``x / rms(x) * weight`` over the hidden dimension, whole on every rank."""
@@ -36,8 +38,7 @@ class WideNorm(Layer):
     subtract the mean first (LayerNorm), and may have a bias."""
 
     _weight: "Tensor"  # as products take it, who get normalised rows
-    _wide: "Tensor"  # float32, with the offset
-    _shift: "Tensor | None" = None
+    _norm: "Norm"
 
     def __init__(
         self,
@@ -59,25 +60,20 @@ class WideNorm(Layer):
             yield (self._declared_bias,)
 
     def load(self, source: WeightSource) -> None:
+        from splitserve.kernels.norms import NormWeights
+
         self._weight = source.vector((self._declared,))
-        self._wide = self._weight.float() + self._offset
-        if self._declared_bias is not None:
-            self._shift = source.vector((self._declared_bias,)).float()
+        shift = None if self._declared_bias is None else source.vector((self._declared_bias,)).float()
+        wide = self._weight.float() + self._offset
+        self._norm = source.kernels.pack_norm(NormWeights(wide, self._eps, self._centred, shift))
 
     def __call__(self, x: Residual) -> Normed:
-        hidden = x.settled()
-        return Normed(hidden, self._weight, self._eps, self._normalised(hidden))
+        hidden, normed = x.normalised(self._norm)
+        return Normed(hidden, self._weight, self._eps, normed)
 
     def of(self, product: Product) -> Summand:
         """Return the normalised product, for the residual."""
-        return Summand(self._normalised(product.computed(self._wide.shape[0])), product.rows)
-
-    def _normalised(self, x: "Tensor") -> "Tensor":
-        wide = x.float()
-        if self._centred:
-            wide = wide - wide.mean(-1, keepdim=True)
-        wide = wide * (wide.square().mean(-1, keepdim=True) + self._eps).rsqrt() * self._wide
-        return (wide if self._shift is None else wide + self._shift).to(x.dtype)
+        return Summand(product.computed(self._weight.shape[0]), product.rows, self._norm)
 
 
 class JointNorms(Layer):

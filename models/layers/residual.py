@@ -1,8 +1,9 @@
 """The residual stream. A family writes ``x += attention(norm(x))``; this turns it into fused operations.
 
-Both sums and norms are lazy. A sum waits for the norm that follows, so that the product's kernel, or an all-reduce, may
-normalise the rows that it has just added to (:class:`splitserve.kernels.api.ResidualLinear`). A norm waits for the
-product that follows, which normalises its input by itself unless that was done (``NormedLinear``).
+Both sums and norms are lazy. A sum waits for the norm that follows, so that the kernel that adds, or an all-reduce, may
+normalise the rows that it has just added to (:class:`splitserve.kernels.api.ResidualLinear`,
+:class:`splitserve.kernels.norms.Norm`). A norm waits for the product that follows, which normalises its input by itself
+unless that was done (``NormedLinear``).
 """
 
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from splitserve.kernels.api import ResidualLinear
+    from splitserve.kernels.norms import Norm
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +38,7 @@ class Summand:
 
     value: "Tensor"  # [T, hidden], or [R, hidden] with rows
     rows: "Tensor | None" = None  # as in Product
+    norm: "Norm | None" = None  # what it is normalised by before
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,13 +68,13 @@ class Residual:
 
     def __init__(self, hidden: "Tensor") -> None:
         self._hidden = hidden
-        self._pending: Product | None = None
+        self._pending: Product | Summand | None = None
 
     def __iadd__(self, product: Product | Summand) -> "Residual":
         self._settle()
         if product.rows is not None:
             self._hidden = self._hidden[product.rows]
-        if isinstance(product, Summand):
+        if isinstance(product, Summand) and product.norm is None:
             self._hidden.add_(product.value)
         else:
             self._pending = product
@@ -86,6 +89,17 @@ class Residual:
         """Carry out the sum that is pending, and return the residual to be normalised by ``weight``."""
         normed = self._settle(weight, eps)
         return Normed(self._hidden, weight, eps, normed)
+
+    def normalised(self, norm: "Norm") -> "tuple[Tensor, Tensor]":
+        """Carry out the sum that is pending; return the residual, and what it is when normalised by ``norm``."""
+        pending = self._pending
+        if isinstance(pending, Summand) and pending.norm is not None:
+            self._pending = None
+            normed = pending.norm.add_to(self._hidden, pending.value, norm.weights)
+            assert normed is not None
+            return self._hidden, normed
+        hidden = self.settled()
+        return hidden, norm(hidden)
 
     def settled(self) -> "Tensor":
         """Carry out the sum that is pending, and return the residual itself."""
@@ -102,4 +116,8 @@ class Residual:
         if pending is None:
             return None
         self._pending = None
+        if isinstance(pending, Summand):
+            if pending.norm is not None:
+                pending.norm.add_to(self._hidden, pending.value)
+            return None
         return pending.linear.add_to(self._hidden, pending.x, weight, eps, bias=pending.bias)

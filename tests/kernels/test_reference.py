@@ -1,5 +1,7 @@
 """Norm, rotation, activation, KV write, linear: each against a naive oracle written out here, over odd shapes."""
 
+import math
+
 import psutil
 import pytest
 import torch
@@ -63,6 +65,14 @@ def test_silu_mul(tokens: int, intermediate: int, dtype: torch.dtype) -> None:
     gate, up = gate_up[:, :intermediate].double(), gate_up[:, intermediate:].double()
     expected = gate / (1 + (-gate).exp()) * up
     assert_close(reference.silu_mul(gate_up), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gelu_mul(dtype: torch.dtype) -> None:
+    gate_up = random(3, 10, dtype=dtype)
+    gate, up = gate_up[:, :5].double(), gate_up[:, 5:].double()
+    expected = gate / 2 * (1 + (math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)).tanh()) * up
+    assert_close(reference.gelu_mul(gate_up), expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -74,9 +74,10 @@ def test_rms_norm(rows: int, size: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("tokens", "size"), [(1, 5), (3, 1500)])
-def test_silu_mul(tokens: int, size: int, dtype: torch.dtype) -> None:
+def test_gated_activations(tokens: int, size: int, dtype: torch.dtype) -> None:
     gate_up = rand(tokens, 2 * size, dtype=dtype)
     assert_close(triton_ops.silu_mul(gate_up), reference.silu_mul(gate_up.clone()))
+    assert_close(triton_ops.gelu_mul(3 * gate_up), reference.gelu_mul(3 * gate_up))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

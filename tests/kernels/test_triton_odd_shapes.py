@@ -49,10 +49,11 @@ def test_rms_norm(size: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("size", [1, 80, 1023, 1025])
-def test_silu_mul(size: int, dtype: torch.dtype) -> None:
+def test_gated_activations(size: int, dtype: torch.dtype) -> None:
     for rows in (1, 3):
         gate_up = 4 * rand(rows, 2 * size, dtype=dtype)
         assert_close(triton_ops.silu_mul(gate_up.clone()), reference.silu_mul(gate_up.clone()))
+        assert_close(triton_ops.gelu_mul(gate_up), reference.gelu_mul(gate_up))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

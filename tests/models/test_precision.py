@@ -75,11 +75,14 @@ def kernels_of(backend: str, dtype: torch.dtype, head_dim: int) -> Kernels:
     from splitserve.kernels.triton import sampling as triton_sampling
     from splitserve.kernels.triton.attention.paged import TritonPagedAttention
     from splitserve.kernels.triton.attention.qkv import prepare_qkv
+    from splitserve.kernels.triton.norms import TritonNorm
 
     around = {"rms_norm": triton_ops.rms_norm, "silu_mul": triton_ops.silu_mul}
     return replace(
         plain_kernels(CPU, dtype),
         **around,
+        pack_norm=TritonNorm,
+        gelu_mul=triton_ops.gelu_mul,
         prepare_qkv=prepare_qkv,
         sample=triton_sampling.sample,
         pack_linear=partial(triton_linear.TritonLinear, **around),

@@ -14,6 +14,7 @@ from serving import transformers_greedy
 from splitserve.kernels.registry import OPERATIONS, select_kernels
 from splitserve.kernels.triton import operations as triton_ops
 from splitserve.kernels.triton.linear import TritonLinear
+from splitserve.kernels.triton.norms import TritonNorm
 from splitserve.models.config import load_model_config
 from splitserve.models.runner.runner import ModelRunner
 from splitserve.models.weights.loader import load_model
@@ -38,7 +39,13 @@ def test_decode_steps_draw_the_tokens_of_transformers(architecture: str, tmp_pat
     (expected,) = transformers_greedy(tmp_path, [PROMPT], NUM_NEW_TOKENS)
     around = {"rms_norm": triton_ops.rms_norm, "silu_mul": triton_ops.silu_mul}
     plain = select_kernels(CPU, torch.float32, dict.fromkeys(OPERATIONS, "reference"))
-    kernels = replace(plain, **around, pack_linear=partial(TritonLinear, **around))
+    kernels = replace(
+        plain,
+        **around,
+        gelu_mul=triton_ops.gelu_mul,
+        pack_norm=TritonNorm,
+        pack_linear=partial(TritonLinear, **around),
+    )
     model = load_model(tmp_path, load_model_config(tmp_path), dtype=torch.float32, device=CPU, kernels=kernels)
     memory = torch.full((NUM_BLOCKS, *model.config.block_shape(BLOCK_SIZE)), torch.nan)
     assert expected.agrees(greedy(ModelRunner(model, memory), PROMPT, 64, NUM_NEW_TOKENS))
