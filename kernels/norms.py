@@ -22,17 +22,20 @@ class NormWeights:
 
 
 class Norm(Protocol):
-    """A norm of a decoder's rows, [T, N]."""
+    """A norm of rows of N elements."""
 
     @property
     def weights(self) -> NormWeights: ...
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """Return the normalised ``x`` [T, N] in its dtype."""
+    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """Return the normalised ``x`` [T, N] in its dtype: in ``out`` [T, N], if given, which may be ``x``.
+
+        The rows of both may lie apart.
+        """
         ...
 
     def add_to(self, residual: Tensor, x: Tensor, following: NormWeights | None = None) -> Tensor | None:
-        """Add the normalised ``x`` [T, N], rounded, to ``residual`` [T, N] in place; both are of the same dtype.
+        """Add the normalised ``x`` [T, N], rounded, to ``residual`` [T, N] in place; both are contiguous, of one dtype.
 
         Return the residual normalised by ``following``; None without it.
         """

@@ -15,6 +15,7 @@ from splitserve.benchmarks.kernels.expert_cases import expert_products, expert_r
 from splitserve.benchmarks.kernels.kv_cases import MAX_SEQUENCES, attentions, kv_copies
 from splitserve.benchmarks.kernels.latent_cases import latent_attentions, prepared_latents
 from splitserve.kernels.api import AttentionShape, Kernels, Linear
+from splitserve.kernels.norms import NormWeights
 from splitserve.kernels.raw_qkv import RawQkv
 from splitserve.kernels.sampling import SamplingBatch
 from splitserve.models.declared import stored_weights
@@ -68,15 +69,34 @@ def _rms_norm(target: Target, rows: int) -> Iterator[Case]:
     yield Case("rms_norm", f"{size}", rows, num_bytes, 0, make_calls)
 
 
-def _silu_mul(target: Target, rows: int) -> Iterator[Case]:
+def _norms(target: Target, rows: int) -> Iterator[Case]:
+    """A norm of a product, its addition to the residual, and the norm of the sum."""
+    size = target.config.hidden_size
+    weights = NormWeights(target.normal(size).float(), 1e-5)
+    num_bytes = 4 * rows * size * target.dtype.itemsize
+    inputs = target.copies(num_bytes, lambda: target.normal(2, rows, size))
+
+    def make_calls(kernels: Kernels) -> list[Call]:
+        norm = kernels.pack_norm(weights)
+
+        def call(residual: Tensor, x: Tensor) -> Tensor:
+            norm.add_to(residual, x, weights)
+            return residual
+
+        return [partial(call, *both.clone()) for both in inputs]
+
+    yield Case("pack_norm", f"{size}", rows, num_bytes, 0, make_calls)
+
+
+def _gates(operation: str, target: Target, rows: int) -> Iterator[Case]:
     size = target.config.intermediate_size
     num_bytes = 3 * rows * size * target.dtype.itemsize
     inputs = target.copies(num_bytes, lambda: target.normal(rows, 2 * size))
 
     def make_calls(kernels: Kernels) -> list[Call]:
-        return [partial(kernels.silu_mul, x.clone()) for x in inputs]
+        return [partial(getattr(kernels, operation), x.clone()) for x in inputs]
 
-    yield Case("silu_mul", f"{size}", rows, num_bytes, 0, make_calls)
+    yield Case(operation, f"{size}", rows, num_bytes, 0, make_calls)
 
 
 def _prepare_qkv(target: Target, rows: int) -> Iterator[Case]:
@@ -224,7 +244,9 @@ _MAKERS: dict[str, Callable[[Target, int], Iterator[Case]]] = {
     "begin_step": _begin_step,
     "rms_norm": _rms_norm,
     "prepare_qkv": _prepare_qkv,
-    "silu_mul": _silu_mul,
+    "pack_norm": _norms,
+    "silu_mul": partial(_gates, "silu_mul"),
+    "gelu_mul": partial(_gates, "gelu_mul"),
     "sample": _samples,
     "mask_logits": _masks,
     "penalise_logits": _penalties,

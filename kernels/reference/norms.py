@@ -11,8 +11,9 @@ class PlainNorm:
     def __init__(self, weights: NormWeights) -> None:
         self.weights = weights
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return _normalised(x, self.weights)
+    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        normed = _normalised(x, self.weights)
+        return normed if out is None else out.copy_(normed)
 
     def add_to(self, residual: Tensor, x: Tensor, following: NormWeights | None = None) -> Tensor | None:
         residual.add_(self(x))

@@ -19,8 +19,9 @@ class TritonNorm:
     def __init__(self, weights: NormWeights) -> None:
         self.weights = weights
 
-    def __call__(self, x: Tensor) -> Tensor:
-        out = torch.empty_like(x)
+    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        if out is None:
+            out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         _launch(x, out, self.weights)
         return out
 
@@ -41,7 +42,8 @@ def _launch(
     ``following`` normalise the sum into ``out``."""
     num_rows, size = x.shape
     last = norm if following is None else following
-    assert x.is_contiguous() and norm.weight.shape == last.weight.shape == (size,)
+    assert x.stride(1) == 1 and norm.weight.shape == last.weight.shape == (size,)
+    assert out is None or (out.stride(1) == 1 and out.shape == x.shape)
     assert residual is None or (residual.is_contiguous() and residual.shape == x.shape and residual.dtype == x.dtype)
     _norm_kernel[(num_rows,)](
         x,
@@ -51,6 +53,8 @@ def _launch(
         last.weight,
         last.weight if last.shift is None else last.shift,
         x if out is None else out,
+        x.stride(0),
+        size if out is None else out.stride(0),
         norm.eps,
         last.eps,
         CENTRED=norm.centred,
@@ -66,7 +70,7 @@ def _launch(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["x_stride", "out_stride"])
 def _norm_kernel(
     x_ptr,
     weight_ptr,
@@ -75,6 +79,8 @@ def _norm_kernel(
     last_weight_ptr,
     last_shift_ptr,
     out_ptr,
+    x_stride,
+    out_stride,
     eps,
     last_eps,
     CENTRED: tl.constexpr,
@@ -89,15 +95,16 @@ def _norm_kernel(
 ):
     column = tl.arange(0, BLOCK)
     inside = column < SIZE
-    at = tl.program_id(0).to(tl.int64) * SIZE + column
+    number = tl.program_id(0).to(tl.int64)
     weight, shift = _norm_weights(weight_ptr, shift_ptr, column, inside, SHIFTED)
     if FOLLOWED:
         last_weight, last_shift = _norm_weights(last_weight_ptr, last_shift_ptr, column, inside, LAST_SHIFTED)
     wait(OVERLAPPED)
     narrow = x_ptr.dtype.element_ty
-    x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + number * x_stride + column, mask=inside, other=0.0).to(tl.float32)
     row = _normalised_wide(x, inside, weight, shift, eps, CENTRED, SIZE).to(narrow)
     if ADDS:
+        at = number * SIZE + column
         row = row.to(tl.float32) + tl.load(residual_ptr + at, mask=inside, other=0.0).to(tl.float32)
         row = row.to(narrow)
         tl.store(residual_ptr + at, row, mask=inside)
@@ -105,7 +112,7 @@ def _norm_kernel(
         wide = row.to(tl.float32)
         row = _normalised_wide(wide, inside, last_weight, last_shift, last_eps, LAST_CENTRED, SIZE).to(narrow)
     if FOLLOWED or not ADDS:
-        tl.store(out_ptr + at, row, mask=inside)
+        tl.store(out_ptr + number * out_stride + column, row, mask=inside)
 
 
 @triton.jit

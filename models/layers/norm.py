@@ -79,7 +79,7 @@ class WideNorm(Layer):
 class JointNorms(Layer):
     """RMS norms of all query heads together, and of all key heads together; ranks share the heads."""
 
-    _wide: "tuple[Tensor, Tensor]"
+    _norms: "tuple[Norm, Norm]"
     _sizes: tuple[int, int]
 
     def __init__(
@@ -103,9 +103,13 @@ class JointNorms(Layer):
         yield (self._key,)
 
     def load(self, source: WeightSource, query_factor: float = 1.0, key_factor: float = 1.0) -> None:
+        from splitserve.kernels.norms import NormWeights
+
         orders = (self._order,)
         query = source.vector((self._query,), (query_factor,), orders).float()
-        self._wide = (query, source.vector((self._key,), (key_factor,), orders).float())
+        key = source.vector((self._key,), (key_factor,), orders).float()
+        pack = source.kernels.pack_norm
+        self._norms = (pack(NormWeights(query, self._eps)), pack(NormWeights(key, self._eps)))
         self._group = source.group
         size = source.shard.size
         self._copies = (1, max(1, size // self._kv_heads.count))  # ranks that hold the same key head
@@ -113,17 +117,19 @@ class JointNorms(Layer):
     @property
     def local_sizes(self) -> tuple[int, int]:
         """Elements of this rank's queries and keys of a token."""
-        query, key = self._wide
-        return query.shape[0], key.shape[0]
+        query, key = (norm.weights.weight.shape[0] for norm in self._norms)
+        return query, key
 
     def normalise(self, query: "Tensor", key: "Tensor") -> None:
         """Normalise both, [T, heads * D], in place."""
-        wide = (query.float(), key.float())
-        sums = [part.square().sum(-1, keepdim=True) / copies for part, copies in zip(wide, self._copies, strict=True)]
-        if self._group.shard.size > 1:
-            sums = [self._group.gather_columns(part).sum(-1, keepdim=True) for part in sums]
-        for part, out, total, size, weight in zip(wide, (query, key), sums, self._sizes, self._wide, strict=True):
-            out.copy_(part * (total / size + self._eps).rsqrt() * weight)
+        parts = zip((query, key), self._norms, self._sizes, self._copies, strict=True)
+        for part, norm, size, copies in parts:
+            if self._group.shard.size == 1:
+                norm(part, out=part)
+            else:
+                wide = part.float()
+                total = self._group.gather_columns(wide.square().sum(-1, keepdim=True) / copies).sum(-1, keepdim=True)
+                part.copy_(wide * (total / size + self._eps).rsqrt() * norm.weights.weight)
 
 
 class HeadNorms(Layer):

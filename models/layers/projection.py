@@ -61,7 +61,7 @@ class InputProjections(Layer):
         """Return [T, out_features] in the dtype of the residual."""
         parts = self.in_parts(x)
         if self.bias is not None:
-            parts[0] += self.bias
+            parts[0].add_(self.bias)  # += would copy it back as well
         return parts[0] if parts.shape[0] == 1 else parts.sum(0).to(x.hidden.dtype)
 
     def gated(self, x: Normed) -> "Tensor":

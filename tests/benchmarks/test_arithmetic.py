@@ -180,10 +180,11 @@ def test_bytes_and_operations_of_kernels() -> None:
     target = Target(CONFIG, torch.float32, CPU, block_size=4, context=9)
     found = {
         (case.operation, case.name): (case.num_bytes, case.flops)
-        for case in cases(target, 3, ["rms_norm", "silu_mul", "pack_linear", "make_attention"])
+        for case in cases(target, 3, ["rms_norm", "pack_norm", "gelu_mul", "silu_mul", "pack_linear", "make_attention"])
     }
     assert found["rms_norm", "4"] == (2 * 3 * 4 * 4, 0)
-    assert found["silu_mul", "5"] == (3 * 3 * 5 * 4, 0)
+    assert found["pack_norm", "4"] == (4 * 3 * 4 * 4, 0)
+    assert found["silu_mul", "5"] == found["gelu_mul", "5"] == (3 * 3 * 5 * 4, 0)
     assert found["pack_linear", "norm 4->12"] == ((48 + 12 + 36) * 4, 2 * 3 * 48)
     assert found["pack_linear", "add 6->4"] == ((24 + 18 + 2 * 12) * 4, 2 * 3 * 24)
     assert found["pack_linear", "gated 4->10"] == ((40 + 12 + 15) * 4, 2 * 3 * 40)

@@ -57,6 +57,17 @@ def test_triton(rows: int, size: int, shifted: bool, centred: bool, dtype: torch
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rows_that_lie_apart_are_normalised_in_place(dtype: torch.dtype) -> None:
+    norm, rows = weights(128), (2 + rand(3, 200)).to(dtype)
+    expected = rows.clone()
+    PlainNorm(norm)(expected[:, 40:168], out=expected[:, 40:168])
+    part = rows[:, 40:168]
+    assert TritonNorm(norm)(part, out=part) is part
+    assert_close(rows, expected)
+    assert not torch.equal(rows[:, 40:168], (2 + rand(3, 200)).to(dtype)[:, 40:168])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("followed", ["no norm", "rms", "centred"])
 @pytest.mark.parametrize(("rows", "size"), [(1, 7), (3, 128), (2, 1030)])
 def test_triton_adds_to_the_residual(rows: int, size: int, followed: str, dtype: torch.dtype) -> None:
