@@ -26,9 +26,15 @@ import torch
 
 from splitserve.benchmarks.common.arguments import positive
 from splitserve.benchmarks.common.report import add_result_options, keep_result, table
-from splitserve.benchmarks.engine.ceilings import bench_device, free_bytes, measure_ceilings, product_rate, synchronize
+from splitserve.benchmarks.engine.ceilings import (
+    bench_device,
+    free_bytes,
+    measure_ceilings,
+    product_rate,
+    products_of,
+    synchronize,
+)
 from splitserve.benchmarks.engine.decode_steps import DecodeRun, HitExperts
-from splitserve.benchmarks.engine.products import products_of
 from splitserve.benchmarks.engine.sampling_modes import GREEDY, sampling_modes
 from splitserve.benchmarks.engine.sampling_modes import NAMES as MODES
 from splitserve.benchmarks.engine.step_cases import add_cases, decode_cases

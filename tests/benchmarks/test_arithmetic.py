@@ -11,7 +11,7 @@ import torch
 from aiohttp import web
 
 from splitserve.benchmarks.common.stats import Objective, RequestRecord, percentiles_ms, summarise
-from splitserve.benchmarks.engine.products import product_shapes
+from splitserve.benchmarks.engine.ceilings import product_shapes
 from splitserve.benchmarks.engine.step_costs import (
     Ceilings,
     decode_figure,

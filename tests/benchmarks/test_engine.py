@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from bench_runner import LaunchingCpuRunner
-from splitserve.benchmarks.engine import ceilings, engine, products
+from splitserve.benchmarks.engine import ceilings, engine
 from splitserve.benchmarks.engine.engine_vs_transformers import main
 from splitserve.benchmarks.engine.sampling_modes import NAMES
 from splitserve.benchmarks.engine.step_memory import Sequences, StepMemory
@@ -65,9 +65,8 @@ def test_steps_of_a_gpu_with_a_cpu_in_its_place(name: str, tmp_path: Path, monke
         return runners[-1]
 
     monkeypatch.setattr(engine, "CudaRunner", make_runner)
-    for module in (engine, ceilings, products):
-        monkeypatch.setattr(module, "bench_device", lambda: torch.device("cpu"))
     for module in (engine, ceilings):
+        monkeypatch.setattr(module, "bench_device", lambda: torch.device("cpu"))
         monkeypatch.setattr(module, "synchronize", lambda: None)
     monkeypatch.setattr(engine, "free_bytes", lambda: 1 << 28)
     monkeypatch.setattr(ceilings, "_PRODUCT_SIZE", 256)

@@ -24,7 +24,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 FREE = {
     "alias", "as_strided", "detach", "empty", "empty_like", "expand", "flatten", "new_empty", "select", "slice",
-    "split", "split_with_sizes", "squeeze", "t", "transpose", "unbind", "unsqueeze", "view", "_reshape_alias", "_unsafe_view",
+    "split", "split_with_sizes", "squeeze", "t", "transpose", "unbind", "unsqueeze", "view",
+    "_reshape_alias", "_unsafe_view",
 }  # fmt: skip
 """Operations that compute nothing."""
 
