@@ -26,6 +26,7 @@ import torch
 
 from splitserve.benchmarks.common.arguments import positive
 from splitserve.benchmarks.common.report import add_result_options, keep_result, table
+from splitserve.benchmarks.common.shapes import SHAPE_HELP, model_shape
 from splitserve.benchmarks.engine.ceilings import (
     bench_device,
     free_bytes,
@@ -37,7 +38,7 @@ from splitserve.benchmarks.engine.ceilings import (
 from splitserve.benchmarks.engine.decode_steps import DecodeRun, HitExperts
 from splitserve.benchmarks.engine.sampling_modes import GREEDY, sampling_modes
 from splitserve.benchmarks.engine.sampling_modes import NAMES as MODES
-from splitserve.benchmarks.engine.step_cases import add_cases, decode_cases
+from splitserve.benchmarks.engine.step_cases import add_cases, decode_cases, with_layers
 from splitserve.benchmarks.engine.step_costs import (
     Ceilings,
     DecodeFigure,
@@ -52,7 +53,6 @@ from splitserve.benchmarks.kernels.times import Span, by_kernel, device_spans
 from splitserve.common.errors import ConfigError
 from splitserve.kernels.registry import select_kernels
 from splitserve.models.config import ModelConfig
-from splitserve.models.demo.published import NAMES as SHAPES
 from splitserve.models.demo.published import named_config
 from splitserve.models.runner.cuda import CudaRunner
 from splitserve.models.runner.graph_sizes import TOKENS_ALONE, MixedSize, mixed_sizes
@@ -88,7 +88,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"bf16 product {ceilings.gemm_flops_per_second / 1e12:.1f} TFLOP/s",
         flush=True,
     )
-    models = {shape: measure_shape(named_config(shape), shape, ceilings, arguments) for shape in arguments.shape}
+    models = {}
+    for shape in arguments.shape:
+        config = with_layers(named_config(shape), arguments.layers)
+        models[Path(shape).name] = measure_shape(config, shape, ceilings, arguments)
     data = {"ceilings": asdict(ceilings), "models": models}
     keep_result("engine", list(argv or ()), data, arguments)
     return 1 if any("errors" in found for found in models.values()) else 0
@@ -97,7 +100,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Return the command's options."""
     parser = CommandParser(prog="splitserve bench engine", description=__doc__)
-    parser.add_argument("--shape", nargs="+", default=["llama-3.1-8b", "qwen3-8b"], choices=sorted(SHAPES))
+    parser.add_argument("--shape", nargs="+", default=["llama-3.1-8b", "qwen3-8b"], type=model_shape, help=SHAPE_HELP)
+    parser.add_argument("--layers", type=positive, metavar="N", help="only the first N layers, where all don't fit")
     parser.add_argument(
         "--sampling", nargs="+", default=[GREEDY], choices=MODES, help="ways to draw, beside greedy ones"
     )

@@ -1,8 +1,10 @@
-"""The cases of ``splitserve bench engine``: batches, contexts and prompts, as options of the command."""
+"""The cases of ``splitserve bench engine``: layers of the model; batches, contexts and prompts, as options."""
 
 import argparse
+from dataclasses import replace
 
 from splitserve.benchmarks.common.arguments import not_negative, positive
+from splitserve.models.config import ModelConfig
 
 
 def add_cases(parser: argparse.ArgumentParser) -> None:
@@ -30,6 +32,13 @@ def decode_cases(arguments: argparse.Namespace) -> list[tuple[int, int]]:
     """Return batch and context of each decode case: every batch with every context, and the others."""
     every = [*((batch, context) for batch in arguments.batch for context in arguments.context), *arguments.case]
     return list(dict.fromkeys(every))
+
+
+def with_layers(config: ModelConfig, count: int | None) -> ModelConfig:
+    """Return the model with its first ``count`` layers alone; None: all."""
+    if count is None or count >= config.num_layers:
+        return config
+    return replace(config, num_layers=count, sliding_layers=tuple(i for i in config.sliding_layers if i < count))
 
 
 def _case(text: str) -> tuple[int, int]:

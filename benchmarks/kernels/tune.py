@@ -18,6 +18,7 @@ import torch
 
 from splitserve.benchmarks.common.arguments import not_negative, positive
 from splitserve.benchmarks.common.report import table
+from splitserve.benchmarks.common.shapes import SHAPE_HELP, model_shape
 from splitserve.benchmarks.kernels.device_timing import copy_bandwidth
 from splitserve.benchmarks.kernels.tune_compile import CompilePool
 from splitserve.benchmarks.kernels.tune_search import Search, TunedRow, record_found
@@ -28,7 +29,6 @@ from splitserve.kernels.tuning.parameters import TuningError
 from splitserve.kernels.tuning.tunables import OPERATIONS, Tunable, TuneTarget, load_tunable
 from splitserve.models.config import ModelConfig
 from splitserve.models.declared import check_tensor_parallel_size
-from splitserve.models.demo.published import NAMES as SHAPES
 from splitserve.models.demo.published import named_config
 from splitserve.models.weights.shard import head_rows, local_config
 from splitserve.orchestration.cli.command_parser import CommandParser
@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = CommandParser(prog="splitserve tune", description=__doc__)
-    parser.add_argument("--shape", nargs="+", default=["llama-3.1-8b", "qwen3-8b"], choices=sorted(SHAPES))
+    parser.add_argument("--shape", nargs="+", default=["llama-3.1-8b", "qwen3-8b"], type=model_shape, help=SHAPE_HELP)
     parser.add_argument("--operation", nargs="+", default=list(OPERATIONS), choices=OPERATIONS)
     parser.add_argument("--rows", type=positive, nargs="+", default=list(ROWS), help="tokens or sequences of a step")
     parser.add_argument("--dtype", default="bfloat16", choices=sorted(DTYPES))

@@ -122,13 +122,15 @@ PUBLISHED: Mapping[str, Mapping[str, Any]] = {
 """The fields of a config.json, by name of the shape."""
 
 NAMES = (*SHAPES, *PUBLISHED)
-"""Every shape that :func:`named_config` knows."""
+"""Every shape that :func:`named_config` knows by name."""
 
 
 def named_config(name: str) -> ModelConfig:
-    """Return the config of one of :data:`NAMES`."""
+    """Return the config of one of :data:`NAMES`, or of the checkpoint in the directory ``name``."""
     if name in SHAPES:
         return shape_config(name)
+    if name not in PUBLISHED:
+        return load_model_config(name)
     return config_of({**PUBLISHED[name], "dtype": "bfloat16"})
 
 

@@ -11,8 +11,9 @@ from bench_runner import LaunchingCpuRunner
 from splitserve.benchmarks.engine import ceilings, engine
 from splitserve.benchmarks.engine.engine_vs_transformers import main
 from splitserve.benchmarks.engine.sampling_modes import NAMES
+from splitserve.benchmarks.engine.step_cases import with_layers
 from splitserve.benchmarks.engine.step_memory import Sequences, StepMemory
-from splitserve.models.demo.published import PUBLISHED, config_of
+from splitserve.models.demo.published import PUBLISHED, config_of, named_config
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -95,6 +96,13 @@ def test_steps_of_a_gpu_with_a_cpu_in_its_place(name: str, tmp_path: Path, monke
     launched = [plan for plan in runners[0].plans if len(plan.chunks) == 3]
     per_run = 4 + 3  # steps to warm up, and timed ones
     assert len(launched) >= 2 * len(NAMES) * per_run
+
+
+def test_only_the_first_layers() -> None:
+    config = named_config("gpt-oss-20b")  # every other layer has a window
+    short = with_layers(config, 3)
+    assert (short.num_layers, short.sliding_layers) == (3, (0, 2))
+    assert with_layers(config, None) == with_layers(config, config.num_layers) == config
 
 
 def test_tables_of_sequences_are_apart_and_windows_move_on() -> None:

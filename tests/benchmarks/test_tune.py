@@ -1,6 +1,7 @@
 """The tuner: wrong and failing candidates never win, what was found is written after each shape. Times are by a clock
 that only the operation moves."""
 
+import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from splitserve.benchmarks.common.shapes import model_shape
 from splitserve.benchmarks.kernels import device_timing
 from splitserve.benchmarks.kernels.device_timing import TOLERANCE, relative_error
 from splitserve.benchmarks.kernels.tune import Tuner
@@ -20,8 +22,9 @@ from splitserve.kernels.experts.spec import RouterSpec
 from splitserve.kernels.tuning import parameters as tuning
 from splitserve.kernels.tuning.parameters import Params, TunedEntry
 from splitserve.kernels.tuning.tunables import OPERATIONS, TunableCase, TuneTarget, load_tunable
-from splitserve.models.config import Fp8Format
+from splitserve.models.config import Fp8Format, load_model_config
 from splitserve.models.demo.checkpoint import SHAPES
+from splitserve.models.demo.published import named_config
 from splitserve.models.experts import ExpertsSpec
 from splitserve.orchestration.cli import main as cli
 
@@ -150,6 +153,13 @@ def test_wrong_options(options: list[str], capsys: pytest.CaptureFixture[str]) -
     with pytest.raises(SystemExit):
         cli.main(["tune", *options])
     assert options[0] in capsys.readouterr().err
+
+
+def test_shapes_of_a_checkpoint(tiny_qwen3: Path) -> None:
+    assert named_config(model_shape(str(tiny_qwen3))) == load_model_config(tiny_qwen3)
+    assert named_config(model_shape("llama-3.1-8b")).hidden_size == 4096
+    with pytest.raises(argparse.ArgumentTypeError, match=r"one of .*gemma-3-27b.*, got '/nowhere'"):
+        model_shape("/nowhere")
 
 
 @pytest.mark.on_gpu
