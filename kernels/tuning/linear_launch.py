@@ -44,10 +44,20 @@ def launch_params(
     """Return the tuned parameters, else a default: the kernels of :mod:`splitserve.kernels.triton.linear` for few rows,
     cuBLAS for more."""
     if num_rows == 1:
-        # Whole rows: all of a program's weights are in flight before it waits.
-        block_k = min(_ROW_BLOCK, triton.next_power_of_2(in_features))
-        default = LinearLaunch(block_m=1, block_n=2 if variant == "gated" else 4, block_k=block_k)
+        default = _of_one_row(variant, in_features)
     else:
         few = LinearLaunch(block_k=_TILE_ROW_BYTES // dtype.itemsize)
         default = few if num_rows <= _FEW_ROWS else CUBLAS
     return tuned(default, f"linear_{variant}", shape_key(dtype, n=out_features, k=in_features), num_rows)
+
+
+def _of_one_row(variant: Variant, in_features: int) -> LinearLaunch:
+    """Return the default for one row: whole weight rows, so that all of a program's weights are in flight before it
+    waits. Long rows are read in blocks, of which the last may be nearly empty: where that is more than a quarter,
+    blocks are smaller, as those that tuning found for such rows on an H200."""
+    block_n, block_k = 4, min(_ROW_BLOCK, triton.next_power_of_2(in_features))
+    if in_features > _ROW_BLOCK and 4 * (-in_features % block_k) > in_features:
+        sizes = (size for size in (2048, 1024) if 16 * (-in_features % size) <= in_features)
+        block_k = next(sizes, 512)
+        block_n = min(8, 8192 // block_k)
+    return LinearLaunch(block_m=1, block_n=block_n // 2 if variant == "gated" else block_n, block_k=block_k)
