@@ -16,6 +16,8 @@ from torch.nn.functional import linear
 from splitserve.benchmarks.engine.step_costs import Ceilings
 from splitserve.benchmarks.kernels.device_timing import read_bandwidth
 from splitserve.models.config import ModelConfig
+from splitserve.models.declared import declare
+from splitserve.models.layers.weight import Role
 
 _KV_RESERVE_BYTES = 12 << 30  # for activations of the longest prefill, graphs and workspaces
 _PRODUCT_SIZE = 8192  # rows and columns of the large product
@@ -90,15 +92,11 @@ def products_of(config: ModelConfig, rows: int, dtype: torch.dtype) -> "Products
 
 
 def product_shapes(config: ModelConfig) -> list[tuple[int, int]]:
-    """Return (outputs, inputs) of the products of a dense model's layer, then of its head."""
-    attended = config.num_heads * config.head_dim
-    return [
-        (attended + 2 * config.num_kv_heads * config.head_dim, config.hidden_size),
-        (config.hidden_size, attended),
-        (2 * config.intermediate_size, config.hidden_size),
-        (config.hidden_size, config.intermediate_size),
-        (config.vocab_size, config.hidden_size),
-    ]
+    """Return (outputs, inputs) of the products of a dense model's first layer, then of its head."""
+    decoder = declare(config)
+    stacks = [stack for stack in decoder.layers[0].stacks() if stack[0].role is Role.PROJECTION]
+    layer = [(sum(weight.num_rows for weight in stack), stack[0].shape[1]) for stack in stacks]
+    return [*layer, (config.vocab_size, config.hidden_size)]
 
 
 class Products:

@@ -28,6 +28,7 @@ from splitserve.benchmarks.kv.tier_hits import _paces
 from splitserve.benchmarks.serving import latency
 from splitserve.benchmarks.serving.load import Endpoint, run_load
 from splitserve.common.errors import SplitserveError
+from splitserve.models.config import ModelConfig
 from splitserve.models.demo.checkpoint import shape_config
 from splitserve.models.demo.published import named_config
 from splitserve.models.step_costs import attended_pairs, decode_bytes, kv_token_elements, prefill_flops, weight_elements
@@ -36,6 +37,7 @@ CPU = torch.device("cpu")
 # Of a layer: q and o 2 x 6 x 4, k and v 2 x 3 x 4, three of 5 x 4: 132 in matrices, 8 in norms.
 SIZES = {"hidden_size": 4, "num_heads": 2, "num_kv_heads": 1, "head_dim": 3, "intermediate_size": 5, "vocab_size": 7}
 CONFIG = replace(shape_config("tiny"), **SIZES, num_layers=2, architecture="llama", tie_word_embeddings=False)
+UNGATED = replace(CONFIG, architecture="arcee", activation="relu2")
 TIED = replace(CONFIG, tie_word_embeddings=True)
 CEILINGS = Ceilings(copy_bytes_per_second=1e9, read_bytes_per_second=2e9, gemm_flops_per_second=1e12)
 
@@ -99,9 +101,9 @@ class TestStepCosts:
         alone = decode_figure(4, 512, 2_000_000, [0.004], ceilings=CEILINGS)
         assert (alone.parts_ms, alone.parts_share) == (0.0, 0.0)
 
-    def test_weights_of_a_dense_models_products(self) -> None:
+    @pytest.mark.parametrize("config", [shape_config("llama-3.1-8b"), UNGATED], ids=["gate", "no gate"])
+    def test_weights_of_a_dense_models_products(self, config: ModelConfig) -> None:
         """All that a step reads are theirs, but norms: two of each layer and the last one."""
-        config = shape_config("llama-3.1-8b")
         *layer, head = (outputs * inputs for outputs, inputs in product_shapes(config))
         norms = (2 * config.num_layers + 1) * config.hidden_size
         assert config.num_layers * sum(layer) + head == weight_elements(config) - norms
