@@ -54,18 +54,18 @@ class OutsideKernels(TorchDispatchMode):
 
     def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = operation._schema.name.removeprefix("aten::")
-        if name not in FREE and "/kernels/" not in _caller():
+        if name not in FREE and not _caller().startswith("splitserve.kernels."):
             self.names.append(name)
         return operation(*args, **(kwargs or {}))
 
 
 def _caller() -> str:
-    """Return the file of the innermost function of ours."""
+    """Return the module of the innermost function of ours."""
     frame = sys._getframe(2)
-    while "/splitserve/" not in frame.f_code.co_filename:
+    while not frame.f_globals["__name__"].startswith("splitserve."):
         assert frame.f_back is not None
         frame = frame.f_back
-    return frame.f_code.co_filename
+    return str(frame.f_globals["__name__"])
 
 
 @pytest.mark.parametrize("architecture", NATIVE)
