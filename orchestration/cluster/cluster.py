@@ -55,7 +55,7 @@ from splitserve.orchestration.lmcache.keeper import LMCacheKeeper, is_lmcache
 from splitserve.orchestration.spec.cluster_spec import ClusterSpec
 
 START_TIMEOUT_SECONDS = 900.0
-ROUTER_READY_TIMEOUT_SECONDS = 30.0
+ROUTER_READY_TIMEOUT_SECONDS = 60.0  # a slow machine takes long to connect workers
 REPLY_TIMEOUT_SECONDS = 30.0
 
 _log = logging.getLogger(__name__)

@@ -19,7 +19,7 @@ from splitserve.benchmarks.chaos.load import Answer, FailedAttempt, make_cases, 
 from splitserve.benchmarks.chaos.recovery import recovery, stall_seconds
 from waiting import PATIENCE_SECONDS, wait_until
 
-SHORT_TIMES = {"lease": 1.5, "dead-after": 1, "heartbeat": 0.25, "read-deadline": 1}
+SHORT_TIMES = {"lease": 3, "dead-after": 2, "heartbeat": 0.25, "read-deadline": 2}
 SHARED_MEMORY = Path("/dev/shm")
 
 
@@ -48,11 +48,11 @@ def test_sigterm_in_a_storm_leaves_no_frozen_worker() -> None:
         started = time.monotonic()
         workers: list[psutil.Process] = []
         while psutil.STATUS_STOPPED not in [worker.status() for worker in workers]:
-            assert bench.poll() is None and time.monotonic() < started + 120, "no worker was frozen"
+            assert bench.poll() is None and time.monotonic() < started + 300, "no worker was frozen"
             time.sleep(0.05)
             workers = psutil.Process(bench.pid).children(recursive=True)
         bench.terminate()
-        status = bench.wait(60)
+        status = bench.wait(120)
     gone, left = psutil.wait_procs(workers, timeout=PATIENCE_SECONDS)
     for worker in left:
         worker.kill()
