@@ -53,8 +53,8 @@ def launch_params(
 
 def _of_one_row(variant: Variant, in_features: int) -> LinearLaunch:
     """Return the default for one row: whole weight rows, so that all of a program's weights are in flight before it
-    waits. Long rows are read in blocks, of which the last may be nearly empty: where that is more than a quarter,
-    blocks are smaller, as those that tuning found for such rows on an H200."""
+    waits. Long rows are read in blocks. If these would have more than a quarter of the row as padding, blocks are
+    smaller, like those that tuning found for such rows on an H200."""
     block_n, block_k = 4, min(_ROW_BLOCK, triton.next_power_of_2(in_features))
     if in_features > _ROW_BLOCK and 4 * (-in_features % block_k) > in_features:
         sizes = (size for size in (2048, 1024) if 16 * (-in_features % size) <= in_features)
