@@ -1,4 +1,4 @@
-"""What ``splitserve bench engine`` compares steps with: the GPU's rates at their best, and the products of a dense
+"""Comparisons for the steps of ``splitserve bench engine``: the GPU's rates at their best, and the products of a dense
 model's step by themselves.
 
 Those products are computed as PyTorch does it (cuBLAS), replayed from a CUDA graph, with nothing between them. With the
@@ -110,15 +110,15 @@ class Products:
         kept = min(num_layers, -(-_LEAST_BYTES // layer_bytes))
         layers = [[_random(shape, dtype, device) for shape in shapes[:-1]] for _ in range(kept)]
         head = _random(shapes[-1], dtype, device)
-        inputs = {size: _random((rows, size), dtype, device) for _, size in shapes}
         weights = [weight for _ in range(-(-num_layers // kept)) for layer in layers for weight in layer]
-        weights = [*weights[: num_layers * (len(shapes) - 1)], head]
+        # A graph doesn't keep the tensors that it reads.
+        self._weights = [*weights[: num_layers * (len(shapes) - 1)], head]
+        self._inputs = {size: _random((rows, size), dtype, device) for _, size in shapes}
+        self._run = _captured(self._compute) if device.type == "cuda" else self._compute
 
-        def run() -> None:
-            for weight in weights:
-                linear(inputs[weight.shape[1]], weight)
-
-        self._run = _captured(run) if device.type == "cuda" else run
+    def _compute(self) -> None:
+        for weight in self._weights:
+            linear(self._inputs[weight.shape[1]], weight)
 
     def seconds(self, count: int) -> float:
         """Return the seconds of a step's products: the mean of ``count`` times, after one more."""
