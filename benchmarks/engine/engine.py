@@ -91,7 +91,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     models = {}
     for shape in arguments.shape:
         config = with_layers(named_config(shape), arguments.layers)
-        models[Path(shape).name] = measure_shape(config, shape, ceilings, arguments)
+        name = Path(shape).resolve().name
+        models[shape if name in models else name] = measure_shape(config, shape, ceilings, arguments)
     data = {"ceilings": asdict(ceilings), "models": models}
     keep_result("engine", list(argv or ()), data, arguments)
     return 1 if any("errors" in found for found in models.values()) else 0

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from splitserve.common.errors import CheckpointError
 from splitserve.models.config import ModelConfig, load_model_config
 from splitserve.models.demo.checkpoint import SHAPES, shape_config, write_demo_config
 
@@ -126,11 +127,20 @@ NAMES = (*SHAPES, *PUBLISHED)
 
 
 def named_config(name: str) -> ModelConfig:
-    """Return the config of one of :data:`NAMES`, or of the checkpoint in the directory ``name``."""
+    """Return the config of one of :data:`NAMES`, or of the checkpoint in the directory ``name``.
+
+    Raises :class:`CheckpointError` for a model that transformers' code computes: it has no declared weights.
+    """
     if name in SHAPES:
         return shape_config(name)
     if name not in PUBLISHED:
-        return load_model_config(name)
+        config = load_model_config(name)
+        if config.transformers is not None:
+            raise CheckpointError(
+                f"{name}: {config.architecture} is computed by transformers' code, and declares no weights; take "
+                "a model with a family of its own (docs/reference/models.md)"
+            )
+        return config
     return config_of({**PUBLISHED[name], "dtype": "bfloat16"})
 
 

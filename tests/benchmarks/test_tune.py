@@ -17,7 +17,7 @@ from splitserve.benchmarks.kernels.tune import Tuner
 from splitserve.benchmarks.kernels.tune_compile import CompilePool
 from splitserve.benchmarks.kernels.tune_search import Search
 from splitserve.benchmarks.kernels.tune_steps import Chosen, StepResults, StepTuner
-from splitserve.common.errors import ConfigError
+from splitserve.common.errors import CheckpointError, ConfigError
 from splitserve.kernels.experts.spec import RouterSpec
 from splitserve.kernels.tuning import parameters as tuning
 from splitserve.kernels.tuning.parameters import Params, TunedEntry
@@ -27,6 +27,7 @@ from splitserve.models.demo.checkpoint import SHAPES
 from splitserve.models.demo.published import named_config
 from splitserve.models.experts import ExpertsSpec
 from splitserve.orchestration.cli import main as cli
+from transformers_models import write_transformers_model
 
 CPU = torch.device("cpu")
 DEVICE = "Test GPU"
@@ -160,6 +161,12 @@ def test_shapes_of_a_checkpoint(tiny_qwen3: Path) -> None:
     assert named_config(model_shape("llama-3.1-8b")).hidden_size == 4096
     with pytest.raises(argparse.ArgumentTypeError, match=r"one of .*gemma-3-27b.*, got '/nowhere'"):
         model_shape("/nowhere")
+
+
+def test_shapes_of_a_checkpoint_without_a_family(tmp_path: Path) -> None:
+    write_transformers_model(tmp_path, "BioGptForCausalLM")
+    with pytest.raises(CheckpointError, match=r"BioGptForCausalLM is computed by transformers' code.*models\.md"):
+        named_config(model_shape(str(tmp_path)))
 
 
 @pytest.mark.on_gpu
