@@ -31,13 +31,13 @@ class GatedMlp(Layer):
             fused=None if fused is None else f"{name}.{fused}",
         )
         self.down = OutputProjection(f"{name}.down_proj", size, config.hidden_size, inner, bias=config.mlp_bias)
-        self._activation = config.activation
+        self._activation_name = config.activation
         self._is_plain = config.activation == "silu" and not config.mlp_bias
 
     def load(self, source: WeightSource) -> None:
         """Take the tensors, and the activation."""
         super().load(source)
-        self._gate = _gated(self._activation, source.kernels)
+        self._gate = _gated(self._activation_name, source.kernels)
 
     def __call__(self, x: Normed) -> Product:
         if self._is_plain:
@@ -49,11 +49,17 @@ def _gated(activation: str, kernels: "Kernels") -> "Callable[[Tensor], Tensor]":
     """Return a function that makes ``activation(gate) * up`` of [T, gate and up]."""
     from splitserve.models.layers.activations import ACTIVATIONS
 
+    if activation == "silu":
+        return kernels.silu_mul
+    if activation == "gelu_pytorch_tanh":
+        return kernels.gelu_mul
+    activate = ACTIVATIONS[activation]
+
     def gated(gate_up: "Tensor") -> "Tensor":
         gate, up = gate_up.chunk(2, dim=-1)
-        return ACTIVATIONS[activation](gate) * up
+        return activate(gate) * up
 
-    return {"silu": kernels.silu_mul, "gelu_pytorch_tanh": kernels.gelu_mul}.get(activation, gated)
+    return gated
 
 
 class Mlp(Layer):

@@ -74,10 +74,7 @@ class Residual:
         self._settle()
         if product.rows is not None:
             self._hidden = self._hidden[product.rows]
-        if isinstance(product, Summand) and product.norm is None:
-            self._hidden.add_(product.value)
-        else:
-            self._pending = product
+        self._pending = product
         return self
 
     def scale(self, factor: float) -> None:
@@ -117,7 +114,9 @@ class Residual:
             return None
         self._pending = None
         if isinstance(pending, Summand):
-            if pending.norm is not None:
+            if pending.norm is None:
+                self._hidden.add_(pending.value)
+            else:
                 pending.norm.add_to(self._hidden, pending.value)
             return None
         return pending.linear.add_to(self._hidden, pending.x, weight, eps, bias=pending.bias)
