@@ -1,23 +1,29 @@
 """Launch parameters of products of a few rows: tuned (:mod:`.parameters`), else a default."""
 
-from dataclasses import dataclass
+import functools
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 import triton
 
-from splitserve.kernels.tuning.parameters import shape_key, tuned, until_changed
+from splitserve.kernels.tuning.parameters import config_for, shape_key, tuned, until_changed
 
 Variant = Literal["plain", "add", "norm", "gated"]
 
 _FEW_ROWS = 16
 _ROW_BLOCK = 4096
 _TILE_ROW_BYTES = 512  # of each weight row of a tile: its stages share the memory of a program
+_MOST_PARTS = 6
+_LEAST_OF_PART = 512  # inputs
+_WIDE_GAIN = 1.5  # how many times the programs of narrow tiles make up for the parts of wide ones
+_ROW_BYTES_OF_TMA = 16  # a weight's rows must be whole multiples of it
+_SHARED_BYTES = 200_000  # that the tiles for TMA take at most
 
 
 @dataclass(frozen=True, slots=True)
 class LinearLaunch:
-    """Launch parameters of a product. The defaults suit few rows of any shape in 16 bits."""
+    """Launch parameters of a product. The defaults suit few rows of any shape in 16 bits, on any device."""
 
     block_m: int = 16  # 0: cuBLAS; 1: the kernel for one row
     block_n: int = 32  # outputs
@@ -37,27 +43,116 @@ class LinearLaunch:
 CUBLAS = LinearLaunch(block_m=0)
 
 
+@dataclass(frozen=True, slots=True)
+class _Tiles:
+    """Tiles whose weights the bulk copy engine loads."""
+
+    gated: LinearLaunch
+    narrow: LinearLaunch
+    wide: LinearLaunch
+    many: LinearLaunch  # of products with more narrow tiles than there are multiprocessors
+
+
+def _tile(block_m: int, block_n: int, block_k: int, num_stages: int) -> LinearLaunch:
+    return LinearLaunch(block_m, block_n, block_k, num_stages=num_stages, prefetch=128, tma=True)
+
+
+_TILES = {  # by the most rows; measured on an H200: docs/decisions/048
+    16: _Tiles(_tile(16, 64, 256, 3), _tile(16, 64, 256, 4), _tile(16, 128, 128, 5), _tile(16, 32, 256, 4)),
+    32: _Tiles(_tile(32, 64, 128, 4), _tile(32, 64, 128, 6), _tile(32, 128, 128, 4), _tile(32, 128, 128, 4)),
+    64: _Tiles(_tile(64, 128, 64, 4), _tile(64, 64, 128, 5), _tile(64, 128, 128, 4), _tile(64, 128, 128, 4)),
+}
+
+
 @until_changed
 def launch_params(
     variant: Variant, dtype: torch.dtype, out_features: int, in_features: int, num_rows: int
 ) -> LinearLaunch:
     """Return the tuned parameters, else a default: the kernels of :mod:`splitserve.kernels.triton.linear` for few rows,
     cuBLAS for more."""
+    operation, key = f"linear_{variant}", shape_key(dtype, n=out_features, k=in_features)
+    if config_for(operation, key, num_rows):
+        return tuned(LinearLaunch(), operation, key, num_rows)
+    return default_params(variant, dtype, out_features, in_features, num_rows, num_processors=multiprocessors())
+
+
+def default_params(
+    variant: Variant,
+    dtype: torch.dtype,
+    out_features: int,
+    in_features: int,
+    num_rows: int,
+    *,
+    num_processors: int,
+) -> LinearLaunch:
+    """Return the parameters of a product that nobody tuned.
+
+    ``num_processors``: the multiprocessors that share the work, each with a bulk copy engine and room for the tiles
+    here; 0 if the device has none like that.
+    """
+    if num_processors and dtype.itemsize == 2:
+        launch = _of_tiles(variant, out_features, in_features, num_rows, num_processors)
+        if launch is not None:
+            return launch
     if num_rows == 1:
-        default = _of_one_row(variant, in_features)
-    else:
-        few = LinearLaunch(block_k=_TILE_ROW_BYTES // dtype.itemsize)
-        default = few if num_rows <= _FEW_ROWS else CUBLAS
-    return tuned(default, f"linear_{variant}", shape_key(dtype, n=out_features, k=in_features), num_rows)
+        return _of_one_row(variant, dtype, in_features)
+    return LinearLaunch(block_k=_TILE_ROW_BYTES // dtype.itemsize) if num_rows <= _FEW_ROWS else CUBLAS
 
 
-def _of_one_row(variant: Variant, in_features: int) -> LinearLaunch:
-    """Return the default for one row: whole weight rows, so that all of a program's weights are in flight before it
-    waits. Long rows are read in blocks. If these would have more than a quarter of the row as padding, blocks are
-    smaller, like those that tuning found for such rows on an H200."""
-    block_n, block_k = 4, min(_ROW_BLOCK, triton.next_power_of_2(in_features))
-    if in_features > _ROW_BLOCK and 4 * (-in_features % block_k) > in_features:
-        sizes = (size for size in (2048, 1024) if 16 * (-in_features % size) <= in_features)
-        block_k = next(sizes, 512)
-        block_n = min(8, 8192 // block_k)
-    return LinearLaunch(block_m=1, block_n=block_n // 2 if variant == "gated" else block_n, block_k=block_k)
+def _of_tiles(
+    variant: Variant, out_features: int, in_features: int, num_rows: int, num_processors: int
+) -> LinearLaunch | None:
+    """Return the parameters for tiles of weights in 16 bits; None where they aren't better than others, or can't be."""
+    is_gated = variant == "gated"
+    # A single row mostly has a kernel of its own, but gates of more inputs than it takes at a time are slower there.
+    if num_rows == 1 and not (is_gated and in_features > _ROW_BLOCK):
+        return None
+    tiles = next((tiles for most, tiles in _TILES.items() if num_rows <= most), None)
+    if tiles is None or 2 * in_features % _ROW_BYTES_OF_TMA:
+        return None
+    launch = tiles.gated if is_gated else _spread(tiles, out_features, in_features, num_processors)
+    has_whole_tile = launch.block_n * (1 + is_gated) <= out_features and launch.block_k <= in_features
+    return launch if has_whole_tile else None
+
+
+def _spread(tiles: _Tiles, out_features: int, in_features: int, num_processors: int) -> LinearLaunch:
+    """Return tiles that keep nearly all multiprocessors busy to the end.
+
+    Programs of these tiles have a multiprocessor each. Where outputs make fewer tiles than that, several programs
+    share a tile's inputs, and leave their parts to the consumer kernel.
+    """
+    if triton.cdiv(out_features, tiles.narrow.block_n) > num_processors:
+        return tiles.many
+
+    def shared(launch: LinearLaunch) -> tuple[LinearLaunch, int]:
+        columns = triton.cdiv(out_features, launch.block_n)
+        split = max(1, min(num_processors // columns, _MOST_PARTS, in_features // _LEAST_OF_PART))
+        return replace(launch, split_k=split, joined=split == 1), split * columns
+
+    narrow, num_narrow = shared(tiles.narrow)
+    wide, num_wide = shared(tiles.wide)
+    return wide if num_wide >= _WIDE_GAIN * num_narrow else narrow
+
+
+def _of_one_row(variant: Variant, dtype: torch.dtype, in_features: int) -> LinearLaunch:
+    """Return the parameters for one row: whole weight rows, so that all of a program's weights are in flight before it
+    waits; long ones in blocks."""
+    if in_features <= _ROW_BLOCK or dtype.itemsize == 1:
+        block_k = min(_ROW_BLOCK, triton.next_power_of_2(in_features))
+        return LinearLaunch(block_m=1, block_n=2 if variant == "gated" else 4, block_k=block_k)
+    if variant == "gated":
+        return LinearLaunch(block_m=1, block_n=4, block_k=1024, num_warps=2)
+    return LinearLaunch(block_m=1, block_n=8, block_k=2048) if variant == "norm" else LinearLaunch(1, 4, 1024)
+
+
+@functools.cache
+def multiprocessors() -> int:
+    """Return how many multiprocessors the current device has if they suit the tiles here (:func:`default_params`), else
+    0."""
+    if not torch.cuda.is_available():
+        return 0
+    from triton.runtime import driver
+
+    properties = driver.active.utils.get_device_properties(torch.cuda.current_device())
+    suits = torch.cuda.get_device_capability() >= (9, 0) and properties["max_shared_mem"] >= _SHARED_BYTES
+    return int(properties["multiprocessor_count"]) if suits else 0

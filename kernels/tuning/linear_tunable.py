@@ -12,9 +12,9 @@ from splitserve.kernels.reference import operations as reference
 from splitserve.kernels.reference.linear import PlainLinear
 from splitserve.kernels.triton import operations as triton_ops
 from splitserve.kernels.triton.linear import MAX_ROWS, TritonLinear
-from splitserve.kernels.tuning.linear_launch import CUBLAS, LinearLaunch, Variant
+from splitserve.kernels.tuning.linear_launch import CUBLAS, LinearLaunch, Variant, default_params, multiprocessors
 from splitserve.kernels.tuning.parameters import Params, shape_key
-from splitserve.kernels.tuning.tunables import TuneTarget, num_copies
+from splitserve.kernels.tuning.tunables import DecoderSizes, TuneTarget, num_copies
 
 _EPS = 1e-5
 _MAX_SHARED_BYTES = 225_000  # per program, on the GPUs with most shared memory
@@ -72,7 +72,8 @@ class LinearTunable:
             norm.insert(0, (qkv, hidden))
             to_hidden.append((hidden, heads))
         if model.fp8 is None and model.experts is None:
-            (gated if model.activation == "silu" else norm).append((2 * model.intermediate_size, hidden))
+            inner = (1 + model.mlp_gate) * model.intermediate_size
+            (gated if self._fuses_gate(model) else norm).append((inner, hidden))
             to_hidden.append((hidden, model.intermediate_size))
         shapes: dict[Variant, list[tuple[int, int]]] = {
             "plain": to_hidden if target.is_shard else [],
@@ -81,6 +82,11 @@ class LinearTunable:
             "add": [] if target.is_shard else to_hidden,
         }
         return shapes[self._variant]
+
+    @staticmethod
+    def _fuses_gate(model: DecoderSizes) -> bool:
+        """Return whether the MLP's first product and its activation are one kernel."""
+        return model.mlp_gate and model.activation == "silu" and not model.mlp_bias
 
     def case(self, target: TuneTarget, key: str, rows: int) -> "LinearCase | None":
         shape = {shape_key(target.dtype, n=n, k=k): (n, k) for n, k in self._shapes(target)}[key]
@@ -117,19 +123,27 @@ class LinearCase:
         end.
         """
         if not best:
-            return [asdict(launch) for launch in self._starts() if self._fits(launch)] or [asdict(CUBLAS)]
+            starts = dict.fromkeys(launch for launch in self._starts() if launch != CUBLAS and self._fits(launch))
+            return [asdict(launch) for launch in starts] or [asdict(CUBLAS)]
         launch = LinearLaunch(**best)  # type: ignore[arg-type]
         return [asdict(CUBLAS), *(asdict(found) for found in self._neighbours(launch) if self._fits(found))]
 
     def _starts(self) -> Sequence[LinearLaunch]:
         if self._rows == 1:
-            return [*_ONE_ROW, *_FEW_ROWS]
+            return [self._default(), *_ONE_ROW, *_FEW_ROWS]
         if self._rows <= 16:
-            return _FEW_ROWS
+            return [self._default(), *_FEW_ROWS]
         if self._rows <= 64:
             block_m = 32 if self._rows <= 32 else 64
-            return [replace(launch, block_m=block_m) for launch in _SOME_ROWS]
+            return [self._default(), *(replace(launch, block_m=block_m) for launch in _SOME_ROWS)]
         return [*(replace(launch, block_m=128) for launch in _SOME_ROWS), *_MANY_ROWS]
+
+    def _default(self) -> LinearLaunch:
+        out_features, in_features = self._weights[0].shape
+        num_processors = multiprocessors()
+        return default_params(
+            self._variant, self._x.dtype, out_features, in_features, self._rows, num_processors=num_processors
+        )
 
     def _neighbours(self, launch: LinearLaunch) -> list[LinearLaunch]:
         if launch == CUBLAS:
@@ -140,7 +154,7 @@ class LinearCase:
         found = []
         for name in names:
             value = getattr(launch, name)
-            steps = (value - 1, value + 1) if name == "num_stages" else (value // 2, value * 2)
+            steps = (value - 1, value + 1) if name in ("num_stages", "split_k") else (value // 2, value * 2)
             found += [replace(launch, **{name: step}) for step in steps if step >= 1]
         if launch.block_m > 1:
             found += [

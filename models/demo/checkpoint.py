@@ -55,6 +55,8 @@ class DemoShape(DecoderSizes):
     fp8: Fp8Format | None = None
     latent: LatentShape | None = None
     activation: str = "silu"
+    mlp_gate: bool = True
+    mlp_bias: bool = False
 
 
 _LLAMA_3_2_ROPE = RopeScaling(32.0, 1.0, 4.0, 8192)

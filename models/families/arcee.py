@@ -16,6 +16,7 @@ def features(given: ConfigFields) -> dict[str, Any]:
     return {
         **biases(given),
         "activation": given.choice("hidden_act", ("relu2",), "relu2"),
+        "mlp_gate": False,
         "rms_norm_eps": given.number("rms_norm_eps", 1e-5),
     }
 

@@ -35,6 +35,7 @@ def features(given: ConfigFields) -> dict[str, Any]:
     has_biases = given.flag("attention_bias")
     return {
         "activation": given.choice("hidden_act", ("relu2",), "relu2"),
+        "mlp_gate": False,
         "rotary_dim": int(given.positive("head_dim", head_dim) * partial_rotary_factor(given, 0.5)),
         "qkv_bias": has_biases,
         "output_bias": has_biases,

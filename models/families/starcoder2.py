@@ -37,6 +37,7 @@ def features(given: ConfigFields) -> dict[str, Any]:
     given.choice("mlp_type", ("default",), "default")
     return {
         "activation": given.choice("hidden_act", ("gelu_pytorch_tanh", "gelu"), "gelu_pytorch_tanh"),
+        "mlp_gate": False,
         "qkv_bias": has_biases,
         "output_bias": has_biases,
         "mlp_bias": has_biases,

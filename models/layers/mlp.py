@@ -22,6 +22,7 @@ class GatedMlp(Layer):
     """
 
     def __init__(self, name: str, config: ModelConfig, *, fused: str | None = None) -> None:
+        assert config.mlp_gate
         size = config.intermediate_size
         inner = Units(f"an intermediate size of {size}", size)
         self.gate_up = InputProjections(
@@ -66,6 +67,7 @@ class Mlp(Layer):
     """``down(activation(up(x)))``. Ranks share the intermediate dimension."""
 
     def __init__(self, name: str, config: ModelConfig, *, up: str = "up_proj", down: str = "down_proj") -> None:
+        assert not config.mlp_gate
         size = config.intermediate_size
         inner = Units(f"an intermediate size of {size}", size)
         self.up = InputProjections(config.hidden_size, ((f"{name}.{up}", size, inner),), biases=config.mlp_bias)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from splitserve.benchmarks.common.shapes import model_shape
+from splitserve.benchmarks.engine.ceilings import product_shapes
 from splitserve.benchmarks.kernels import device_timing
 from splitserve.benchmarks.kernels.device_timing import TOLERANCE, relative_error
 from splitserve.benchmarks.kernels.tune import Tuner
@@ -167,6 +168,20 @@ def test_shapes_of_a_checkpoint_without_a_family(tmp_path: Path) -> None:
     write_transformers_model(tmp_path, "BioGptForCausalLM")
     with pytest.raises(CheckpointError, match=r"BioGptForCausalLM is computed by transformers' code.*models\.md"):
         named_config(model_shape(str(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    "architecture",
+    ["ArceeForCausalLM", "Gemma2ForCausalLM", "NemotronForCausalLM", "Phi3ForCausalLM", "SeedOssForCausalLM"],
+)
+def test_products_to_tune_are_those_of_the_model(architecture: str, tmp_path: Path) -> None:
+    """MLPs with and without a gate, gates with other activations than SiLU, one tensor for several projections."""
+    pytest.importorskip("triton")
+    write_transformers_model(tmp_path, architecture)
+    config = load_model_config(tmp_path)
+    target = TuneTarget(config, torch.float32, CPU, 4)
+    keys = {key for name in ("add", "norm", "gated") for key in load_tunable(f"linear_{name}").shape_keys(target)}
+    assert keys == {tuning.shape_key(torch.float32, n=n, k=k) for n, k in product_shapes(config)}
 
 
 @pytest.mark.on_gpu

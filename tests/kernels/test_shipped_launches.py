@@ -3,6 +3,7 @@
 The kernels themselves say at their first launch on a GPU that a parameter can't be; this finds it without one.
 """
 
+import itertools
 import re
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -19,7 +20,7 @@ from splitserve.kernels.experts.triton.streamed import ROWS_OF_WARP
 from splitserve.kernels.triton.linear import MAX_ROWS
 from splitserve.kernels.tuning import parameters as tuning
 from splitserve.kernels.tuning.decode_launch import MAX_PARTS, DecodeLaunch
-from splitserve.kernels.tuning.linear_launch import CUBLAS, LinearLaunch, launch_params
+from splitserve.kernels.tuning.linear_launch import CUBLAS, LinearLaunch, default_params
 from splitserve.kernels.tuning.tunables import OPERATIONS
 
 SHARED_BYTES = {
@@ -275,15 +276,23 @@ def test_what_cannot_be_is_found(case: tuple[str, str], rows: int, params: dict[
     assert len(found) == 1 and says in found[0], found
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("rows", [2, 16])
-def test_products_without_a_tuned_entry_fit_any_described_device(dtype: torch.dtype, rows: int) -> None:
-    for operation in ("linear_plain", "linear_add", "linear_norm", "linear_gated"):
-        variant = operation.removeprefix("linear_")
-        launch = launch_params(variant, dtype, 1000, 1000, rows)  # type: ignore[arg-type]
-        sizes, shared = {"n": 1000, "k": 1000}, min(SHARED_BYTES.values())
-        problems = linear_problems(launch, sizes, dtype.itemsize, shared, operation=operation, rows=rows)
-        assert launch != CUBLAS and not list(problems)
+@pytest.mark.parametrize("num_processors", [0, 78, 132])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float8_e4m3fn])
+@pytest.mark.parametrize("rows", [1, 2, 16, 17, 64, 65])
+def test_products_without_a_tuned_entry_fit_any_described_device(
+    rows: int, dtype: torch.dtype, num_processors: int
+) -> None:
+    shared = min(SHARED_BYTES.values())
+    for variant, n, k in itertools.product(
+        ("plain", "add", "norm", "gated"), (1000, 4608, 152064), (1000, 1001, 28672)
+    ):
+        if dtype == torch.float8_e4m3fn and rows > 1:
+            continue
+        launch = default_params(variant, dtype, n, k, rows, num_processors=num_processors)  # type: ignore[arg-type]
+        sizes = {"n": n, "k": 8192 if rows == 1 else k}  # a block may be longer than the only row of the input
+        problems = linear_problems(launch, sizes, dtype.itemsize, shared, operation=f"linear_{variant}", rows=rows)
+        assert not list(problems), (variant, n, k, launch)
+        assert rows > 16 or launch != CUBLAS
 
 
 def test_another_device_must_be_described_first() -> None:

@@ -179,24 +179,6 @@ def test_forced_parameters_of_one_shape_apply_to_it_alone(on_test_device: Path) 
     assert launch_params("add", torch.bfloat16, 64, 128, rows).num_warps == 2
 
 
-@pytest.mark.parametrize(
-    ("in_features", "block_n", "block_k"),
-    [
-        (300, 4, 512),
-        (2880, 4, 4096),  # one block, however much of it is padding
-        (8192, 4, 4096),
-        (14336, 4, 4096),  # an eighth of the blocks' lengths is padding
-        (6144, 4, 2048),
-        (5120, 8, 1024),
-        (4608, 8, 512),
-    ],
-)
-def test_blocks_of_one_row_without_parameters(in_features: int, block_n: int, block_k: int) -> None:
-    launch = launch_params("add", torch.float16, 40, in_features, 1)
-    assert (launch.block_m, launch.block_n, launch.block_k) == (1, block_n, block_k)
-    assert launch_params("gated", torch.float16, 40, in_features, 1).block_n == block_n // 2
-
-
 def test_known_parameters_are_those_of_all_rows_and_of_like_devices(tmp_path: Path) -> None:
     own, shipped = own_and_shipped(tmp_path)
     tuning.record(own, DEVICE, "linear", SHAPE, [entry(1, tile=5), entry(8, tile=6), entry(64, tile=5)], chip_name="c")
