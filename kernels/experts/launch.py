@@ -43,13 +43,13 @@ class _Defaults:
 
 
 _PAIRS = ExpertLaunch(1, 4, 1024, 2, 1024)
-_PLAIN = _Defaults(  # tiles measured on an H200, as those of FP8: docs/decisions/043
-    4,
+_PLAIN = _Defaults(  # measured on an H200: docs/decisions/049
+    2,
     _PAIRS,
     (
-        (16, ExpertLaunch(16, 64, 128, 128, 128, 4, 4)),
-        (24, ExpertLaunch(32, 128, 64, 256, 64, 8, 4)),
-        (72, ExpertLaunch(64, 128, 64, 256, 64, 8, 4)),
+        (11, ExpertLaunch(16, 64, 128, 128, 128, 4, 4)),
+        (24, ExpertLaunch(32, 64, 128, 128, 128, 4, 4)),
+        (48, ExpertLaunch(64, 128, 64, 256, 64, 8, 4)),
         (inf, ExpertLaunch(128, 128, 64, 256, 64, 8, 4)),
     ),
 )
@@ -62,7 +62,7 @@ _FLOAT32 = _Defaults(  # whose products are no matrix instructions
         (inf, ExpertLaunch(128, 32, 64, 128, 64, 8)),
     ),
 )
-_FP8 = _Defaults(
+_FP8 = _Defaults(  # tiles measured on an H200: docs/decisions/043
     4,
     _PAIRS,
     (

@@ -1,6 +1,8 @@
 """Products of sorted pairs with their experts' weights, tile by tile.
 
 A tile's rows are gathered, and results are stored by pair, so that every sum has one order: that of a token's choices.
+Where an expert has several tiles, these compute the same outputs at about the same time, so that all but one read the
+weights from the cache.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
@@ -17,6 +19,8 @@ from splitserve.kernels.fp8.triton_quantise import quantise_rows
 from splitserve.kernels.fp8.weight import GROUP as FP8_GROUP
 from splitserve.kernels.triton.launch import overlapped, wait, wait_alone
 
+_TILES_TOGETHER = 8  # measured on an H200: docs/decisions/049
+
 
 def grouped_gate_up(
     x: Tensor, ordered: SortedPairs, top_k: int, weights: ExpertWeights, launch: ExpertLaunch
@@ -27,14 +31,14 @@ def grouped_gate_up(
     activation, scales = weights.activation, weights.gate_up_scales
     assert scales is None or scales.shape[2] == triton.cdiv(hidden_size, FP8_GROUP), "tiles read a scale of each group"
     x, x_scales = quantise_rows(x, FP8_GROUP) if scales is not None else (x, x)
-    grid = (triton.cdiv(inner_size, launch.block_n), ordered.tile_experts.shape[0])
-    _gate_up_kernel[grid](
+    num_tiles = ordered.tile_experts.shape[0]
+    _gate_up_kernel[(triton.cdiv(inner_size, launch.block_n) * num_tiles,)](
         x, x_scales, weights.gate_up, x if scales is None else scales, _or(weights.gate_up_bias, x), out,
-        ordered.pairs, ordered.tile_experts, num_pairs, activation.limit or 0.0, activation.sigmoid_factor,
+        ordered.pairs, ordered.tile_experts, num_tiles, num_pairs, activation.limit or 0.0, activation.sigmoid_factor,
         activation.up_offset, HIDDEN=hidden_size, INNER=inner_size, TOP_K=top_k, IS_FP8=scales is not None,
         HAS_BIAS=weights.gate_up_bias is not None, INTERLEAVED=activation.interleaved,
         HAS_LIMIT=activation.limit is not None, FUNCTION=ACTIVATION_NUMBERS[activation.function],
-        BLOCK_M=ordered.block_m, BLOCK_N=launch.block_n, BLOCK_K=FP8_GROUP if scales is not None else launch.block_k,
+        TOGETHER=_TILES_TOGETHER, BLOCK_M=ordered.block_m, BLOCK_N=launch.block_n, BLOCK_K=FP8_GROUP if scales is not None else launch.block_k,
         num_warps=launch.num_warps, num_stages=launch.num_stages, **overlapped(x.device),
     )  # fmt: skip
     return out
@@ -51,11 +55,11 @@ def grouped_down(
     scales = weights.down_scales
     assert scales is None or scales.shape[2] == triton.cdiv(inner_size, FP8_GROUP), "tiles read a scale of each group"
     x, x_scales = quantise_rows(inner, FP8_GROUP) if scales is not None else (inner, inner)
-    grid = (triton.cdiv(hidden_size, launch.down_block_n), ordered.tile_experts.shape[0])
-    _down_kernel[grid](
+    num_tiles = ordered.tile_experts.shape[0]
+    _down_kernel[(triton.cdiv(hidden_size, launch.down_block_n) * num_tiles,)](
         x, x_scales, weights.down, x if scales is None else scales, _or(weights.down_bias, x), factors, out,
-        ordered.pairs, ordered.tile_experts, num_pairs, HIDDEN=hidden_size, INNER=inner_size,
-        IS_FP8=scales is not None, HAS_BIAS=weights.down_bias is not None, BLOCK_M=ordered.block_m,
+        ordered.pairs, ordered.tile_experts, num_tiles, num_pairs, HIDDEN=hidden_size, INNER=inner_size,
+        IS_FP8=scales is not None, HAS_BIAS=weights.down_bias is not None, TOGETHER=_TILES_TOGETHER, BLOCK_M=ordered.block_m,
         BLOCK_N=launch.down_block_n, BLOCK_K=FP8_GROUP if scales is not None else launch.down_block_k,
         num_warps=launch.num_warps, num_stages=launch.num_stages, **overlapped(x.device),
     )  # fmt: skip
@@ -64,6 +68,16 @@ def grouped_down(
 
 def _or(tensor: Tensor | None, other: Tensor) -> Tensor:
     return other if tensor is None else tensor
+
+
+@triton.jit
+def _place(num_tiles, BLOCKS: tl.constexpr, TOGETHER: tl.constexpr):
+    """Return this program's tile and block of outputs: ``TOGETHER`` tiles take each block before the next one."""
+    program = tl.program_id(0)
+    first = program // (BLOCKS * TOGETHER) * TOGETHER
+    count = tl.minimum(num_tiles - first, TOGETHER)
+    within = program % (BLOCKS * TOGETHER)
+    return first + within % count, within // count
 
 
 @triton.jit
@@ -84,7 +98,7 @@ def _tile(x_at, weight_at, x_scales_at, weight_scales_at, total, SIZE: tl.conste
     return total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tiles"])
 def _gate_up_kernel(
     x_ptr,
     x_scales_ptr,
@@ -94,6 +108,7 @@ def _gate_up_kernel(
     out_ptr,
     pairs_ptr,
     tile_experts_ptr,
+    num_tiles,
     num_pairs,
     limit,
     sigmoid_factor,
@@ -106,20 +121,22 @@ def _gate_up_kernel(
     INTERLEAVED: tl.constexpr,
     HAS_LIMIT: tl.constexpr,
     FUNCTION: tl.constexpr,
+    TOGETHER: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ):
     wait_alone(OVERLAPPED)
-    expert = tl.load(tile_experts_ptr + tl.program_id(1)).to(tl.int64)
+    tile, block = _place(num_tiles, (INNER + BLOCK_N - 1) // BLOCK_N, TOGETHER)
+    expert = tl.load(tile_experts_ptr + tile).to(tl.int64)
     if expert < 0:
         return
     GROUPS: tl.constexpr = (HIDDEN + BLOCK_K - 1) // BLOCK_K
-    pairs = tl.load(pairs_ptr + tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M))
+    pairs = tl.load(pairs_ptr + tile * BLOCK_M + tl.arange(0, BLOCK_M))
     has_pair = pairs < num_pairs
     tokens = tl.where(has_pair, pairs // TOP_K, 0).to(tl.int64)
-    local = tl.program_id(0) * 2 * BLOCK_N + tl.arange(0, 2 * BLOCK_N)  # an output's gate, then its up
+    local = block * 2 * BLOCK_N + tl.arange(0, 2 * BLOCK_N)  # an output's gate, then its up
     safe = tl.where(local < 2 * INNER, local, 0)
     weight_rows = expert * 2 * INNER + (safe if INTERLEAVED else safe // 2 + safe % 2 * INNER)
     total = _tile(
@@ -131,12 +148,12 @@ def _gate_up_kernel(
         total += tl.load(bias_ptr + weight_rows).to(tl.float32)[None, :]
     gate, up = tl.split(tl.reshape(total, (BLOCK_M, BLOCK_N, 2)))  # neighbours, which one thread has
     inner = activate(gate, up, limit, sigmoid_factor, up_offset, HAS_LIMIT, FUNCTION)
-    outputs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    outputs = block * BLOCK_N + tl.arange(0, BLOCK_N)
     at = out_ptr + tl.where(has_pair, pairs, 0).to(tl.int64)[:, None] * INNER + outputs[None, :]
     tl.store(at, inner.to(out_ptr.dtype.element_ty), mask=has_pair[:, None] & (outputs < INNER)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tiles"])
 def _down_kernel(
     inner_ptr,
     inner_scales_ptr,
@@ -147,25 +164,28 @@ def _down_kernel(
     out_ptr,
     pairs_ptr,
     tile_experts_ptr,
+    num_tiles,
     num_pairs,
     HIDDEN: tl.constexpr,
     INNER: tl.constexpr,
     IS_FP8: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    TOGETHER: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ):
     wait(OVERLAPPED)
-    expert = tl.load(tile_experts_ptr + tl.program_id(1)).to(tl.int64)
+    tile, block = _place(num_tiles, (HIDDEN + BLOCK_N - 1) // BLOCK_N, TOGETHER)
+    expert = tl.load(tile_experts_ptr + tile).to(tl.int64)
     if expert < 0:
         return
     GROUPS: tl.constexpr = (INNER + BLOCK_K - 1) // BLOCK_K
-    pairs = tl.load(pairs_ptr + tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M))
+    pairs = tl.load(pairs_ptr + tile * BLOCK_M + tl.arange(0, BLOCK_M))
     has_pair = pairs < num_pairs
     safe_pairs = tl.where(has_pair, pairs, 0).to(tl.int64)
-    outputs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    outputs = block * BLOCK_N + tl.arange(0, BLOCK_N)
     has_output = outputs < HIDDEN
     rows = expert * HIDDEN + tl.where(has_output, outputs, 0)
     total = _tile(

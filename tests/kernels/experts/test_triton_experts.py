@@ -223,6 +223,15 @@ def test_one_expert_with_all_tokens(block_m: int) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.* encountered:RuntimeWarning")  # of other ranks' pairs, which nobody uses
+def test_more_tiles_than_share_a_block_of_weights() -> None:
+    weights = weights_of(3, 64, 48, GatedActivation())
+    x, (experts, factors) = rand(100, 64), choices(100, 3, 2)
+    with tuning.forced("experts", TILES):
+        assert len(sort_pairs(experts, 0, 3, 16).tile_experts) == 15
+        actual = TritonExperts(weights)(x, experts, factors)
+    assert_same(actual, reference.LoopedExperts(weights)(x, experts, factors), 1e-5)
+
+
 @pytest.mark.parametrize("block_m", [1, 16])
 def test_ranks_have_a_part_of_the_experts(block_m: int) -> None:
     """The sum of the parts is the whole; a token none of whose experts is here adds nothing."""
@@ -326,7 +335,7 @@ def test_few_tokens_are_not_sorted() -> None:
         of_model = {"num_experts": 8, "top_k": 2, "dtype": dtype, "down_dtype": dtype, "device": torch.device("cpu")}
         return [expert_launch("", num_tokens=count, **of_model).block_m for count in counts]
 
-    assert sizes((1, 4, 5, 100, 200, 5000), torch.bfloat16) == [1, 1, 16, 64, 64, 128]
+    assert sizes((1, 2, 3, 47, 48, 100, 200), torch.bfloat16) == [1, 1, 16, 16, 32, 64, 128]
     assert sizes((1, 4, 5, 100, 200, 5000), torch.float8_e4m3fn) == [1, 1, 16, 32, 64, 64]
     assert sizes((1, 8, 9, 200, 5000), torch.uint8) == [1, 1, 16, 32, 64]
 
