@@ -1,8 +1,8 @@
 """Products of sorted pairs with their experts' weights, tile by tile.
 
 A tile's rows are gathered, and results are stored by pair, so that every sum has one order: that of a token's choices.
-Where an expert has several tiles, these compute the same outputs at about the same time, so that all but one read the
-weights from the cache.
+Where a large expert has several tiles, these compute the same outputs at about the same time, so that all but one read
+the weights from the cache.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
@@ -19,7 +19,8 @@ from splitserve.kernels.fp8.triton_quantise import quantise_rows
 from splitserve.kernels.fp8.weight import GROUP as FP8_GROUP
 from splitserve.kernels.triton.launch import overlapped, wait, wait_alone
 
-_TILES_TOGETHER = 8  # measured on an H200: docs/decisions/049
+_TILES_TOGETHER = 8  # measured on an H200, as the next: docs/decisions/049
+_CACHED_BYTES = 32 << 20  # of an expert's weights, which the level-2 cache keeps from one tile to the next
 
 
 def grouped_gate_up(
@@ -38,7 +39,8 @@ def grouped_gate_up(
         activation.up_offset, HIDDEN=hidden_size, INNER=inner_size, TOP_K=top_k, IS_FP8=scales is not None,
         HAS_BIAS=weights.gate_up_bias is not None, INTERLEAVED=activation.interleaved,
         HAS_LIMIT=activation.limit is not None, FUNCTION=ACTIVATION_NUMBERS[activation.function],
-        TOGETHER=_TILES_TOGETHER, BLOCK_M=ordered.block_m, BLOCK_N=launch.block_n, BLOCK_K=FP8_GROUP if scales is not None else launch.block_k,
+        TOGETHER=_tiles_together(weights.gate_up),
+        BLOCK_M=ordered.block_m, BLOCK_N=launch.block_n, BLOCK_K=FP8_GROUP if scales is not None else launch.block_k,
         num_warps=launch.num_warps, num_stages=launch.num_stages, **overlapped(x.device),
     )  # fmt: skip
     return out
@@ -59,11 +61,17 @@ def grouped_down(
     _down_kernel[(triton.cdiv(hidden_size, launch.down_block_n) * num_tiles,)](
         x, x_scales, weights.down, x if scales is None else scales, _or(weights.down_bias, x), factors, out,
         ordered.pairs, ordered.tile_experts, num_tiles, num_pairs, HIDDEN=hidden_size, INNER=inner_size,
-        IS_FP8=scales is not None, HAS_BIAS=weights.down_bias is not None, TOGETHER=_TILES_TOGETHER, BLOCK_M=ordered.block_m,
+        IS_FP8=scales is not None, HAS_BIAS=weights.down_bias is not None, TOGETHER=_tiles_together(weights.down),
+        BLOCK_M=ordered.block_m,
         BLOCK_N=launch.down_block_n, BLOCK_K=FP8_GROUP if scales is not None else launch.down_block_k,
         num_warps=launch.num_warps, num_stages=launch.num_stages, **overlapped(x.device),
     )  # fmt: skip
     return out
+
+
+def _tiles_together(weight: Tensor) -> int:
+    """Return how many tiles take a block of outputs before the next one; ``weight`` [experts, outputs, inputs]."""
+    return 1 if weight[0].nbytes <= _CACHED_BYTES else _TILES_TOGETHER
 
 
 def _or(tensor: Tensor | None, other: Tensor) -> Tensor:

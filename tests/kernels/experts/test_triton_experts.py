@@ -13,7 +13,7 @@ from expert_cases import CLAMPED, DEVICE, NARROW, assert_same, choices, rand
 from splitserve.kernels.experts import reference
 from splitserve.kernels.experts.router import PlainRouter
 from splitserve.kernels.experts.spec import GatedActivation, GroupScore, RouterSpec, Score
-from splitserve.kernels.experts.triton import router
+from splitserve.kernels.experts.triton import grouped, router
 from splitserve.kernels.experts.triton.experts import TritonExperts
 from splitserve.kernels.experts.triton.router import TritonRouter
 from splitserve.kernels.experts.triton.routing import route
@@ -223,7 +223,8 @@ def test_one_expert_with_all_tokens(block_m: int) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.* encountered:RuntimeWarning")  # of other ranks' pairs, which nobody uses
-def test_more_tiles_than_share_a_block_of_weights() -> None:
+def test_more_tiles_than_share_a_block_of_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grouped, "_CACHED_BYTES", 0)
     weights = weights_of(3, 64, 48, GatedActivation())
     x, (experts, factors) = rand(100, 64), choices(100, 3, 2)
     with tuning.forced("experts", TILES):
