@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 import triton
 
-from splitserve.kernels.tuning.parameters import config_for, shape_key, tuned, until_changed
+from splitserve.kernels.tuning.parameters import shape_key, tuned, until_changed
 
 Variant = Literal["plain", "add", "norm", "gated"]
 
@@ -70,10 +70,9 @@ def launch_params(
 ) -> LinearLaunch:
     """Return the tuned parameters, else a default: the kernels of :mod:`splitserve.kernels.triton.linear` for few rows,
     cuBLAS for more."""
-    operation, key = f"linear_{variant}", shape_key(dtype, n=out_features, k=in_features)
-    if config_for(operation, key, num_rows):
-        return tuned(LinearLaunch(), operation, key, num_rows)
-    return default_params(variant, dtype, out_features, in_features, num_rows, num_processors=multiprocessors())
+    default = default_params(variant, dtype, out_features, in_features, num_rows, num_processors=multiprocessors())
+    key = shape_key(dtype, n=out_features, k=in_features)
+    return tuned(default, f"linear_{variant}", key, num_rows, base=LinearLaunch())
 
 
 def default_params(

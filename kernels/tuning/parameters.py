@@ -197,21 +197,22 @@ def config_for(operation: str, shape: str, rows: int) -> Params | None:
     return None if configs is None else configs.find(operation, shape, rows)
 
 
-def tuned(default: LaunchT, operation: str, shape: str, rows: int) -> LaunchT:
-    """Return :func:`config_for` in the form of ``default``, a frozen dataclass; fields that are not listed keep their
-    default.
+def tuned(default: LaunchT, operation: str, shape: str, rows: int, *, base: LaunchT | None = None) -> LaunchT:
+    """Return :func:`config_for` in the form of ``default``, a frozen dataclass; fields that are not listed are those of
+    ``base``, or of ``default`` without it.
 
-    Parameters that ``default`` doesn't have, or of another type, cause one warning, and ``default`` is returned.
+    Without parameters ``default`` is returned. Those that it doesn't have, or of another type, cause one warning, and
+    ``default`` is returned, too.
     """
     params = config_for(operation, shape, rows)
-    if params is None:
+    if not params:
         return default
     assert dataclasses.is_dataclass(default) and not isinstance(default, type)
     for name, value in params.items():
         if type(value) is not type(getattr(default, name, None)):
             _warn_of_param(operation, shape, name, value)
             return default
-    return dataclasses.replace(default, **params)
+    return dataclasses.replace(default if base is None else base, **params)
 
 
 @functools.cache

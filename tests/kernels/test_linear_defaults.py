@@ -4,6 +4,8 @@ import pytest
 import torch
 
 from splitserve.kernels.reference import operations as reference
+from splitserve.kernels.tuning import linear_launch
+from splitserve.kernels.tuning import parameters as tuning
 from splitserve.kernels.tuning.linear_launch import CUBLAS, LinearLaunch, Variant, default_params, launch_params
 
 EPS = 1e-5
@@ -76,6 +78,14 @@ def test_what_the_bulk_copy_engine_cannot_load(dtype: torch.dtype, in_features: 
         default_params("add", dtype, 4096, in_features, rows, num_processors=num_processors) for rows in (16, 17)
     )
     assert not sixteen.tma and sixteen.block_m == 16 and seventeen == CUBLAS
+
+
+def test_parameters_that_an_entry_leaves_out_do_not_depend_on_the_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear_launch, "multiprocessors", lambda: 132)
+    with tuning.forced("linear_add", {"num_warps": 8}):
+        assert launch_params("add", torch.bfloat16, 5120, 8192, 64) == LinearLaunch(num_warps=8)
+    with tuning.forced("linear_add", {}):
+        assert launch_params("add", torch.bfloat16, 5120, 8192, 64).split_k == 3
 
 
 @pytest.mark.gpu

@@ -14,6 +14,7 @@ import os
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -30,7 +31,10 @@ from splitserve.kernels.triton import all_gather, all_reduce, operations
 from splitserve.kernels.triton.gather import gather_tokens
 from splitserve.kernels.triton.peer_memory import PeerMemory
 from splitserve.kernels.triton.row_copy import RowCopier, Rows
+from splitserve.kernels.tuning import linear_launch
 from splitserve.kernels.tuning import parameters as tuning
+from splitserve.kernels.tuning.linear_launch import Variant
+from splitserve.kernels.tuning.linear_tunable import LinearCase
 from splitserve.kernels.tuning.tunables import OPERATIONS, TuneTarget, load_tunable
 from splitserve.models.config import ModelConfig
 from splitserve.models.demo import published
@@ -179,8 +183,18 @@ def tuned_launches() -> None:
                                 case.calls()[0]()
 
 
+def untuned_products() -> None:
+    """Launch products that no file covers, with each of their tiles."""
+    target = TuneTarget(published.named_config("tiny"), torch.bfloat16, CPU, BLOCK_SIZE, is_for_compiling=True)
+    variants: tuple[Variant, ...] = ("norm", "gated", "add")
+    for variant, rows, (columns, inputs) in product(
+        variants, (1, 16, 32, 64), ((2048, 4608), (5120, 512), (9216, 512))
+    ):
+        LinearCase(variant, target, columns, inputs, rows).calls()[0]()
+
+
 def as_on_gpu(stack: ExitStack) -> None:
-    """Choose what a GPU would, and leave random tensors unfilled."""
+    """Choose what an H200 would, and leave random tensors unfilled."""
     with_triton = {
         operation: tuple(
             dataclasses.replace(each, why_not=lambda _target: None) if each.backend == "triton" else each
@@ -198,6 +212,7 @@ def as_on_gpu(stack: ExitStack) -> None:
     for patch in (
         mock.patch.object(registry, "_CANDIDATES", with_triton),
         mock.patch.object(Tensor, "normal_", unfilled),
+        mock.patch.object(linear_launch, "multiprocessors", lambda: 132),
         mock.patch.object(loader, "fp8_unavailable_reason", lambda _device, _dtype: None),
         mock.patch("splitserve.kernels.experts.tunable.fp8_unavailable_reason", lambda _device, _dtype: None),
         mock.patch("splitserve.kernels.fp8.linear.fp8_unavailable_reason", lambda _device, _dtype: None),
@@ -224,6 +239,7 @@ def main() -> int:
             if name == "dense":
                 run_steps(config, torch.float32)
         other_kernels(torch.bfloat16)
+        untuned_products()
         if options.whole:
             for name, config in published_models():
                 print(name, file=sys.stderr, flush=True)
