@@ -37,7 +37,7 @@ CPU = torch.device("cpu")
 # Of a layer: q and o 2 x 6 x 4, k and v 2 x 3 x 4, three of 5 x 4: 132 in matrices, 8 in norms.
 SIZES = {"hidden_size": 4, "num_heads": 2, "num_kv_heads": 1, "head_dim": 3, "intermediate_size": 5, "vocab_size": 7}
 CONFIG = replace(shape_config("tiny"), **SIZES, num_layers=2, architecture="llama", tie_word_embeddings=False)
-UNGATED = replace(CONFIG, architecture="arcee", activation="relu2")
+UNGATED = replace(CONFIG, architecture="arcee", activation="relu2", mlp_gate=False)
 TIED = replace(CONFIG, tie_word_embeddings=True)
 CEILINGS = Ceilings(copy_bytes_per_second=1e9, read_bytes_per_second=2e9, gemm_flops_per_second=1e12)
 
