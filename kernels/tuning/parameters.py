@@ -207,12 +207,13 @@ def tuned(default: LaunchT, operation: str, shape: str, rows: int, *, base: Laun
     params = config_for(operation, shape, rows)
     if not params:
         return default
-    assert dataclasses.is_dataclass(default) and not isinstance(default, type)
+    found = default if base is None else base
+    assert dataclasses.is_dataclass(found) and not isinstance(found, type)
     for name, value in params.items():
-        if type(value) is not type(getattr(default, name, None)):
+        if type(value) is not type(getattr(found, name, None)):
             _warn_of_param(operation, shape, name, value)
             return default
-    return dataclasses.replace(default if base is None else base, **params)
+    return dataclasses.replace(found, **params)
 
 
 @functools.cache
