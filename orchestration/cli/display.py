@@ -62,7 +62,7 @@ def _describe(stage: str, detail: dict[str, str]) -> str | None:
 
 def describe_status(status: ClusterStatus) -> str:
     lines = [f"{status.name}: {status.state}, {status.model} at {status.url or 'no address yet'}"]
-    processes = (status.router, *status.more_routers, *status.workers)
+    processes = (status.router, *status.more_routers, *status.lmcache, *status.workers)
     lines += [_describe_process(process, status.revision) for process in processes]
     for each in status.abandoned:
         counts = f"{each.pool} has {status.counts.get(each.pool, 0)}"

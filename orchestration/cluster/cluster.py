@@ -323,6 +323,8 @@ class Cluster:
                 self._workers.on_dismissed(progress.name)
             case "ready" if is_lmcache(progress.name):
                 self._lmcache.on_ready(progress.name, time.monotonic())
+            case "down" if is_lmcache(progress.name):
+                self._lmcache.on_down(progress.name)
             case "lmcache":
                 self._lmcache.use(progress.name, progress.detail["server"], time.monotonic())
                 self._keep_lmcache()
@@ -382,8 +384,8 @@ class Cluster:
         try:
             match request:
                 case GetStatus():
-                    children = self._children.by_name
-                    return cluster_status(self.state, self._routers, self._supervisor, children, time.monotonic())
+                    parts = self._routers, self._supervisor, self._lmcache
+                    return cluster_status(self.state, *parts, self._children.by_name, now=time.monotonic())
                 case Stop():
                     self.request_stop("splitserve down")
                 case Scale() | DrainWorker() | UpgradeCluster():

@@ -67,20 +67,20 @@ class Revival:
     """Restart of a process that others can do without."""
 
     due_at: float = float("inf")  # time of the next start, infinity for none
+    ready_since: float | None = None
     _policy: RestartPolicy = field(default_factory=RestartPolicy)
-    _ready_since: float | None = None
     _chosen: random.Random = field(default_factory=random.Random)
 
     @property
     def is_ready(self) -> bool:
-        return self._ready_since is not None
+        return self.ready_since is not None
 
     def on_ready(self, now: float) -> None:
-        self._ready_since = now
+        self.ready_since = now
 
     def on_exit(self, now: float) -> None:
         """Schedule the restart of a process that has ended or couldn't be started."""
-        seconds = None if self._ready_since is None else now - self._ready_since
-        self._ready_since = None
+        seconds = None if self.ready_since is None else now - self.ready_since
+        self.ready_since = None
         delay_seconds = self._policy.on_death(seconds, self._chosen)
         self.due_at = float("inf") if delay_seconds is None else now + delay_seconds

@@ -63,7 +63,7 @@ class Refused(Reply, frozen=True):
 
 
 class ProcessStatus(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Status of the router or a worker."""
+    """Status of a router, a worker or an LMCache server."""
 
     name: str
     pool: str = ""
@@ -101,6 +101,7 @@ class ClusterStatus(Reply, frozen=True, kw_only=True):
     workers: list[ProcessStatus]
     upgrade: UpgradeStatus | None = None
     more_routers: list[ProcessStatus] = []  # further router processes on the port
+    lmcache: list[ProcessStatus] = []  # LMCache servers that the cluster keeps
     abandoned: list[AbandonedWorker] = []  # until their pool is scaled
 
     @property

@@ -10,14 +10,21 @@ from splitserve.orchestration.cluster.roster import Worker, WorkerPhase
 from splitserve.orchestration.cluster.router_keeper import Routers
 from splitserve.orchestration.cluster.supervision import Supervisor
 from splitserve.orchestration.control.requests import ClusterStatus, ProcessStatus, UpgradeStatus
+from splitserve.orchestration.lmcache.keeper import LMCacheKeeper, ServerState
 from splitserve.orchestration.spec.expansion import ROUTER, router_names
 
 
 def cluster_status(
-    state: str, routers: Routers, supervisor: Supervisor, children: Mapping[str, Child], now: float
+    state: str,
+    routers: Routers,
+    supervisor: Supervisor,
+    lmcache: LMCacheKeeper,
+    children: Mapping[str, Child],
+    *,
+    now: float,
 ) -> ClusterStatus:
     """Return a cluster's status. ``children`` by name, including the router; ``now`` on the monotonic clock, like all
-    times of ``routers`` and ``supervisor``."""
+    times of ``routers``, ``supervisor`` and ``lmcache``."""
     counts = {pool.name: 0 for pool in supervisor.spec.pools}
     for worker in supervisor.workers.values():
         counts[worker.pool.name] += worker.wanted
@@ -32,6 +39,7 @@ def cluster_status(
         router=_router_status(ROUTER, children, routers, now),
         more_routers=[_router_status(name, children, routers, now) for name in router_names(supervisor.spec)[1:]],
         workers=[_worker_status(worker, children.get(worker.name), now) for worker in supervisor.workers.values()],
+        lmcache=[_server_status(server, children.get(server.name)) for server in lmcache.states(now)],
         upgrade=None if supervisor.upgrade is None else _upgrade_status(supervisor.upgrade),
         abandoned=supervisor.abandoned,
     )
@@ -68,6 +76,18 @@ def _worker_status(worker: Worker, child: Child | None, now: float) -> ProcessSt
         last_words=worker.last_words,
         due_in_seconds=max(0.0, worker.due_at - now) if now < worker.due_at < float("inf") else None,
         times=worker.times.moved(time.time() - now),
+    )
+
+
+def _server_status(server: ServerState, child: Child | None) -> ProcessStatus:
+    phase = WorkerPhase.WAITING if child is None else WorkerPhase.STARTING
+    return ProcessStatus(
+        name=server.name,
+        phase=phase if server.seconds_ready is None else WorkerPhase.READY,
+        pid=child.pid if child else 0,
+        runs_on=child.runs_on if child else "",
+        seconds_ready=server.seconds_ready,
+        due_in_seconds=server.due_in_seconds,
     )
 
 

@@ -63,6 +63,7 @@ STATUS = ClusterStatus(
     revision=2,
     counts={"prefill": 1},
     router=ProcessStatus(name="router", phase=WorkerPhase.READY, pid=7),
+    lmcache=[ProcessStatus(name="lmcache", phase=WorkerPhase.WAITING, due_in_seconds=3.2)],
     workers=[
         ProcessStatus(
             name="prefill-0",
@@ -132,6 +133,7 @@ def test_status_for_people() -> None:
     assert describe_status(STATUS).splitlines() == [
         "c: serving, m at http://127.0.0.1:1",
         "  router       ready     pid 7",
+        "  lmcache      waiting   starts in 3 s",
         "  prefill-0    leaving   pid 8, GPU 3, restarted 2 times, revision 1, won't come back, "
         "before: was ended by SIGKILL",
         "  decode-0     abandoned no such file; decode has 0: `splitserve scale` starts another one",

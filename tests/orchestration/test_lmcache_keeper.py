@@ -1,6 +1,6 @@
 """LMCache servers that a cluster needs, as workers start, move, die and leave."""
 
-from splitserve.orchestration.lmcache.keeper import LMCacheKeeper, is_lmcache, lmcache_on
+from splitserve.orchestration.lmcache.keeper import LMCacheKeeper, ServerState, is_lmcache, lmcache_on
 
 A, B = lmcache_on("a"), lmcache_on("b")
 
@@ -66,6 +66,25 @@ def test_one_that_is_about_to_end_comes_back_for_a_new_worker() -> None:
     assert keeper.take_due(1.0, [A]) == [] and keeper.next_due() == float("inf")
     keeper.on_exit(A, 2.0)
     assert keeper.take_due(keeper.next_due(), ()) == [A]
+
+
+def test_states_for_people() -> None:
+    keeper = LMCacheKeeper()
+    keeper.use("w-0", B, 0.0)
+    keeper.use("w-1", A, 3.0)
+    assert [*keeper.states(1.0)] == [ServerState(A, None, 2.0), ServerState(B, None, 0.0)]
+    keeper.take_due(3.0, ())
+    keeper.on_ready(A, 5.0)
+    assert [*keeper.states(7.0)] == [ServerState(A, 2.0, None), ServerState(B, None, None)]
+    keeper.on_down(A)
+    assert next(keeper.states(8.0)).seconds_ready is None and keeper.not_ready() == [B], "it has answered once"
+    keeper.on_ready(A, 9.0)
+    assert next(keeper.states(9.5)).seconds_ready == 0.5
+    keeper.on_down(A)
+    keeper.on_exit(A, 10.0)
+    keeper.take_due(keeper.next_due(), ())
+    keeper.on_ready(A, 20.0)
+    assert next(keeper.states(21.0)) == ServerState(A, 1.0, None)
 
 
 def test_the_ones_that_a_start_waits_for() -> None:
