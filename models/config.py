@@ -81,7 +81,7 @@ class Features(DecoderSizes):
     """Features that families set or leave, with the values of those that don't have them."""
 
     activation: str = "silu"
-    mlp_gate: bool = True  # the activation is that of a gate, which each output of the MLP's first product has
+    mlp_gate: bool = True  # the MLP's inner outputs are multiplied by the activations of as many gates
     qkv_bias: bool = False
     output_bias: bool = False
     head_norms: bool = False  # where a family's models differ in it
