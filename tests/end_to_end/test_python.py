@@ -23,11 +23,12 @@ from waiting import PATIENCE_SECONDS, wait_until
 GUIDE = ROOT / "docs" / "guides" / "python.md"
 SMALL = {"kv_memory": "32MiB", "threads": 1, "dtype": "float32"}
 PROGRAM = """
-import sys, time
+import select, sys
 from splitserve import LLM
 llm = LLM(sys.argv[1], mixed=1, kv_memory="32MiB", threads=1)
 print(*llm.server.pids.values(), flush=True)
-sys.stdin.read()
+while not select.select([sys.stdin], [], [], 0.2)[0]:
+    pass  # a signal just before a read would wait for the read's end
 """
 
 
