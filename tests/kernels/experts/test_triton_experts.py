@@ -222,7 +222,6 @@ def test_one_expert_with_all_tokens(block_m: int) -> None:
         )
 
 
-@pytest.mark.filterwarnings("ignore:.* encountered:RuntimeWarning")  # of other ranks' pairs, which nobody uses
 def test_more_tiles_than_share_a_block_of_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grouped, "_CACHED_BYTES", 0)
     weights = weights_of(3, 64, 48, GatedActivation())
@@ -233,6 +232,7 @@ def test_more_tiles_than_share_a_block_of_weights(monkeypatch: pytest.MonkeyPatc
     assert_same(actual, reference.LoopedExperts(weights)(x, experts, factors), 1e-5)
 
 
+@pytest.mark.filterwarnings("ignore:.* encountered:RuntimeWarning")  # of other ranks' pairs, which nobody uses
 @pytest.mark.parametrize("block_m", [1, 16])
 def test_ranks_have_a_part_of_the_experts(block_m: int) -> None:
     """The sum of the parts is the whole; a token none of whose experts is here adds nothing."""
