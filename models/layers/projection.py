@@ -59,10 +59,8 @@ class InputProjections(Layer):
 
     def product(self, x: Normed) -> "Tensor":
         """Return [T, out_features] in the dtype of the residual."""
-        parts = self.in_parts(x)
-        if self.bias is not None:
-            parts[0].add_(self.bias)  # += would copy it back as well
-        return parts[0] if parts.shape[0] == 1 else parts.sum(0).to(x.hidden.dtype)
+        product = self.linear.after_norm(x.hidden, x.weight, x.eps, x.normed)
+        return product if self.bias is None else product.add_(self.bias)
 
     def gated(self, x: Normed) -> "Tensor":
         """Return ``silu(first) * second`` of two projections of the same size, [T, out_features]."""
