@@ -98,7 +98,7 @@ def expert_launch(
     down_dtype: torch.dtype,
     device: torch.device,
 ) -> ExpertLaunch:
-    """Return the tuned parameters, else a default: tiles about as high as an expert has pairs on average.
+    """Return the tuned parameters, else a default: tiles higher than an expert's average number of pairs.
 
     ``dtype``, ``down_dtype``: of the weights of both products; uint8 stands for MXFP4. Of tiles of other weights,
     parameters that ``device`` has no room for are changed to the next that fit.

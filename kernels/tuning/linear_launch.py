@@ -16,7 +16,7 @@ _ROW_BLOCK = 4096
 _TILE_ROW_BYTES = 512  # of each weight row of a tile: its stages share the memory of a program
 _MOST_PARTS = 6
 _LEAST_OF_PART = 512  # inputs
-_WIDE_GAIN = 1.5  # how many times the programs of narrow tiles make up for the parts of wide ones
+_WIDE_GAIN = 1.5  # least ratio of programs, wide to narrow, at which wide tiles are taken
 _ROW_BYTES_OF_TMA = 16  # a weight's rows must be whole multiples of it
 _SHARED_BYTES = 200_000  # that the tiles for TMA take at most
 
@@ -101,7 +101,8 @@ def default_params(
 def _of_tiles(
     variant: Variant, out_features: int, in_features: int, num_rows: int, num_processors: int
 ) -> LinearLaunch | None:
-    """Return the parameters for tiles of weights in 16 bits; None where they aren't better than others, or can't be."""
+    """Return the parameters for tiles of weights in 16 bits; None where others are better, or
+    where the weight has no room for one."""
     is_gated = variant == "gated"
     # A single row mostly has a kernel of its own, but gates of more inputs than it takes at a time are slower there.
     if num_rows == 1 and not (is_gated and in_features > _ROW_BLOCK):
@@ -126,6 +127,8 @@ def _spread(tiles: _Tiles, out_features: int, in_features: int, num_processors: 
     def shared(launch: LinearLaunch) -> tuple[LinearLaunch, int]:
         columns = triton.cdiv(out_features, launch.block_n)
         split = max(1, min(num_processors // columns, _MOST_PARTS, in_features // _LEAST_OF_PART))
+        blocks = triton.cdiv(in_features, launch.block_k)
+        split = triton.cdiv(blocks, triton.cdiv(blocks, split))  # parts are whole blocks, and none is empty
         return replace(launch, split_k=split, joined=split == 1), split * columns
 
     narrow, num_narrow = shared(tiles.narrow)

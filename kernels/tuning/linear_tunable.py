@@ -164,7 +164,7 @@ class LinearCase:
             found += [replace(launch, prefetch=count) for count in (0, 128, 512, 2048)]
             found += [replace(launch, tma=tma) for tma in (False, True)]
             found += [replace(launch, joined=joined) for joined in (False, True)]
-        return found
+        return [replace(each, joined=True) if each.split_k == 1 else each for each in found]
 
     def _fits(self, launch: LinearLaunch) -> bool:
         out_features, in_features = self._weights[0].shape

@@ -182,6 +182,8 @@ def test_products_to_tune_are_those_of_the_model(architecture: str, tmp_path: Pa
     target = TuneTarget(config, torch.float32, CPU, 4)
     keys = {key for name in ("add", "norm", "gated") for key in load_tunable(f"linear_{name}").shape_keys(target)}
     assert keys == {tuning.shape_key(torch.float32, n=n, k=k) for n, k in product_shapes(config)}
+    has_fused_gate = architecture in ("Phi3ForCausalLM", "SeedOssForCausalLM")
+    assert bool(load_tunable("linear_gated").shape_keys(target)) == has_fused_gate
 
 
 @pytest.mark.on_gpu

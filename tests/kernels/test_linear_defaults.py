@@ -62,6 +62,8 @@ def test_programs_are_about_as_many_as_multiprocessors(
 def test_parts_have_inputs_to_read() -> None:
     assert default_params("add", torch.bfloat16, 2048, 1024, 8, num_processors=132).split_k == 2
     assert default_params("add", torch.bfloat16, 2048, 256, 8, num_processors=132).split_k == 1
+    # Twelve blocks in five parts would be three for each, and the last part empty.
+    assert default_params("add", torch.bfloat16, 1024, 2880, 8, num_processors=132).split_k == 4
 
 
 @pytest.mark.parametrize(

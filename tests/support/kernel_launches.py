@@ -187,7 +187,9 @@ def untuned_products() -> None:
     """Launch products that no file covers, with each of their tiles."""
     target = TuneTarget(published.named_config("tiny"), torch.bfloat16, CPU, BLOCK_SIZE, is_for_compiling=True)
     variants: tuple[Variant, ...] = ("norm", "gated", "add")
-    for variant, rows, (columns, inputs) in product(variants, (1, 16, 64), ((2048, 4608), (5120, 1536))):
+    for variant, rows, (columns, inputs) in product(
+        variants, (1, 16, 32, 64), ((2048, 4608), (5120, 1536), (9216, 512))
+    ):
         LinearCase(variant, target, columns, inputs, rows).calls()[0]()
 
 
